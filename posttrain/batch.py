@@ -1,0 +1,136 @@
+"""Typed batches. Row: a dataset record. Prompt: what is sampled from. Rollout: one trajectory, token in, token out.
+RolloutBatch: the numeric batch that advantages and losses read.
+
+Shapes: N rows (rollouts), T completion tokens of the longest row, P pairs. Groups are marked by `group_ids` and may
+differ in size: nothing here is ever reshaped to [prompts, group_size].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is sampled from: a data row and its rendered tokens. `uid` is stable across runs and resumes."""
+
+    uid: str
+    row: Mapping[str, Any]  # the record with all its columns (rewards read them)
+    text: str  # rendered with the chat template, generation prompt included
+    ids: tuple[int, ...]  # tokens of `text`, exactly as the engine gets them
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of one origin. Only `model` segments are trained on; `logps` are the engine's, or None."""
+
+    kind: Literal["model", "tool", "injected"]
+    ids: tuple[int, ...]
+    logps: tuple[float, ...] | None = None
+
+
+@dataclass
+class Rollout:
+    """One completion of one prompt. `scores` holds every reward component by name; None = does not apply."""
+
+    prompt: Prompt
+    group: int  # rollouts of one prompt in one step share it
+    segments: tuple[Segment, ...]
+    text: str  # completion decoded without special tokens
+    finish: FinishReason  # stop = ended by itself (EOS or stop string), length = hit the limit
+    version: int  # policy version that sampled it
+    scores: dict[str, float | None] = field(default_factory=dict)
+    reward: float | None = None  # weighted sum of scores; None = unscored
+    correct: bool | None = None  # by the component that the recipe marks as correctness
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(i for s in self.segments for i in s.ids)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Per completion token: sampled by the model (True) or put there by a tool or a hint (False)."""
+        return tuple(s.kind == "model" for s in self.segments for _ in s.ids)
+
+    @property
+    def logps(self) -> tuple[float, ...]:
+        """Per completion token: the engine's log-prob, NaN where it reported none."""
+        nan = float("nan")
+        return tuple(x for s in self.segments for x in (s.logps if s.logps is not None else (nan,) * len(s.ids)))
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The numeric side of N rollouts. Cells with mask 0 may hold anything and must never matter."""
+
+    group_ids: Tensor  # [N] int64
+    mask: Tensor  # [N,T] bool, True = trained on (not padding, not tool output); never the attention mask
+    rewards: Tensor | None = None  # [N] float, NaN = could not be scored
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], NaN = does not apply
+    correct: Tensor | None = None  # [N] float 0/1, NaN = unknown
+    truncated: Tensor | None = None  # [N] bool, hit the length limit
+    old_logp: Tensor | None = None  # [N,T] trainer's log-probs at rollout time; None = equal to logp (one update)
+    rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
+    ref_logp: Tensor | None = None  # [N,T] frozen reference
+    advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
+    keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
+
+    def __len__(self) -> int:
+        return int(self.group_ids.shape[0])
+
+    def select(self, rows: Tensor | Sequence[int]) -> RolloutBatch:
+        """The batch of these rows (index or boolean mask [N]); every tensor field is cut alike."""
+        rows = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, dtype=torch.long)
+        return self._map(lambda x: x[rows])
+
+    def to(self, device: torch.device | str) -> RolloutBatch:
+        return self._map(lambda x: x.to(device))
+
+    def replace(self, **changes: Any) -> RolloutBatch:
+        return dataclasses.replace(self, **changes)
+
+    def _map(self, f: Any) -> RolloutBatch:
+        changed: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                changed[item.name] = f(value)
+            elif isinstance(value, Mapping):
+                changed[item.name] = {k: f(v) for k, v in value.items()}
+        return dataclasses.replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What a policy loss returns: `values` [N,T] to be aggregated once, `stats` name -> [N] or [N,T], detached."""
+
+    values: Tensor
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """P preference pairs: summed log-probs and lengths of both sides [P]; references None where no term needs them."""
+
+    chosen_logp: Tensor
+    rejected_logp: Tensor
+    chosen_length: Tensor
+    rejected_length: Tensor
+    ref_chosen_logp: Tensor | None = None
+    ref_rejected_logp: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """What a pair loss returns: `losses` [P] with gradient, `stats` name -> [P], detached."""
+
+    losses: Tensor
+    stats: Mapping[str, Tensor] = field(default_factory=dict)

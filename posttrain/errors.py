@@ -1,0 +1,99 @@
+"""Errors for people: where, what, what is allowed, one hint.
+
+Every error that a user can cause derives from `UserError` (exit code 2); a run that fails for another reason
+raises `RunError` (exit code 1). Each is also a standard exception, so library users can catch `ValueError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `where` is `file:line:column`, a file, or a row; `hint` is one sentence."""
+
+    where: str
+    what: str
+    allowed: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}  {self.what}" if self.where else self.what
+        lines = [head]
+        if self.allowed:
+            lines.append(f"  {self.allowed}")
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+
+class PosttrainError(Exception):
+    """Base of all errors that posttrain raises on purpose."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", allowed: str = "", hint: str = "") -> None:
+        self.problems: Sequence[Problem] = (Problem(where, what, allowed, hint),)
+        super().__init__(str(self.problems[0]))
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> PosttrainError:
+        """One error that carries several problems, told together."""
+        error = cls(problems[0].what)
+        error.problems = tuple(problems)
+        error.args = ("\n".join(str(p) for p in problems),)
+        return error
+
+
+class UserError(PosttrainError, ValueError):
+    """Something the user wrote or gave is wrong. Nothing was started or lost."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """A recipe that cannot be read or does not make sense."""
+
+
+class DataError(UserError):
+    """A data source, a row or a column that cannot be used."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer that cannot be loaded or saved as asked."""
+
+
+class RewardError(UserError):
+    """A reward script that cannot be loaded or breaks its contract."""
+
+
+class MergeError(UserError):
+    """Models that cannot be merged as asked."""
+
+
+class MissingExtra(UserError):
+    """A command needs a package that is not installed."""
+
+    def __init__(self, package: str, why: str, extra: str) -> None:
+        super().__init__(f"{why} needs {package}, which is not installed", hint=f"pip install 'posttrain[{extra}]'")
+
+
+class RunError(PosttrainError, RuntimeError):
+    """A run that was started could not go on. The last good checkpoint is kept."""
+
+
+class EngineError(RunError):
+    """The generation engine failed or holds other weights than the trainer."""
+
+
+class NonFiniteError(RunError):
+    """A loss, gradient or log-prob is NaN or infinite."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that `word` was most likely meant to be, or None."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None

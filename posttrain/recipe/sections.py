@@ -1,0 +1,269 @@
+"""Every section of a recipe: its keys, types, defaults and help. No torch here.
+
+Lengths are in tokens, times in seconds, rates in shares of 1 unless a key says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.section import ComponentSection, OnNone, Section
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Lora(Section):
+    """A low-rank adapter; the base stays frozen and serves as the reference policy."""
+
+    rank: Positive = 16
+    alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
+    dropout: Share = 0.0
+    targets: str | list[str] = Field("all-linear", description="module names, or all-linear")
+
+
+class Model(Section):
+    """Which weights, and how they are trained."""
+
+    path: str = Field(description="a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline")
+    revision: str | None = Field(None, description="hub revision")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
+    quantize: Literal["nf4"] | None = Field(None, description="4-bit base weights (bitsandbytes); needs lora")
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    chat_template: str | None = Field(None, description="a Jinja file that replaces the tokenizer's template")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+
+    @model_validator(mode="after")
+    def _quantized_needs_lora(self) -> Model:
+        if self.quantize and self.lora is None:
+            raise ValueError("quantize needs lora: 4-bit weights cannot be trained themselves; add `lora: {}`")
+        return self
+
+
+class Source(Section):
+    """Where rows come from."""
+
+    source: str | None = Field(
+        None,
+        description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, or file.py:function",
+    )
+    split: str = "train"
+    config: str | None = Field(None, description="hub configuration name")
+    size: Positive | None = Field(None, description="rows to take (gym and functions: rows to make)")
+    skip: Annotated[int, Field(ge=0)] = Field(0, description="rows to leave out first, e.g. those trained on elsewhere")
+    seed: int = Field(0, description="seed of generated rows (gym and functions)")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the gym task or function")
+    columns: dict[str, str] = Field(default_factory=dict, description="our column name: the file's column name")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share in a mixture")
+
+
+class Data(Source):
+    """Rows, how they become tokens, and which tokens are trained on."""
+
+    mix: list[Source] | None = Field(None, description="several sources with weights, instead of source")
+    system: str | None = Field(None, description="system message put before every prompt that has none")
+    prompt_template: str | None = Field(None, description="a user message with {column} fields, instead of `prompt`")
+    chat: bool = Field(True, description="render with the chat template; false: prompt and completion as plain text")
+    train_on: Literal["completion", "assistant", "all"] = Field(
+        "completion", description="completion: the last assistant turn; assistant: every assistant turn"
+    )
+    max_length: Positive | None = Field(None, description="longest sequence (RL: longest prompt)")
+    overlong: Literal["drop", "truncate_prompt", "error", "keep"] = Field(
+        "drop", description="what happens to rows over max_length"
+    )
+    shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Data:
+        if (self.source is None) == (self.mix is None):
+            raise ValueError("give either `source` or `mix`")
+        return self
+
+
+class Sampling(Section):
+    """How completions are drawn."""
+
+    temperature: NonNegative = Field(1.0, description="0 = greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="0 = all tokens")
+    max_new_tokens: Positive = 512
+    stop: list[str] = Field(default_factory=list, description="texts that end a completion, besides EOS")
+
+
+class Vllm(Section):
+    """Settings of the vLLM engine."""
+
+    gpu_memory: Share = Field(0.3, description="share of the GPU's memory for weights and KV cache")
+    max_model_len: Positive | None = Field(None, description="prompt + completion; default: what the data needs")
+    enforce_eager: bool = Field(False, description="start faster, generate slower")
+    sleep: bool = Field(False, description="free the engine's memory during the update")
+
+
+class EngineSection(Section):
+    """What generates."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    batch_size: Positive = Field(512, description="sequences generated together (transformers)")
+    vllm: Vllm = Field(default_factory=Vllm)
+
+
+class Rollout(EngineSection, Sampling):
+    """One step's samples: prompts_per_step x group_size completions."""
+
+    prompts_per_step: Positive = 32
+    group_size: Positive = Field(8, description="completions of one prompt, the group of group-relative methods")
+    max_gen_batches: Positive = Field(
+        1,
+        description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
+    )
+
+
+class Reward(Section):
+    """One reward component."""
+
+    use: str = Field(description="script.function of a shipped reward (math.accuracy), or file.py:function")
+    name: str | None = Field(None, description="name in metrics; default: the function's")
+    weight: float = Field(1.0, description="0 = log only")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    correct: bool = Field(False, description="this component says whether an answer is right (default: the first)")
+    on_none: OnNone = Field("auto", description="what a None (does not apply) means for the row")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a call")
+
+
+class Scoring(Section):
+    """How rewards are run."""
+
+    workers: Positive = Field(2, description="worker processes")
+    correct_at: float = Field(1.0, description="an answer is right when the correctness component is at least this")
+    max_error_rate: Share = Field(
+        0.1, description="stop when more calls of a component than this fail or time out in a step"
+    )
+    max_bad_gold: Share = Field(
+        0.05, description="refuse to start when gold does not score best on more rows than this"
+    )
+
+
+class Keep(ComponentSection):
+    """Which groups stay in the batch."""
+
+    kind: ClassVar = "keep"
+
+
+class Advantage(ComponentSection):
+    """How rewards become advantages."""
+
+    kind: ClassVar = "advantage"
+    use: str = "group"
+
+
+class Loss(ComponentSection):
+    """The policy loss and how its token matrix becomes one number."""
+
+    kind: ClassVar = "loss"
+    use: str = "clip"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"] = "seq_mean_token_mean"
+    norm_len: Positive | None = Field(None, description="constant length of `fixed`; default: max_new_tokens")
+    count_empty_rows: bool = Field(True, description="rows without trained tokens stay in the row count")
+    mask_truncated: bool = Field(False, description="completions that hit the limit carry no loss")
+
+
+class Kl(ComponentSection):
+    """Distance to the reference policy. coef 0 = no reference model at all."""
+
+    kind: ClassVar = "kl"
+    use: str = "k3"
+    coef: NonNegative = 0.0
+    where: Literal["loss", "reward"] = "loss"
+
+
+class PairLossSection(ComponentSection):
+    """The preference loss."""
+
+    kind: ClassVar = "pair_loss"
+    use: str = "dpo"
+
+
+class Optim(Section):
+    """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class RlBatch(Section):
+    """How a step's rollouts are divided for the update."""
+
+    minibatches: Positive = Field(1, description="optimiser updates an epoch")
+    epochs: Positive = Field(1, description="passes over the rollouts")
+    micro_tokens: Positive = Field(16384, description="tokens (prompt + completion) of one forward pass at most")
+
+
+class TrainBatch(Section):
+    """Rows of one optimiser step, and of one forward pass."""
+
+    size: Positive = Field(32, description="rows (pairs) an optimiser step")
+    micro_size: Positive | None = Field(None, description="rows a forward pass; default: size; must divide size")
+    packing: bool = Field(False, description="put short rows behind each other in one sequence (sft)")
+
+    @model_validator(mode="after")
+    def _divides(self) -> TrainBatch:
+        if self.micro_size and self.size % self.micro_size:
+            raise ValueError(f"micro_size {self.micro_size} does not divide size {self.size}")
+        return self
+
+
+class Run(Section):
+    """How long, where to, and what is kept."""
+
+    output: str | None = Field(None, description="run directory; default: runs/RECIPE/TIME-HASH")
+    seed: int = 0
+    steps: Positive | None = Field(None, description="optimiser steps (RL: rollout batches)")
+    epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
+    save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
+    keep_checkpoints: Positive = Field(2, description="complete checkpoints to keep")
+    log_every: Positive = 1
+    samples_per_step: Annotated[int, Field(ge=0)] = Field(4, description="rollouts written to samples.jsonl a step")
+    max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop cleanly after this much training")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Run:
+        if self.steps and self.epochs:
+            raise ValueError("give either `steps` or `epochs`")
+        return self
+
+
+class EvalSettings(Section):
+    """What is measured."""
+
+    samples: Positive = Field(1, description="completions a prompt")
+    k: list[Positive] = Field(default_factory=lambda: [1], description="pass@k and cons@k for these k <= samples")
+    bootstrap: Positive = Field(10000, description="resamples of the interval")
+    level: Share = 0.95
+
+
+class MergeParameters(Section):
+    """mergekit's `parameters`."""
+
+    weight: float | None = None
+    normalize: bool | None = None
+    lambda_: float | None = Field(None, alias="lambda")
+
+
+class MergeModel(Section):
+    """One input of a merge."""
+
+    model: str
+    parameters: MergeParameters = Field(default_factory=MergeParameters)

@@ -1,0 +1,198 @@
+"""One idiom for everything with a name: a registered pure function whose keyword-only arguments are its recipe keys.
+
+    @register("loss", "clip", paper="2402.03300", needs=("old_logp",))
+    def clip(batch, logp, *, clip_low: float = 0.2, clip_high: float | None = None) -> TokenLoss: ...
+
+Nothing is declared twice: annotations become types, defaults become defaults, the docstring becomes the help.
+`components.json` holds what the light commands need to know (names, keys, defaults, docstrings), so that a recipe is
+checked without importing torch; `python -m posttrain.registry` rewrites it and a test keeps it equal to the code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import pkgutil
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.errors import UserError, nearest
+from posttrain.places import find, split_function
+
+INDEX = Path(__file__).with_name("components.json")
+
+# kind -> the package whose modules register components of that kind
+PACKAGES = {
+    "loss": "posttrain.loss",
+    "kl": "posttrain.loss",
+    "pair_loss": "posttrain.loss",
+    "advantage": "posttrain.advantage",
+    "keep": "posttrain.advantage",
+    "merge": "posttrain.merge",
+}
+
+Kind = Literal["loss", "kl", "pair_loss", "advantage", "keep", "merge"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """A named function. `params` maps each recipe key to (annotation as text, default); `...` marks a required key."""
+
+    kind: str
+    name: str
+    function: Callable[..., Any]
+    paper: str = ""
+    needs: tuple[str, ...] = ()
+    stage_note: str = ""
+    params: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.function) or ""
+
+
+_components: dict[tuple[str, str], Component] = {}
+
+
+def register(
+    kind: Kind, name: str, *, paper: str = "", needs: tuple[str, ...] = (), note: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function its recipe name. A second function of the same kind and name is an error.
+
+    paper: arXiv id. needs: what the batch must carry (`ref_logp`, `rollout_logp`, `old_logp`, `groups`, ...), so that a
+    recipe which cannot work is refused at load. note: where this reading departs from its source.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if (kind, name) in _components:
+            raise ValueError(f"{kind} `{name}` is registered twice")
+        _components[kind, name] = Component(kind, name, function, paper, needs, note, keywords(function))
+        return function
+
+    return decorate
+
+
+def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
+    """The keyword-only arguments of a function: name -> (annotation as text, default or `...`)."""
+    hints = typing.get_type_hints(function)
+    return {
+        name: (
+            _annotation(hints.get(name, Any)),
+            ... if parameter.default is inspect.Parameter.empty else parameter.default,
+        )
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+
+
+def _annotation(hint: Any) -> str:
+    text = inspect.formatannotation(hint)
+    return text.replace("typing.", "").replace("collections.abc.", "").replace("NoneType", "None")
+
+
+def get(kind: Kind, name: str) -> Component:
+    """The component of that kind and name; imports only the module that holds it. Raises UserError with a suggestion."""
+    if (kind, name) not in _components:
+        entry = index().get(kind, {}).get(name)
+        if entry is None:
+            known = sorted(index().get(kind, {}))
+            near = nearest(name, known)
+            raise UserError(
+                f"unknown {kind}: {name}",
+                allowed=f"known: {', '.join(known)}; or path/file.py:function",
+                hint=f"did you mean `{near}`?" if near else "",
+            )
+        importlib.import_module(entry["module"])
+    return _components[kind, name]
+
+
+def resolve(kind: Kind, use: str, base_dir: Path | None = None) -> Component:
+    """A registered name, `path/file.py:function` (beside the recipe or in the working directory) or `package.module:function`."""
+    if split_function(use) is None:
+        return get(kind, use)
+    function = load_function(use, base_dir, what=kind)
+    marked = next((c for c in _components.values() if c.function is function and c.kind == kind), None)
+    return marked or Component(kind, use, function, params=keywords(function))
+
+
+def load_function(
+    use: str, base_dir: Path | None, *, what: str, error: type[UserError] = UserError
+) -> Callable[..., Any]:
+    """Import `file.py:name` by path under a private module name (its folder never enters sys.path), or `module:name`."""
+    split = split_function(use)
+    if split is None:
+        raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
+    left, name = split
+    if left.endswith(".py"):
+        module = _module_at(find(left, base_dir, f"{what} script", error))
+    else:
+        try:
+            module = importlib.import_module(left)
+        except ImportError as cause:
+            raise error(f"{what} `{use}`: cannot import {left}: {cause}") from cause
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = nearest(name, public)
+        raise error(
+            f"{what} `{use}`: {left} has no function {name}",
+            allowed=f"it has: {', '.join(sorted(public)) or 'none'}",
+            hint=f"did you mean `{near}`?" if near else "",
+        ) from None
+
+
+@functools.cache
+def _module_at(path: Path) -> Any:
+    private = f"posttrain_script_{path.stem}_{abs(hash(str(path))):x}"
+    spec = importlib.util.spec_from_file_location(private, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as cause:
+        raise UserError(f"{path} cannot be imported: {type(cause).__name__}: {cause}") from cause
+    return module
+
+
+@functools.cache
+def index() -> dict[str, dict[str, dict[str, Any]]]:
+    """kind -> name -> {module, params: {key: [type, default?]}, paper, needs, note, doc}; reads components.json only."""
+    return json.loads(INDEX.read_text()) if INDEX.exists() else {}
+
+
+def build_index() -> dict[str, dict[str, dict[str, Any]]]:
+    """Import every package that holds components and describe all of them; what components.json must equal."""
+    for package in dict.fromkeys(PACKAGES.values()):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            importlib.import_module(f"{package}.{module.name}")
+    described: dict[str, dict[str, dict[str, Any]]] = {}
+    for (kind, name), component in sorted(_components.items()):
+        if not component.function.__module__.startswith("posttrain."):
+            continue
+        described.setdefault(kind, {})[name] = {
+            "module": component.function.__module__,
+            "params": {
+                key: [annotation] if default is ... else [annotation, default]
+                for key, (annotation, default) in component.params.items()
+            },
+            "paper": component.paper,
+            "needs": list(component.needs),
+            "note": component.stage_note,
+            "doc": component.doc,
+        }
+    return described
+
+
+if __name__ == "__main__":
+    # `python -m` runs this file as `__main__`; components register in the module that they import.
+    from posttrain import registry
+
+    INDEX.write_text(json.dumps(registry.build_index(), indent=1, sort_keys=True) + "\n")
+    print(f"wrote {INDEX}")
