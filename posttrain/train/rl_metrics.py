@@ -1,0 +1,113 @@
+"""What one RL step reports. Names are those that dashboards of the field know; timings live under `time/` only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Rollout, RolloutBatch
+
+
+def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
+    """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned)."""
+    lengths = torch.tensor([float(len(r.ids)) for r in rollouts])
+    rewards = batch.rewards
+    assert rewards is not None and batch.truncated is not None and batch.correct is not None
+    values = {
+        "reward": _mean(rewards),
+        "reward_std": float(torch.stack([_std(rewards[rows]) for rows in _groups(batch.group_ids)]).mean()),
+        "correct": _mean(batch.correct),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(batch.truncated.float().mean()),
+        "rollout/rows": len(rollouts),
+    }
+    for name, column in batch.components.items():
+        values[f"rewards/{name}/mean"] = _mean(column)
+    return {**values, **signal(batch)}
+
+
+def signal(batch: RolloutBatch) -> dict[str, float]:
+    """Shares of groups: with a signal, and by the reason why there is none (they add up to 1)."""
+    assert batch.rewards is not None and batch.correct is not None
+    counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored"), 0)
+    groups = _groups(batch.group_ids)
+    for rows in groups:
+        rewards, correct = batch.rewards[rows], batch.correct[rows]
+        scored = rewards[~rewards.isnan()]
+        if len(scored) < 2:
+            counts["unscored"] += 1
+        elif scored.max() > scored.min():
+            counts["share"] += 1
+        elif any(_std(c[rows]) > 0 for c in batch.components.values()):
+            counts["cancelled"] += 1  # components differ but their sum does not
+        elif _mean(correct) == 1.0:
+            counts["too_easy"] += 1
+        else:
+            counts["too_hard"] += 1
+    shares = {f"signal/{name}": count / len(groups) for name, count in counts.items()}
+    return {**shares, "frac_reward_zero_std": 1.0 - shares["signal/share"]}
+
+
+def signal_note(values: Mapping[str, Any]) -> str | None:
+    """A sentence when a step taught nothing, with what would help."""
+    if values["signal/share"] > 0:
+        return None
+    causes = {
+        "signal/too_easy": "every answer was right: use harder prompts",
+        "signal/too_hard": "no answer was right: warm up with SFT, use easier prompts or more samples a prompt",
+        "signal/cancelled": "reward components cancelled each other: change their weights",
+        "signal/unscored": "rewards could not be computed: see rewards/*/errors, /timeouts and /abstained",
+    }
+    return "no group has a signal; " + causes[max(causes, key=lambda name: values[name])]
+
+
+def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float) -> dict[str, Any]:
+    """Means over the trained tokens of all updates of a step; loss and gradient norm are means over updates."""
+    tokens = max(sums.get("tokens", 0.0), 1.0)
+    means = {name: value / tokens for name, value in sums.items() if name not in ("loss", "tokens")}
+    return {
+        **means,
+        "loss": sums.get("loss", 0.0) / max(len(norms), 1),
+        "grad_norm": sum(norms) / len(norms) if norms else 0.0,
+        "lr": lr,
+        "updates": len(norms),
+        "trained_tokens": sums.get("tokens", 0.0),
+    }
+
+
+def sample_records(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """What samples.jsonl keeps of a rollout."""
+    return [
+        {
+            "uid": r.prompt.uid,
+            "group": r.group,
+            "prompt": r.prompt.text,
+            "completion": r.text,
+            "tokens": len(r.ids),
+            "finish": r.finish,
+            "reward": r.reward,
+            "correct": r.correct,
+            "scores": r.scores,
+            "version": r.version,
+        }
+        for r in rollouts
+    ]
+
+
+def _groups(group_ids: Tensor) -> list[Tensor]:
+    return [(group_ids == g).nonzero()[:, 0] for g in group_ids.unique()]
+
+
+def _mean(values: Tensor) -> float | None:
+    """Mean of what is not NaN; None if nothing is."""
+    known = values[~values.isnan()]
+    return float(known.mean()) if len(known) else None
+
+
+def _std(values: Tensor) -> Tensor:
+    known = values[~values.isnan()]
+    return known.std() if len(known) > 1 else torch.zeros((), dtype=values.dtype)

@@ -1,0 +1,78 @@
+"""Who may import whom. The arrows of the architecture, checked on the syntax tree of every module."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import posttrain
+
+ROOT = Path(posttrain.__file__).parent
+FOUNDATION = {"errors", "places", "registry", "recipe"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "batch": set(),
+    "places": {"errors"},
+    "registry": {"errors", "places"},
+    "recipe": {"errors", "places", "registry"},
+    "run": {"errors"},
+    "verify": FOUNDATION,
+    "loss": {"batch", "registry", "errors"},
+    "advantage": {"batch", "registry", "errors"},
+    "models": FOUNDATION | {"run"},
+    "data": FOUNDATION | {"batch"},
+    "rollout": FOUNDATION | {"batch", "models"},
+    "merge": FOUNDATION | {"models", "run"},
+    "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run"},
+    "train": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss"},
+    "pipeline": FOUNDATION | {"run"},
+}
+AT_MODULE_LEVEL_ONLY_LIGHT = {"cli": {"errors", "places"}, "__main__": {"errors", "places", "cli"}}
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported_parts(node: ast.AST) -> set[str]:
+    """The first-level parts of posttrain that an import statement names."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [a.name for a in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "posttrain" else [node.module]
+    return {n.split(".")[1] for n in names if n.startswith("posttrain.")}
+
+
+def test_every_import_points_along_an_arrow() -> None:
+    files = sorted(p for p in ROOT.rglob("*.py") if "shipped" not in p.parts)
+    assert len(files) > 40
+    wrong = []
+    for path in files:
+        part = part_of(path)
+        if part not in ALLOWED:
+            assert part in AT_MODULE_LEVEL_ONLY_LIGHT or part == "__init__", f"{path}: a part without a rule"
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            strange = imported_parts(node) - ALLOWED[part] - {part, "__version__"}
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno} imports {s}" for s in strange]  # type: ignore[attr-defined]
+    assert wrong == []
+
+
+def test_the_command_line_imports_nothing_heavy_at_module_level() -> None:
+    files = sorted((ROOT / "cli").glob("*.py"))
+    assert files
+    wrong = []
+    for path in [*files, ROOT / "__main__.py"]:
+        allowed = AT_MODULE_LEVEL_ONLY_LIGHT[part_of(path)] | {"cli", "__version__"}
+        for node in ast.parse(path.read_text()).body:
+            wrong += [f"{path.name}:{node.lineno} imports {s}" for s in imported_parts(node) - allowed]
+    assert wrong == []
+
+
+def test_an_import_against_an_arrow_would_be_seen() -> None:
+    node = ast.parse("from posttrain.recipe.sections import Loss").body[0]
+    assert imported_parts(node) - ALLOWED["loss"] == {"recipe"}
+    node = ast.parse("from posttrain import pipeline").body[0]
+    assert imported_parts(node) - ALLOWED["train"] == {"pipeline"}
