@@ -85,6 +85,16 @@ class RunError(PosttrainError, RuntimeError):
     """A run that was started could not go on. The last good checkpoint is kept."""
 
 
+class Interrupted(PosttrainError, RuntimeError):
+    """The user stopped a run (Ctrl-C, SIGTERM). What was reached is saved; the message says how to go on."""
+
+    exit_code = 130
+
+    def __init__(self, reached: str, run_path: object = None) -> None:
+        hint = f"go on with the same command and --output {run_path} --resume" if run_path else "go on with --resume"
+        super().__init__(f"stopped {reached}", hint=hint)
+
+
 class EngineError(RunError):
     """The generation engine failed or holds other weights than the trainer."""
 

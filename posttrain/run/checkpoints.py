@@ -1,0 +1,158 @@
+"""Checkpoints that can be trusted: written whole, sealed with hashes, and only then older ones go.
+
+A checkpoint is a folder `step-00000010` that holds MANIFEST.json, which is written last: without it, or with a file of
+another size or hash than it says, a folder is no checkpoint, whatever its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from posttrain.errors import RunError
+from posttrain.run.durable import sync_file, sync_folder, told_when_full, write_json
+
+MANIFEST = "MANIFEST.json"
+_NAME = re.compile(r"step-(\d{8,})$")
+_PARTIAL = ".partial"
+
+
+def folder_for(root: Path, step: int) -> Path:
+    """Where the checkpoint of this step belongs."""
+    return root / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name. Raises ValueError for any other name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"not a checkpoint name: {path.name}")
+    return int(match[1])
+
+
+@contextlib.contextmanager
+def saving(root: Path, step: int) -> Iterator[Path]:
+    """An empty folder to write a checkpoint into; when the block ends it is sealed and gets its name, in one step.
+
+    If the block raises, or the process dies, no folder of that name appears and older checkpoints are untouched. A
+    complete checkpoint of the same step stays as it is: a run is a function of its recipe, so it holds the same.
+    """
+    target = folder_for(root, step)
+    partial = target.with_name(target.name + _PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    with told_when_full(partial):
+        partial.mkdir(parents=True)
+        yield partial
+        seal(partial)
+    if verify(target):
+        shutil.rmtree(partial)
+        return
+    if target.exists():
+        _remove(target)
+    partial.rename(target)
+    sync_folder(root)
+
+
+def seal(folder: Path) -> None:
+    """Bring every file to the disk, then write the manifest of sizes and SHA-256 sums: from here on it counts."""
+    with told_when_full(folder):
+        files = {}
+        for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
+            sync_file(path)
+            files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for inner in [p for p in folder.rglob("*") if p.is_dir()]:
+            sync_folder(inner)
+        sync_folder(folder)
+        write_json(folder / MANIFEST, {"files": files})
+        sync_folder(folder.parent)
+
+
+def verify(folder: Path, *, hashes: bool = True) -> bool:
+    """Whether the folder is sealed and every file is as it was then; `hashes=False` compares sizes only."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, entry in files.items():
+            path = folder / name
+            if path.stat().st_size != entry["size"] or (hashes and _sha256(path) != entry["sha256"]):
+                return False
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def latest(root: Path, *, hashes: bool = False) -> Path | None:
+    """The newest complete checkpoint under `root`, or None. Give `hashes=True` before resuming from it.
+
+    A sealed folder that fails the check is skipped with a line on stderr, so that an older good one is used.
+    """
+    for folder in reversed(_folders(root)):
+        if verify(folder, hashes=hashes):
+            return folder
+        if (folder / MANIFEST).exists():
+            print(f"{folder} is damaged and is not used", file=sys.stderr)
+    return None
+
+
+def prune(root: Path, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest complete checkpoints, and every incomplete leftover; return what went.
+
+    Call it after a checkpoint was sealed. The newest complete one always stays; with none complete, nothing goes.
+    """
+    folders = _folders(root)
+    complete = [folder for folder in folders if verify(folder, hashes=False)]
+    if not complete:
+        return []
+    kept = complete[-max(keep, 1) :]
+    gone = [folder for folder in folders if folder not in kept]
+    gone += [path for path in root.glob(f"step-*{_PARTIAL}") if path.is_dir()]
+    for folder in gone:
+        _remove(folder)
+    return gone
+
+
+def require_space(root: Path, nbytes: int) -> None:
+    """Raise RunError if the disk of `root` has less than `nbytes` free."""
+    existing = next(p for p in (root, *root.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < nbytes:
+        raise RunError(
+            f"not enough disk space for a checkpoint: {_size(nbytes)} needed, {_size(free)} free",
+            where=str(root),
+            hint="free some space, or lower run.keep_checkpoints; then run the same command with --resume",
+        )
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of everything under a folder, in bytes."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _folders(root: Path) -> list[Path]:
+    """Folders with a checkpoint's name, oldest step first."""
+    found = [p for p in root.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def _remove(folder: Path) -> None:
+    """The manifest goes first: a removal that is cut short leaves no folder that looks complete."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"

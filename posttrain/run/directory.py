@@ -1,0 +1,211 @@
+"""The run directory: readable with `tail` and `jq` alone, written before a model loads, never used twice by accident.
+
+recipe.yaml     the recipe as given            metrics.jsonl   one object a step
+resolved.json   every value in force           samples.jsonl   some completions with their scores
+env.json        versions, hardware, commit     checkpoints/    step-00000010, ...
+summary.json    the result, written at the end final/          the trained model
+report.html     the same for people            logs/attempt_n  recipe, values and environment of each start
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from posttrain.errors import RunError, UserError
+from posttrain.run import environment
+from posttrain.run.durable import read_json, told_when_full, write_json, write_text
+from posttrain.run.metrics import MetricsLog
+from posttrain.run.samples import SamplesLog
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock: there, nothing stops two processes
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+# What a resumed run may do differently: how long it goes on and what it keeps, never what it computes. A pipeline's
+# stages are compared one by one, each with its own directory.
+MAY_CHANGE = {
+    "run.output",
+    "run.steps",
+    "run.epochs",
+    "run.max_minutes",
+    "run.save_every",
+    "run.keep_checkpoints",
+    "run.log_every",
+}
+MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
+_STARTED = {LOCK, "recipe.yaml", "env.json", "logs"}  # what a start that died before resolved.json has left
+
+
+class RunDirectory:
+    """An open run directory, locked against other processes until `close`, the end of `with`, or the process's end."""
+
+    def __init__(self, path: Path, lock: IO[str], attempt: int) -> None:
+        self.path = path
+        self.attempt = attempt  # 1 at the first start, one more with every resume
+        self.checkpoints = path / "checkpoints"
+        self.final = path / "final"
+        self.logs = path / "logs" / f"attempt_{attempt}"
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls, output: Path | None, *, name: str, text: str, resolved: Mapping[str, Any], resume: bool = False
+    ) -> RunDirectory:
+        """Make or reopen a run directory and write recipe, values and environment.
+
+        output: where; None = `runs/NAME/TIME-HASH`, with `resume` the newest run of that name. text: the recipe file.
+        A directory that holds anything is refused (UserError) unless `resume`; so is another recipe on resume, and a
+        directory that another process has open (RunError). `resume` with a directory that does not exist starts anew.
+        """
+        path = output if output is not None else _default_path(name, resolved, resume)
+        _refuse_unusable(path, resume)
+        with told_when_full(path):
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+            try:
+                before = read_json(path / "resolved.json")
+                if before is not None:
+                    _refuse_other_recipe(path, before, resolved)
+                elif resume:
+                    print(f"nothing to resume in {path}: starting from the beginning", file=sys.stderr)
+                directory = cls(path, lock, _attempts(path) + 1)
+                directory._write_origin(text, resolved)
+            except BaseException:
+                lock.close()
+                raise
+        return directory
+
+    def _write_origin(self, text: str, resolved: Mapping[str, Any]) -> None:
+        """recipe.yaml, env.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        env = environment.describe()
+        for folder in (self.logs, self.path):  # resolved.json at the top comes last: it marks a started run
+            write_text(folder / "recipe.yaml", text)
+            write_json(folder / "env.json", env)
+            write_json(folder / "resolved.json", resolved)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The result of a finished run, None while it is not finished."""
+        found = read_json(self.path / "summary.json")
+        return found if found is None else dict(found)
+
+    def metrics(self, resume_after: int | None) -> MetricsLog:
+        """The open metrics.jsonl, cut back to the step that training resumes after (None: to nothing)."""
+        with told_when_full(self.path):
+            return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs)
+
+    def samples(self, resume_after: int | None) -> SamplesLog:
+        """The open samples.jsonl, cut back like the metrics."""
+        with told_when_full(self.path):
+            return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs)
+
+    def close(self) -> None:
+        """Let other processes have the directory."""
+        self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _default_path(name: str, resolved: Mapping[str, Any], resume: bool) -> Path:
+    home = Path("runs") / re.sub(r"[^\w.-]+", "-", name)
+    if resume:
+        runs = sorted(p.parent for p in home.glob("*/resolved.json"))
+        if not runs:
+            raise UserError(f"nothing to resume: no run in {home}", hint="name the run directory with --output")
+        return runs[-1]
+    digest = hashlib.sha256(json.dumps(resolved, sort_keys=True, default=str).encode()).hexdigest()[:6]
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path, number = home / f"{stamp}-{digest}", 1
+    while path.exists():  # two starts within one second
+        number += 1
+        path = home / f"{stamp}-{digest}-{number}"
+    return path
+
+
+def _refuse_unusable(path: Path, resume: bool) -> None:
+    """A used directory without `resume`, a file, or a folder that is no run."""
+    if path.exists() and not path.is_dir():
+        raise UserError("the output is a file, not a directory", where=str(path))
+    names = {p.name for p in path.iterdir()} if path.is_dir() else set()
+    if not resume and names - {LOCK}:
+        raise UserError(
+            f"the output directory is in use: {path}",
+            allowed="go on with it: --resume; start elsewhere: --output NEW_NAME; "
+            f"start anew: remove it first (rm -r {path})",
+        )
+    if resume and "resolved.json" not in names and names - _STARTED:
+        raise UserError(f"not a run directory (it has no resolved.json): {path}", hint="give the directory of a run")
+
+
+def _lock(path: Path) -> IO[str]:
+    """An exclusive lock that ends with the process, however it dies. Raises RunError if another process has it."""
+    file = (path / LOCK).open("a+", encoding="utf-8")
+    if fcntl is None:
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise RunError(
+            f"another process is working in {path} ({holder})", hint="wait for it, stop it, or give another --output"
+        ) from None
+    except OSError as error:  # some network file systems have no locks
+        print(f"{path} cannot be locked ({error}): see that no second process uses it", file=sys.stderr)
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def _refuse_other_recipe(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """On resume, every value must be what it was, but for `MAY_CHANGE`."""
+    allowed = MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
+    old, new = flatten(before), flatten(json.loads(json.dumps(now)))
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, allowed)]
+    if differ:
+        shown = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ)
+        raise UserError(
+            f"the run in {path} was made with another recipe: {shown}",
+            allowed=f"a resumed run may change only {', '.join(sorted(allowed))}",
+            hint="undo the change, or start a new run with another --output",
+        )
+
+
+def _is_under(key: str, allowed: set[str]) -> bool:
+    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in allowed)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested values as `{"rewards[0].weight": 1.0}`; empty mappings and lists stay as leaves."""
+    if isinstance(value, Mapping) and value:
+        pairs = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)) and value:
+        pairs = [(f"{prefix}[{number}]", item) for number, item in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {name: leaf for key, item in pairs for name, leaf in flatten(item, key).items()}
+
+
+def _attempts(path: Path) -> int:
+    numbers = [int(p.name.removeprefix("attempt_")) for p in (path / "logs").glob("attempt_*")]
+    return max(numbers, default=0)

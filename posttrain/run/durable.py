@@ -1,0 +1,73 @@
+"""Writes that survive a kill and a power cut: the old file or the new one, never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RunError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` in one step: a temporary file beside it, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with told_when_full(path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`value` as indented JSON, replaced in one step."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file, or None where there is no file. Raises RunError if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunError(f"not readable as JSON: {error}", where=str(path)) from error
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's content to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's names to the disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def told_when_full(path: Path) -> Iterator[None]:
+    """A full disk becomes a RunError that says where and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            "no space left on the disk; the last complete checkpoint is kept",
+            where=str(path),
+            hint="free some space, then run the same command with --resume",
+        ) from error

@@ -1,0 +1,84 @@
+"""Where a run happened: versions, hardware, commit. No library is imported for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    *("posttrain", "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "datasets", "safetensors"),
+    *("bitsandbytes", "vllm", "math-verify", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
+)
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "VLLM_ATTENTION_BACKEND")
+MAX_DIFF = 200_000  # characters of `git diff` that are kept
+
+
+def describe() -> dict[str, Any]:
+    """What env.json holds, JSON-able."""
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": usable_cpus(),
+        "memory_gb": _memory_gb(),
+        "packages": {name: version for name in PACKAGES if (version := package_version(name))},
+        "gpus": gpus(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "git": git(Path.cwd()),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def usable_cpus() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs: from torch if it is already imported, else from nvidia-smi; importing torch takes seconds."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return (listed or "").splitlines()
+
+
+def git(folder: Path) -> dict[str, str] | None:
+    """Commit and uncommitted changes of the repository around `folder`, or None outside of one."""
+    commit = _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    diff = _output("git", "-C", str(folder), "diff", "HEAD") or ""
+    return {"commit": commit.strip(), "diff": diff if len(diff) <= MAX_DIFF else diff[:MAX_DIFF] + "\n[cut]"}
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None if it is missing, fails or takes more than five seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,40 @@
+"""Ctrl-C that leaves a run which can be resumed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class GracefulStop:
+    """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the loop finishes its step, saves and raises
+    `Interrupted`. A second Ctrl-C raises KeyboardInterrupt at once: the last checkpoint is what remains.
+
+    Signals belong to the main thread: entered from another one, this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> GracefulStop:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)

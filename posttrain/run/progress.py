@@ -1,0 +1,130 @@
+"""What people see while a run goes on: a live display on a terminal, plain lines everywhere else. All on stderr."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_EVERY_S = 5.0  # at most one plain line in so many seconds
+LABELS = {
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "cut",
+    "time/tokens_per_s": "tokens/s",
+    "signal/groups": "signal",
+    "grad_norm": "grad",
+}
+SHARES = ("signal", "cut", "share", "ratio", "accuracy")
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Progress:
+    """Shows the newest values of `columns` (metric keys), the step and the time left.
+
+    title: what runs. total: steps, or None where only a time limit ends the run. The first column gets a small curve.
+    """
+
+    def __init__(
+        self, title: str, total: int | None, columns: Sequence[str], *, console: Console | None = None
+    ) -> None:
+        self.title, self.total, self.columns = title, total, tuple(columns)
+        self._console = console or Console(stderr=True)
+        self._live: Live | None = None
+        self._first: tuple[int, float] | None = None  # step and time of the first update, for the time left
+        self._printed = float("-inf")
+        self._history: deque[float] = deque(maxlen=200)
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(Text(f"{self.title}: starting"), console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, step: int, values: Mapping[str, float | int | None]) -> None:
+        """Show a step that is done. Without a terminal: a line, but not more often than every few seconds."""
+        now = time.monotonic()
+        first_step, first_time = self._first = self._first or (step, now)
+        pace = (now - first_time) / (step - first_step) if step > first_step else None
+        left = pace * (self.total - step) if pace is not None and self.total is not None else None
+        cells = [(label(key), format_value(label(key), values[key])) for key in self.columns if key in values]
+        head = values.get(self.columns[0]) if self.columns else None
+        if head is not None:
+            self._history.append(float(head))
+        if self._live is not None:
+            self._live.update(self._panel(step, cells, left))
+        elif step == self.total or now - self._printed >= PLAIN_EVERY_S:
+            self._printed = now
+            shown = "  ".join(f"{name} {text}" for name, text in cells)
+            self._plain(f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}")
+
+    def note(self, text: str) -> None:
+        """One line that stays, above the live display."""
+        if self._live is not None:
+            self._live.console.print(Text(text))
+        else:
+            self._plain(text)
+
+    def _plain(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def _panel(self, step: int, cells: Sequence[tuple[str, str]], left: float | None) -> Group:
+        head = Table.grid(padding=(0, 2))
+        count = f"{step}/{self.total}" if self.total else str(step)
+        bar = ProgressBar(total=self.total or max(step, 1), completed=step, width=28)
+        head.add_row(Text(self.title, style="bold"), bar, count, f"left {duration(left)}")
+        body = Table.grid(padding=(0, 3))
+        body.add_row(*(Text(name, style="dim") for name, _ in cells))
+        body.add_row(*(Text(text, style="bold cyan") for _, text in cells))
+        curve = Text(sparkline(list(self._history), width=56), style="green")
+        return Group(head, body, curve)
+
+
+def label(key: str) -> str:
+    """The short name of a metric key in a narrow display."""
+    return LABELS.get(key, key.rsplit("/", 1)[-1].replace("_", " "))
+
+
+def format_value(name: str, value: float | int | None) -> str:
+    """A number as people read it: shares in percent, large ones with k or M, three digits otherwise."""
+    if value is None:
+        return "-"
+    if name in SHARES:
+        return f"{100 * value:.0f}%"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:.1f}k"
+    return f"{value:d}" if isinstance(value, int) else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """`1:02:03`, `2:03`, or `-` where it is unknown."""
+    if seconds is None:
+        return "-"
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as a row of blocks, averaged into at most `width` of them; lowest to highest."""
+    if len(values) < 2:
+        return ""
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((m - low) * scale)] for m in means)
