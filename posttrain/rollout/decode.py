@@ -1,0 +1,131 @@
+"""The decoding loop of the transformers engine: prompts' tokens in, completions out, one batch at a time.
+
+Why not `generate`: its per-token log-probs cost the whole [rows, tokens, vocabulary] block of scores, it prefills every
+sample of a prompt anew, keeps finished rows in the batch to the end, and draws from the global random state.
+Shapes: R rows still running, L the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from posttrain.errors import NonFiniteError
+from posttrain.recipe.sections import Sampling
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.sampling import sample
+from posttrain.rollout.stopping import StopStrings
+
+# Finished rows are dropped once they are this share of the batch: each drop copies the key-value cache. Measured on the
+# tiny model (512 rows, 46 tokens, 2 threads): 0.23 s at 0.1, 0.24 s at 0.25, 0.28 s at 0.5, 0.30 s without.
+DROP_SHARE = 0.1
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    owner: Sequence[int],
+    u: Tensor,
+    sampling: Sampling,
+    *,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    stops: StopStrings | None = None,
+) -> list[Completion]:
+    """One completion for each row. Row r continues prompts[owner[r]] and draws its t-th token with u[r, t].
+
+    Each prompt is run through the model once, however many rows continue it. `u` is [rows, sampling.max_new_tokens].
+    """
+    device = model.device
+    state = _Rows(model, *_left_padded(prompts, pad_id, device), torch.tensor(owner, device=device))
+    eos = torch.tensor(sorted(eos_ids), device=device)
+    u = u.to(device)
+    alive = torch.arange(len(owner), device=device)  # which output row each running row is
+    tokens = torch.full((len(owner), sampling.max_new_tokens), pad_id, device=device)
+    logps = torch.zeros(tokens.shape, device=device)
+    lengths = torch.full((len(owner),), sampling.max_new_tokens, device=device)
+    stopped = torch.zeros(len(owner), dtype=torch.bool, device=device)
+
+    for t in range(sampling.max_new_tokens):
+        new, logp = sample(state.logits, u[alive, t], sampling)
+        running = ~stopped[alive]
+        tokens[alive, t] = torch.where(running, new, pad_id)
+        logps[alive, t] = torch.where(running, logp, 0.0)
+        ends = torch.isin(new, eos)
+        if stops:
+            ends = ends | stops.ended(tokens[alive, : t + 1])
+        ends = ends & running
+        stopped[alive] |= ends
+        lengths[alive] = torch.where(ends, t + 1, lengths[alive])
+        if t + 1 == sampling.max_new_tokens:
+            break
+        left = ~stopped[alive]
+        done = len(alive) - int(left.sum())
+        if done == len(alive):
+            break
+        if done >= DROP_SHARE * len(alive):
+            kept = left.nonzero().squeeze(-1)
+            alive, new = alive[kept], new[kept]
+            state.select(kept)
+        state.step(new)
+    if not bool(logps.isfinite().all()):
+        raise NonFiniteError("the model's logits are NaN or infinite while it generates")
+    return _completions(tokens, logps, lengths, stopped)
+
+
+class _Rows:
+    """The model's side of the running rows: key-value cache, padding mask, positions, next-token logits [R,V]."""
+
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor, owner: Tensor) -> None:
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
+        self.mask = mask
+        self.position = mask.sum(-1, keepdim=True)  # of the next token
+        self.padded = not bool(mask.all())  # without padding no mask is passed: the faster attention path
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self.logits = self._forward(ids, positions)
+        self.select(owner)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out = self.model(
+            input_ids=ids,
+            attention_mask=self.mask if self.padded else None,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order; a row may be named several times."""
+        self.cache.reorder_cache(rows)  # type: ignore[arg-type]  # any index tensor
+        self.mask, self.position, self.logits = self.mask[rows], self.position[rows], self.logits[rows]
+
+    def step(self, tokens: Tensor) -> None:
+        """Append one token [R] to every row and compute the logits of the next."""
+        if self.padded:
+            self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=-1)
+        self.logits = self._forward(tokens[:, None], self.position)
+        self.position = self.position + 1
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [prompts, L] and attention mask (1 = a token), padded on the left so that all rows end together."""
+    longest = max(len(p) for p in prompts)
+    ids = [[pad_id] * (longest - len(p)) + list(p) for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _completions(tokens: Tensor, logps: Tensor, lengths: Tensor, stopped: Tensor) -> list[Completion]:
+    rows = zip(tokens.tolist(), logps.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
+    return [
+        Completion(tuple(ids[:length]), tuple(values[:length]), "stop" if stop else "length")
+        for ids, values, length, stop in rows
+    ]

@@ -1,0 +1,132 @@
+"""What generates: the Engine protocol, the choice of an engine, and what all engines share.
+
+An engine is given tokens and gives back tokens: text is never tokenised again on the way. Its log-probs are those of
+log_softmax(logits / temperature) at the sampled token, before top-p and top-k cut the distribution; at temperature 0
+(greedy) those of log_softmax(logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from posttrain.batch import FinishReason, Prompt, Rollout, Segment
+from posttrain.errors import DataError
+from posttrain.recipe.sections import EngineSection, Sampling
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+
+class Engine(Protocol):
+    """Samples completions with the weights it was last synced with."""
+
+    version: int  # policy version of the weights that it holds
+    window: int  # longest prompt + completion in tokens
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool = True,
+    ) -> list[Rollout]:
+        """n completions of each prompt, group-major: those of prompts[i] are at i*n ... i*n+n-1, group first_group + i.
+
+        Same seed, same prompts, same weights: same rollouts. Completion ids include the EOS token, or the token that
+        completed a stop string. logprobs=False leaves the segments' logps None. Raises DataError for a prompt that does
+        not fit the window.
+        """
+        ...
+
+    def sync(self, model: Any, version: int) -> None:
+        """Hold the weights of `model` from now on and call them `version`."""
+        ...
+
+    def probe(self, model: Any) -> float:
+        """Mean absolute gap of log-probs, engine against `model`, on one fixed short sequence; 0 if weights are shared."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the memory that only generation needs. `wake` comes before the next `generate`."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, max_len: int) -> Engine:
+    """The engine that `section` names, holding the weights of `loaded` as version 0.
+
+    scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
+    in tokens that will be asked for, see `needed_length`.
+    """
+    if section.engine == "vllm":
+        from posttrain.rollout.vllm import VllmEngine
+
+        return VllmEngine(section.vllm, loaded, scratch=scratch, max_len=max_len)
+    from posttrain.rollout.hf import TransformersEngine
+
+    return TransformersEngine(loaded, batch_size=section.batch_size)
+
+
+def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:
+    """The window that these prompts need, in tokens."""
+    return max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens
+
+
+def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int) -> None:
+    """Raise DataError naming the rows whose prompt + max_new_tokens exceed `window`. Call before step 0."""
+    room = window - sampling.max_new_tokens
+    over = [p for p in prompts if len(p.ids) > room]
+    if not over:
+        return
+    worst = max(over, key=lambda p: len(p.ids))
+    raise DataError(
+        f"prompt of {len(worst.ids)} tokens + {sampling.max_new_tokens} new ones exceed the window of {window} tokens"
+        + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
+        where=f"row {worst.uid}",
+        allowed=f"prompts up to {max(room, 0)} tokens",
+        hint="set data.max_length to drop long prompts, or lower max_new_tokens",
+    )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine sampled for one row. logps has one number a token, or is None if none were asked for."""
+
+    ids: tuple[int, ...]
+    logps: tuple[float, ...] | None
+    finish: FinishReason
+
+
+def as_rollouts(
+    prompts: Sequence[Prompt],
+    n: int,
+    completions: Sequence[Completion],
+    tokenizer: Any,
+    *,
+    first_group: int,
+    version: int,
+) -> list[Rollout]:
+    """Completions in group-major order as rollouts; text is decoded without special tokens."""
+    texts = tokenizer.batch_decode(
+        [list(c.ids) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return [
+        Rollout(
+            prompt=prompts[i // n],
+            group=first_group + i // n,
+            segments=(Segment("model", c.ids, c.logps),),
+            text=text,
+            finish=c.finish,
+            version=version,
+        )
+        for i, (c, text) in enumerate(zip(completions, texts, strict=True))
+    ]

@@ -1,0 +1,100 @@
+"""The transformers engine: samples with the trainer's own model object, so weights are never copied."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import EngineError
+from posttrain.recipe.sections import Sampling
+from posttrain.rollout.decode import decode
+from posttrain.rollout.engine import Completion, as_rollouts, check_fits
+from posttrain.rollout.sampling import uniforms
+from posttrain.rollout.stopping import StopStrings
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+UNBOUNDED = 1 << 30
+
+
+class TransformersEngine:
+    """An Engine on the model that is trained. `sync` only counts; `probe` is 0 by construction."""
+
+    def __init__(self, loaded: LoadedModel, *, batch_size: int) -> None:
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.eos_ids = loaded.eos_ids
+        self.pad_id = loaded.pad_id
+        self.batch_size = batch_size
+        self.version = 0
+        self.window = int(getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool = True,
+    ) -> list[Rollout]:
+        """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time."""
+        check_fits(prompts, sampling, self.window)
+        rows = sorted(range(len(prompts) * n), key=lambda r: (len(prompts[r // n].ids), r))
+        u = uniforms(len(rows), sampling.max_new_tokens, seed)
+        stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
+        done: dict[int, Completion] = {}
+        with evaluating(self.model):
+            for start in range(0, len(rows), self.batch_size):
+                chunk = rows[start : start + self.batch_size]
+                distinct = list(dict.fromkeys(r // n for r in chunk))
+                place = {p: i for i, p in enumerate(distinct)}
+                completions = decode(
+                    self.model,
+                    [prompts[p].ids for p in distinct],
+                    [place[r // n] for r in chunk],
+                    u[chunk],
+                    sampling,
+                    eos_ids=self.eos_ids,
+                    pad_id=self.pad_id,
+                    stops=stops,
+                )
+                done.update(zip(chunk, completions, strict=True))
+        ordered = [done[r] if logprobs else Completion(done[r].ids, None, done[r].finish) for r in range(len(rows))]
+        return as_rollouts(prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version)
+
+    def sync(self, model: Any, version: int) -> None:
+        """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
+        if getattr(model, "module", model) is not self.model:
+            raise EngineError("the transformers engine generates with the model it was made with; got another one")
+        self.version = version
+
+    def probe(self, model: Any) -> float:
+        """0.0: there is one set of weights."""
+        del model
+        return 0.0
+
+    def sleep(self) -> None:
+        """Nothing is kept between calls."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing is held but the trainer's model."""
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode (no dropout, no checkpointing) inside; every module's own mode again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

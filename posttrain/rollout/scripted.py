@@ -1,0 +1,72 @@
+"""The scripted engine: replays given texts. For tests of everything that comes after generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import EngineError
+from posttrain.recipe.sections import Sampling
+from posttrain.rollout.engine import Completion, as_rollouts
+
+Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
+
+
+class ScriptedEngine:
+    """An Engine whose completions are written beforehand.
+
+    script: completions by prompt uid (sample i of a prompt is text i, modulo their number), or a function of
+    (prompt, sample index). A text that fits max_new_tokens gets the EOS token and finish "stop"; a longer one is cut.
+    Log-probs are `logp` for every token. `calls` records the keyword arguments of every `generate`.
+    """
+
+    def __init__(self, script: Script, tokenizer: Any, *, logp: float = -1.0, window: int = 1 << 30) -> None:
+        self.script = script
+        self.tokenizer = tokenizer
+        self.logp = logp
+        self.window = window
+        self.version = 0
+        self.calls: list[dict[str, Any]] = []
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool = True,
+    ) -> list[Rollout]:
+        self.calls.append({"prompts": [p.uid for p in prompts], "n": n, "seed": seed, "first_group": first_group})
+        completions = [self._completion(p, i, sampling, logprobs) for p in prompts for i in range(n)]
+        return as_rollouts(prompts, n, completions, self.tokenizer, first_group=first_group, version=self.version)
+
+    def _completion(self, prompt: Prompt, sample: int, sampling: Sampling, logprobs: bool) -> Completion:
+        ids = self.tokenizer.encode(self._text(prompt, sample), add_special_tokens=False)
+        fits = len(ids) < sampling.max_new_tokens
+        ids = [*ids, self.tokenizer.eos_token_id] if fits else ids[: sampling.max_new_tokens]
+        return Completion(tuple(ids), (self.logp,) * len(ids) if logprobs else None, "stop" if fits else "length")
+
+    def _text(self, prompt: Prompt, sample: int) -> str:
+        if callable(self.script):
+            return self.script(prompt, sample)
+        if prompt.uid not in self.script:
+            raise EngineError(f"the script has no completion for prompt {prompt.uid}")
+        texts = self.script[prompt.uid]
+        return texts[sample % len(texts)]
+
+    def sync(self, model: Any, version: int) -> None:
+        del model
+        self.version = version
+
+    def probe(self, model: Any) -> float:
+        del model
+        return 0.0
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
