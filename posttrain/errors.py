@@ -90,9 +90,10 @@ class Interrupted(PosttrainError, RuntimeError):
 
     exit_code = 130
 
-    def __init__(self, reached: str, run_path: object = None) -> None:
-        hint = f"go on with the same command and --output {run_path} --resume" if run_path else "go on with --resume"
-        super().__init__(f"stopped {reached}", hint=hint)
+    def __init__(
+        self, what: str, *, where: str = "", allowed: str = "", hint: str = "go on with the same command and --resume"
+    ) -> None:
+        super().__init__(what, where=where, allowed=allowed, hint=hint)
 
 
 class EngineError(RunError):

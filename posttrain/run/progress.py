@@ -19,10 +19,11 @@ LABELS = {
     "completions/mean_length": "length",
     "completions/clipped_ratio": "cut",
     "time/tokens_per_s": "tokens/s",
-    "signal/groups": "signal",
+    "time/step": "s/step",
+    "signal/share": "signal",
     "grad_norm": "grad",
 }
-SHARES = ("signal", "cut", "share", "ratio", "accuracy")
+SHARES = ("signal", "cut", "share", "correct", "accuracy")  # labels of numbers shown in percent
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
