@@ -1,7 +1,8 @@
 """Log-probs of completion tokens under a model, without ever building the full logits.
 
-The backbone runs once on right-padded rows of similar length; the vocabulary projection then runs over completion
-positions only, in chunks, and is recomputed in the backward pass, so memory does not grow with the vocabulary.
+The backbone runs over rows that are packed behind each other (no padding), or over right-padded rows of similar length
+where an architecture cannot be packed. The vocabulary projection then runs over completion positions only, in chunks,
+and is recomputed in the backward pass, so memory does not grow with the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from posttrain.train.attention import Packed
 
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
 
@@ -34,32 +37,43 @@ class Sequences:
         return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row numbers in micro-batches of at most `max_tokens` padded tokens; a longer row stands alone.
+def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[int]]:
+    """Row numbers in micro-batches of at most `max_tokens` tokens, padding counted; a longer row stands alone.
 
     Rows are sorted by length, longest first, so that little is padded and a lack of memory shows at once.
     """
     order = sorted(range(len(lengths)), key=lambda r: (-lengths[r], r))
     batches: list[list[int]] = []
+    used = 0
     for row in order:
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= max_tokens:
+        grown = used + lengths[row] if packed else lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
+        if batches and grown <= max_tokens:
             batches[-1].append(row)
+            used += lengths[row]
         else:
             batches.append([row])
+            used = lengths[row]
     return batches
 
 
 def completion_logprobs(
-    model: nn.Module, sequences: Sequences, width: int, temperature: float = 1.0
+    model: nn.Module, sequences: Sequences, width: int, temperature: float = 1.0, *, packed: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(logp, entropy) [N,width] of each row's completion tokens under softmax(logits / temperature).
 
     Cells behind a row's completion are 0. Entropy (nats) is detached. `temperature` 0 (greedy) is read as 1.
+    packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding.
     """
     device = next(model.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
-    hidden, head = _hidden_states(model, *_pad(sequences, device))
-    logp, entropy = _project(head, hidden[rows, positions], targets, temperature or 1.0)
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # under PEFT: adapters stay active
+    if packed:
+        hidden = _packed_states(causal, sequences, device)
+        starts = torch.tensor([0, *sequences.lengths[:-1]], device=device).cumsum(0)
+        states = hidden[0, starts[rows] + positions]
+    else:
+        states = _padded_states(causal, sequences, device)[rows, positions]
+    logp, entropy = _project(_Head(causal), states, targets, temperature or 1.0)
     empty = logp.new_zeros(len(sequences), width)
     return empty.index_put((rows, columns), logp), empty.index_put((rows, columns), entropy)
 
@@ -87,11 +101,18 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
     return tuple(torch.tensor(x, dtype=torch.long, device=device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
-def _hidden_states(model: nn.Module, ids: Tensor, mask: Tensor) -> tuple[Tensor, nn.Module]:
-    """Last hidden states [N,L,H] and the module that turns them into logits [.., V]."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # under PEFT: adapters stay active
-    hidden = causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-    return hidden, _Head(causal)
+def _padded_states(causal: nn.Module, sequences: Sequences, device: torch.device) -> Tensor:
+    """Last hidden states [N,L,H] of right-padded rows."""
+    ids, mask = _pad(sequences, device)
+    return causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+
+def _packed_states(causal: nn.Module, sequences: Sequences, device: torch.device) -> Tensor:
+    """Last hidden states [1,tokens,H] of all rows in one line; positions start at 0 in each row."""
+    ids = torch.tensor([i for row in sequences.ids for i in row], device=device)[None]
+    positions = torch.cat([torch.arange(n) for n in sequences.lengths]).to(device)[None]
+    borders = Packed.of(sequences.lengths, device)
+    return causal.base_model(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 
 
 class _Head(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.train import checkpoint, optim
+from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import Sequences, check_head, completion_logprobs, micro_batches
 from posttrain.train.objective import Objective
@@ -58,6 +59,7 @@ class Pieces:
     optimizer: Optimizer
     scheduler: LambdaLR
     reference: ReferencePolicy | None
+    packed: bool  # rows without padding; where the architecture or the device cannot, padded
     dump: Path  # where a batch that broke the run is written
 
 
@@ -99,6 +101,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 optimizer=optimizer,
                 scheduler=scheduler,
                 reference=reference_policy(loaded) if "ref_logp" in objective.needs else None,
+                packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
                 dump=directory.path / "failed",
             )
             return train(pieces, directory, steps, progress, stop)
@@ -245,13 +248,10 @@ def update_once(
     totals = p.objective.totals(minibatch)
     p.optimizer.zero_grad(set_to_none=True)
     lengths = [len(sequences.ids[r]) for r in active]
-    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens):
+    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed):
         chosen = [active[m] for m in micro]
         part = batch.select(chosen)
-        with p.loaded.autocast():
-            logp, entropy = completion_logprobs(
-                p.loaded.model, sequences.select(chosen), part.mask.shape[1], p.recipe.rollout.temperature
-            )
+        logp, entropy = logprobs(p, p.loaded.model, sequences.select(chosen), part.mask.shape[1])
         loss, stats = p.objective.loss(part, logp, totals)
         loss.backward()
         for name, value in {**stats, "loss": loss.detach(), "entropy": masked_sum(entropy, part.mask)}.items():
@@ -278,13 +278,15 @@ def fill_logprobs(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> Rollo
 def _all_logprobs(p: Pieces, model: torch.nn.Module, batch: RolloutBatch, sequences: Sequences) -> Tensor:
     """[N,T] log-probs of every row, in micro-batches."""
     out = torch.zeros(batch.mask.shape, device=batch.mask.device)
-    for rows in micro_batches(sequences.lengths, p.recipe.batch.micro_tokens):
-        with p.loaded.autocast():
-            logp, _ = completion_logprobs(
-                model, sequences.select(rows), batch.mask.shape[1], p.recipe.rollout.temperature
-            )
-        out[rows] = logp.float()
+    for rows in micro_batches(sequences.lengths, p.recipe.batch.micro_tokens, packed=p.packed):
+        out[rows] = logprobs(p, model, sequences.select(rows), batch.mask.shape[1])[0].float()
     return out
+
+
+def logprobs(p: Pieces, model: torch.nn.Module, sequences: Sequences, width: int) -> tuple[Tensor, Tensor]:
+    """(logp, entropy) [N,width] at the rollouts' temperature, in the run's precision."""
+    with p.loaded.autocast():
+        return completion_logprobs(model, sequences, width, p.recipe.rollout.temperature, packed=p.packed)
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int) -> list[list[int]]:
@@ -345,26 +347,31 @@ def check_window(loaded: models.LoadedModel, prompts: Sequence[Prompt], max_new_
 
 
 def check_start(p: Pieces) -> None:
-    """Before the first step: our log-probs are the model's own, and the reference is the starting policy."""
-    prompt = min(p.prompts, key=lambda q: len(q.ids))
-    if len(prompt.ids) < 2:
+    """Before the first step: our log-probs are the model's own, packed is padded, the reference is the starting policy."""
+    shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
+    if not shortest:
         return
-    probe = Sequences((prompt.ids,), (1,))
+    probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest))
+    width = max(probe.lengths) - 1
     p.loaded.model.eval()
-    with p.loaded.autocast():
+    with torch.no_grad(), p.loaded.autocast():
         gap = check_head(p.loaded.model, probe)
-        if gap > 0.05:
-            raise NonFiniteError(
-                f"log-probs of {p.loaded.source} differ by {gap:.3f} nats from its own logits",
-                hint="this architecture scales its logits in a way that posttrain does not know; please report it",
-            )
-        if p.reference is not None:
-            with torch.no_grad():
-                ours, _ = completion_logprobs(p.loaded.model, probe, len(prompt.ids) - 1)
-            with p.reference() as model:
-                theirs, _ = completion_logprobs(model, probe, len(prompt.ids) - 1)
-            if float((ours - theirs).abs().max()) > 1e-3:
-                raise NonFiniteError("the reference policy is not the starting policy: KL at step 0 is not 0")
+    if gap > 0.05:
+        raise NonFiniteError(
+            f"log-probs of {p.loaded.source} differ by {gap:.3f} nats from its own logits",
+            hint="this architecture scales its logits in a way that posttrain does not know; please report it",
+        )
+    with torch.no_grad():
+        ours, _ = logprobs(p, p.loaded.model, probe, width)
+        if p.packed:
+            padded, _ = logprobs(replace(p, packed=False), p.loaded.model, probe, width)
+            if (gap := float((ours - padded).abs().max())) > 0.2:
+                raise NonFiniteError(f"log-probs of packed and padded rows differ by {gap:.3f} nats")
+    if p.reference is not None:
+        with p.reference() as model:
+            theirs, _ = logprobs(p, model, probe, width)
+        if (gap := float((ours - theirs).abs().max())) > 1e-3:
+            raise NonFiniteError(f"the reference is not the starting policy: log-probs differ by {gap:.3g} nats")
 
 
 def _out_of_time(max_minutes: float | None, seconds: float) -> bool:

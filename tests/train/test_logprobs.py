@@ -1,0 +1,120 @@
+"""Log-probs of completions: equal to the model's own logits, packed or padded, in any micro-batches, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from posttrain.train import logprobs
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.logprobs import Sequences, check_head, completion_logprobs, micro_batches
+
+SEQUENCES = Sequences(
+    ids=((1, 5, 9, 3), (1, 7, 2, 8, 4, 6, 11, 12), (2, 3), (4, 4, 4, 5, 6)),
+    prompt_lengths=(2, 3, 1, 5),  # the last completion is empty
+)
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def small(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    models = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+        "mistral with a sliding window of 3": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)),
+    }
+    return models[kind]().double().eval()
+
+
+def reference(model: torch.nn.Module, temperature: float = 1.0) -> torch.Tensor:
+    """Each row alone through the model's own logits: no padding, no packing."""
+    out = torch.zeros(4, 5, dtype=torch.float64)
+    for n, (row, start) in enumerate(zip(SEQUENCES.ids, SEQUENCES.prompt_lengths, strict=True)):
+        logp = (model(input_ids=torch.tensor([row])).logits[0] / temperature).log_softmax(-1)
+        for t, token in enumerate(row[start:]):
+            out[n, t] = logp[start + t - 1, token]
+    return out
+
+
+KINDS = ["llama", "qwen2", "mistral with a sliding window of 3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_equal_to_each_row_alone(kind: str, packed: bool) -> None:
+    model = small(kind)
+    with torch.no_grad():
+        expected = reference(model, temperature=0.7)
+        if packed:
+            assert use_packed_attention(model)
+        logp, entropy = completion_logprobs(model, SEQUENCES, 5, temperature=0.7, packed=packed)
+    # our head works in float32, the reference in float64
+    torch.testing.assert_close(logp.double(), expected, atol=2e-6, rtol=0)
+    assert (entropy[0, :2] > 0).all() and (entropy[3] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_and_padded_and_any_micro_batches_have_one_gradient(kind: str) -> None:
+    weights = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
+
+    def gradient(packed: bool, parts: list[list[int]]) -> torch.Tensor:
+        model = small(kind)
+        if packed:
+            use_packed_attention(model)
+        for rows in parts:
+            logp, _ = completion_logprobs(model, SEQUENCES.select(rows), 5, packed=packed)
+            (logp * weights[rows]).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    whole = gradient(packed=False, parts=[[0, 1, 2, 3]])
+    assert whole.abs().max() > 0.1
+    for packed, parts in ((True, [[0, 1, 2, 3]]), (True, [[1], [0, 3], [2]]), (False, [[3, 0], [2, 1]])):
+        torch.testing.assert_close(gradient(packed, parts), whole, atol=1e-6, rtol=1e-5)
+
+
+def test_chunks_over_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        model = small("llama")
+        long = Sequences((tuple(range(1, 30)) * 2,), (3,))
+        logp, _ = completion_logprobs(model, long, 55)
+        logp.sum().backward()
+        return logp.detach(), model.lm_head.weight.grad
+
+    whole = run()
+    monkeypatch.setattr(logprobs, "CHUNK_CELLS", 16 * 32)  # 16 tokens a chunk: four chunks
+    for chunked, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(chunked, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_check_head_sees_a_head_that_scales_its_logits() -> None:
+    model = small("llama")
+    probe = Sequences(((1, 2, 3, 4, 5),), (1,))
+    assert check_head(model, probe) < 1e-5
+    original = model.forward
+
+    def scaled(*args: object, **kwargs: object) -> object:
+        out = original(*args, **kwargs)
+        out.logits = out.logits * 3
+        return out
+
+    model.forward = scaled
+    assert check_head(model, probe) > 0.05
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
+    lengths = [5, 9, 2, 7, 7, 1, 30]
+    padded = micro_batches(lengths, 18, packed=False)
+    assert padded == [[6], [1, 3], [4, 0], [2, 5]]  # 30 alone; 9*2; 7*2; 2*2
+    packed = micro_batches(lengths, 18, packed=True)
+    assert packed == [[6], [1, 3], [4, 0, 2, 5]]  # 30; 9+7; 7+5+2+1
+    for parts in (padded, packed):
+        assert sorted(r for rows in parts for r in rows) == list(range(7))
