@@ -118,12 +118,13 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P preference pairs: summed log-probs and lengths of both sides [P]; references None where no term needs them."""
+    """P preference pairs: summed log-probs and lengths of both sides [P]; lengths and references None where no term
+    needs them."""
 
     chosen_logp: Tensor
     rejected_logp: Tensor
-    chosen_length: Tensor
-    rejected_length: Tensor
+    chosen_length: Tensor | None = None
+    rejected_length: Tensor | None = None
     ref_chosen_logp: Tensor | None = None
     ref_rejected_logp: Tensor | None = None
 

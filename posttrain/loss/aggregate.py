@@ -1,0 +1,61 @@
+"""From a token matrix to one number, with one denominator: that of the whole optimiser batch.
+
+A micro-batch gives `its sum / the batch's total`, and the parts are added; nothing is divided a second time. So the
+loss and its gradient do not depend on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Trained tokens and rows of one optimiser batch, over all its micro-batches and ranks."""
+
+    tokens: float
+    rows: float
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.tokens + other.tokens, self.rows + other.rows)
+
+
+def totals(mask: Tensor, count_empty_rows: bool = True) -> Totals:
+    """Count a mask [N,T]. Rows without a trained token stay in the row count unless `count_empty_rows` is False.
+
+    Leaving them out (verl) makes the other rows weigh more whenever tokens are masked; keeping them (TRL) does not.
+    """
+    lengths = mask.bool().sum(-1)
+    rows = lengths.numel() if count_empty_rows else int((lengths > 0).sum())
+    return Totals(float(lengths.sum()), float(rows))
+
+
+def aggregate(values: Tensor, mask: Tensor, mode: Aggregation, totals: Totals, norm_len: float | None = None) -> Tensor:
+    """The scalar that these rows add to the loss. values, mask [N,T]; cells with mask 0 never matter, whatever they hold.
+
+    token_mean           sum / tokens                     each token weighs the same (DAPO)
+    seq_mean_token_mean  row means / rows                 each row weighs the same (GRPO)
+    seq_mean_token_sum   row sums / rows                  policy gradient of the sequence reward
+    fixed                row sums / (rows * norm_len)     Dr. GRPO; norm_len is a constant, not the longest row
+    An empty batch gives 0, still attached to the graph. Raises ValueError for an unknown mode or a missing norm_len.
+    """
+    mask = mask.bool()
+    chosen = torch.where(mask, values, 0.0)
+    rows = max(totals.rows, 1.0)
+    if mode == "token_mean":
+        return chosen.sum() / max(totals.tokens, 1.0)
+    if mode == "seq_mean_token_mean":
+        return (chosen.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / rows
+    if mode == "seq_mean_token_sum":
+        return chosen.sum() / rows
+    if mode == "fixed":
+        if norm_len is None:
+            raise ValueError("aggregation `fixed` needs norm_len, a constant length such as max_new_tokens")
+        return chosen.sum() / (rows * norm_len)
+    raise ValueError(f"unknown aggregation: {mode}")

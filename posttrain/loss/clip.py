@@ -1,0 +1,59 @@
+"""The clipped policy-gradient surrogate of PPO, per token. GRPO, Dr. GRPO and DAPO share it and differ around it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.registry import register
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: far beyond any use, and finite in float32 and bfloat16
+
+
+@register("loss", "clip", paper="1707.06347")
+def clip(batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float | None = None) -> TokenLoss:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old_logp). logp [N,T] -> values [N,T].
+
+    clip_low, clip_high: offsets from 1; clip_high defaults to clip_low, a larger one leaves more room to unlikely tokens
+    (DAPO's clip-higher). The gradient flows through r only; without old_logp (one update a step) r is 1 and keeps
+    its gradient. Stats [N,T]: `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip cuts the
+    gradient (A < 0 and r < 1 - clip_low; A > 0 and r > 1 + clip_high; either).
+    """
+    high = clip_low if clip_high is None else clip_high
+    ratio = token_ratio(batch, logp)
+    advantages = token_advantages(batch, logp)
+    values = clipped_surrogate(ratio, advantages, clip_low, high)
+    below = (advantages < 0) & (ratio < 1 - clip_low)
+    above = (advantages > 0) & (ratio > 1 + high)
+    stats = {
+        "ratio": ratio.detach(),
+        "clip_ratio/low_mean": below.to(logp.dtype),
+        "clip_ratio/high_mean": above.to(logp.dtype),
+        "clip_ratio/region_mean": (below | above).to(logp.dtype),
+    }
+    return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), to be minimised; any shape."""
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+
+
+def token_ratio(batch: RolloutBatch, logp: Tensor) -> Tensor:
+    """exp(logp - old_logp) [N,T], 1 where the mask is 0; the exponent is limited to +-20."""
+    return token_log_ratio(batch, logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def token_log_ratio(batch: RolloutBatch, logp: Tensor) -> Tensor:
+    """logp - old_logp [N,T], 0 where the mask is 0. Padding is cut away before the difference: inf - inf is NaN."""
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp.detach()
+    return torch.where(batch.mask, logp, 0.0) - torch.where(batch.mask, old_logp, 0.0)
+
+
+def token_advantages(batch: RolloutBatch, logp: Tensor) -> Tensor:
+    """The batch's advantages, constant for the gradient, in the dtype of logp and of a shape that goes with [N,T]."""
+    if batch.advantages is None:
+        raise ValueError("the batch has no advantages; they are assigned before the loss")
+    advantages = batch.advantages.detach().to(logp.dtype)
+    return advantages.unsqueeze(-1) if advantages.dim() == 1 else torch.where(batch.mask, advantages, 0.0)

@@ -1,0 +1,96 @@
+"""Estimates of the KL divergence to the reference policy, per token, from samples of the policy.
+
+With d = logp - ref_logp. Each is right for one place: say `in the loss` or `in the reward` (Schulman, "Approximating KL
+divergence"). All take (batch, logp [N,T]) and return values [N,T], 0 where the mask is 0. A missing ref_logp is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.errors import NonFiniteError
+from posttrain.loss.clip import token_ratio
+from posttrain.registry import register
+
+D_LIMIT = 20.0  # verl's guards: d before the exponential, and k3 itself
+K3_LIMIT = 10.0
+
+
+@register("kl", "k1", needs=("ref_logp",))
+def k1(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """d. Unbiased, noisy, may be negative. For the reward only: its gradient in a loss is 1 whatever the reference is."""
+    return _token_kl(log_ratio_to_reference(batch, logp))
+
+
+@register("kl", "k2", needs=("ref_logp",))
+def k2(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """d^2 / 2. Biased value; its gradient d is, on the policy's own samples, that of the reverse KL."""
+    return _token_kl(log_ratio_to_reference(batch, logp).square() / 2)
+
+
+@register("kl", "k3", paper="2402.03300", needs=("ref_logp",))
+def k3(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """exp(-d) + d - 1 >= 0. Unbiased, low variance. Its gradient 1 - exp(-d) is on average that of the forward KL.
+
+    |d| is limited to 20 and the value to 10, as in verl; beyond that there is no gradient (`kl/clamped` counts it).
+    """
+    d = log_ratio_to_reference(batch, logp)
+    return _token_kl(_k3(d), clamped=_exceeds(d))
+
+
+@register("kl", "abs", needs=("ref_logp",))
+def absolute(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """|d|, with gradient sign(d)."""
+    return _token_kl(log_ratio_to_reference(batch, logp).abs())
+
+
+@register("kl", "k3_straight_through", needs=("ref_logp",))
+def k3_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """The value of k3 with the gradient of k2, d (verl's "k3+"): low variance to look at, reverse KL to follow."""
+    d = log_ratio_to_reference(batch, logp)
+    half_square = d.square() / 2
+    return _token_kl(_k3(d).detach() + (half_square - half_square.detach()), clamped=_exceeds(d))
+
+
+@register("kl", "k3_is", paper="2512.02556", needs=("ref_logp",))
+def k3_is(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """r * k3 with r = exp(logp - old_logp), gradient through both: r * d, the reverse KL also when r is not 1."""
+    d = log_ratio_to_reference(batch, logp)
+    return _token_kl(token_ratio(batch, logp) * _k3(d), clamped=_exceeds(d))
+
+
+def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
+    """d = logp - ref_logp [N,T], 0 where the mask is 0. Raises if a trained token has no reference log-prob."""
+    if batch.ref_logp is None:
+        raise ValueError("the batch has no ref_logp: a KL term needs the reference policy's log-probs")
+    reference = torch.where(batch.mask, batch.ref_logp.detach(), 0.0)
+    if reference.isnan().any():
+        raise NonFiniteError("ref_logp is NaN for a trained token; a missing reference is not a KL of 0")
+    return torch.where(batch.mask, logp, 0.0) - reference
+
+
+def adaptive_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: float) -> float:
+    """The coefficient after a step that measured `kl` on `n_steps` samples (arXiv 1909.08593).
+
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon).
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * n_steps / horizon)
+
+
+def _k3(d: Tensor) -> Tensor:
+    d = d.clamp(-D_LIMIT, D_LIMIT)
+    return ((-d).exp() + d - 1).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+def _exceeds(d: Tensor) -> Tensor:
+    return _k3(d.detach()) >= K3_LIMIT
+
+
+def _token_kl(values: Tensor, clamped: Tensor | None = None) -> TokenLoss:
+    stats = {"kl": values.detach()}
+    if clamped is not None:
+        stats["kl/clamped"] = clamped.to(values.dtype)
+    return TokenLoss(values, stats)
