@@ -1,4 +1,4 @@
-"""Advantages relative to a group: a reward minus the mean of its group, divided by a standard deviation or by nothing."""
+"""Advantages relative to a group: a reward minus the mean of its group, divided by a standard deviation or not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def group(
 ) -> Tensor:
     """(reward - mean of its group) / (std + eps) -> [N]. Groups may differ in size.
 
-    scale: `group` divides by the std of the group (GRPO), `batch` by that of all rewards of the batch (Lite PPO; the raw
-    rewards, not the centred ones), `none` by nothing (Dr. GRPO). eps 1e-4 is TRL's, verl has 1e-6; ddof 1 in both.
+    scale: `group` divides by the std of the group (GRPO), `batch` by that of all rewards of the batch (Lite PPO; the
+    raw rewards, not the centred ones), `none` by nothing (Dr. GRPO). eps 1e-4 is TRL's, verl has 1e-6; ddof 1 in both.
     Rewards that could not be scored (NaN) are left out of mean and std and get 0. Equal rewards give exactly 0. A group
     with a single scored row gets 0, or with singleton `raw` its reward (as verl does: it hides a group size of 1).
     """

@@ -90,11 +90,11 @@ class Refill:
 
 
 def oversample(
-    rounds: Iterable[Sequence[Sequence[float]]], *, want: int, max_batches: int = 0, tol: float = 0.0
+    batches: Iterable[Sequence[Sequence[float]]], *, want: int, max_batches: int = 0, tol: float = 0.0
 ) -> Refill:
-    """Dynamic sampling over given batches of groups [rounds][groups][rows] of the metric; reads no more than it needs."""
+    """Dynamic sampling over given metrics [batches][groups][rows]; reads no more batches than it needs."""
     refill = Refill(want, max_batches)
-    for table in rounds:
+    for table in batches:
         if refill.status != "open":
             return refill
         refill = refill.add([_group_differs(row, tol) for row in table])

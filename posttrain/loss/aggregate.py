@@ -37,7 +37,7 @@ def totals(mask: Tensor, count_empty_rows: bool = True) -> Totals:
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: Aggregation, totals: Totals, norm_len: float | None = None) -> Tensor:
-    """The scalar that these rows add to the loss. values, mask [N,T]; cells with mask 0 never matter, whatever they hold.
+    """The scalar that these rows add to the loss. values, mask [N,T]; what cells with mask 0 hold never matters.
 
     token_mean           sum / tokens                     each token weighs the same (DAPO)
     seq_mean_token_mean  row means / rows                 each row weighs the same (GRPO)

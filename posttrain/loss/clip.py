@@ -15,8 +15,8 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: far beyond any use, and finite in flo
 def clip(batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float | None = None) -> TokenLoss:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logp - old_logp). logp [N,T] -> values [N,T].
 
-    clip_low, clip_high: offsets from 1; clip_high defaults to clip_low, a larger one leaves more room to unlikely tokens
-    (DAPO's clip-higher). The gradient flows through r only; without old_logp (one update a step) r is 1 and keeps
+    clip_low, clip_high: offsets from 1; clip_high defaults to clip_low, a larger one leaves more room to unlikely
+    tokens (DAPO's clip-higher). The gradient flows through r only; without old_logp (one update a step) r is 1 and keeps
     its gradient. Stats [N,T]: `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip cuts the
     gradient (A < 0 and r < 1 - clip_low; A > 0 and r > 1 + clip_high; either).
     """

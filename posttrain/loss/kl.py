@@ -1,7 +1,8 @@
 """Estimates of the KL divergence to the reference policy, per token, from samples of the policy.
 
-With d = logp - ref_logp. Each is right for one place: say `in the loss` or `in the reward` (Schulman, "Approximating KL
-divergence"). All take (batch, logp [N,T]) and return values [N,T], 0 where the mask is 0. A missing ref_logp is an error.
+With d = logp - ref_logp. Each is right for one place: say `in the loss` or `in the reward` (Schulman, "Approximating
+KL divergence"). All take (batch, logp [N,T]) and return values [N,T], 0 where the mask is 0. A missing ref_logp is an
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ K3_LIMIT = 10.0
 
 @register("kl", "k1", needs=("ref_logp",))
 def k1(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """d. Unbiased, noisy, may be negative. For the reward only: its gradient in a loss is 1 whatever the reference is."""
+    """d. Unbiased, noisy, may be negative. For the reward only: in a loss its gradient is 1, whatever ref_logp is."""
     return _token_kl(log_ratio_to_reference(batch, logp))
 
 

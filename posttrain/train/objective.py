@@ -124,7 +124,7 @@ class Objective:
         return batch.replace(keep=kept, advantages=advantages, mask=mask)
 
     def rewarded(self, batch: RolloutBatch) -> RolloutBatch:
-        """With KL in the reward: reward - coef * (KL of the old policy to the reference, summed over trained tokens)."""
+        """With KL in the reward: reward - coef * (the old policy's KL to the reference, summed over trained tokens)."""
         if self.kl is None or not self.kl_in_reward:
             return batch
         if batch.old_logp is None or batch.rewards is None:
