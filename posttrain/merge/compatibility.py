@@ -1,0 +1,160 @@
+"""Whether models can be merged at all: read from configs, tensor headers and tokenizers before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from posttrain.errors import MergeError, Problem
+from posttrain.merge.sources import Source
+
+# What may differ between two configs without a word: where they come from, and how they are run.
+_IGNORED = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "model_type",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "vocab_size",
+}
+_SHOWN = 4  # names listed of a longer list
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table: what is compared, how each model has it, and what is wrong or worth knowing."""
+
+    what: str
+    values: list[str]
+    problem: str = ""
+    warning: str = ""
+    hint: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "differs" if self.problem else "differs, allowed" if self.warning else "same"
+
+
+def compare(sources: Sequence[Source]) -> list[Check]:
+    """All checks, the first source being what the others are held against."""
+    rows: list[Callable[[Sequence[Source]], Check]] = [
+        _architecture,
+        _tied,
+        _names,
+        _shapes,
+        _vocabularies,
+        _dtypes,
+        _configs,
+    ]
+    return [row(sources) for row in rows]
+
+
+def refuse(checks: Sequence[Check], sources: Sequence[Source]) -> None:
+    """Raise a MergeError that tells every problem found."""
+    names = ", ".join(source.name for source in sources)
+    problems = [Problem(check.what, check.problem, f"models: {names}", check.hint) for check in checks if check.problem]
+    if problems:
+        raise MergeError.of(problems)
+
+
+def table(checks: Sequence[Check], sources: Sequence[Source]) -> list[list[str]]:
+    """The checks as rows of text: what, one column a model, verdict. First row: headings."""
+    return [["", *(source.name for source in sources), ""], *([c.what, *c.values, c.verdict] for c in checks)]
+
+
+def _architecture(sources: Sequence[Source]) -> Check:
+    values = [str((s.config.get("architectures") or [s.config.get("model_type", "unknown")])[0]) for s in sources]
+    problem = "" if len(set(values)) == 1 else f"different architectures: {', '.join(dict.fromkeys(values))}"
+    return Check("architecture", values, problem)
+
+
+def _tied(sources: Sequence[Source]) -> Check:
+    values = ["tied" if s.tied else "separate" for s in sources]
+    problem = "" if len(set(values)) == 1 else "input and output embeddings are tied in some models and not in others"
+    return Check("embeddings", values, problem, hint="untie them all (save with a separate lm_head) or tie them all")
+
+
+def _names(sources: Sequence[Source]) -> Check:
+    first = sources[0].tensors.keys()
+    problems = []
+    for source in sources[1:]:
+        missing, extra = sorted(first - source.tensors.keys()), sorted(source.tensors.keys() - first)
+        if missing:
+            problems.append(f"{source.name} lacks {_some(missing)}")
+        if extra:
+            problems.append(f"{source.name} has {_some(extra)}, which {sources[0].name} has not")
+    return Check("tensors", [str(len(s.tensors)) for s in sources], "; ".join(problems))
+
+
+def _shapes(sources: Sequence[Source]) -> Check:
+    problems = []
+    for source in sources[1:]:
+        both = [name for name in sources[0].tensors if name in source.tensors]
+        wrong = [
+            f"{name} {list(source.tensors[name].shape)} against {list(sources[0].tensors[name].shape)}"
+            for name in both
+            if source.tensors[name].shape != sources[0].tensors[name].shape
+        ]
+        if wrong:
+            problems.append(f"{source.name} differs from {sources[0].name} in {_some(wrong)}")
+    counts = [sum(t.nbytes // t.dtype.itemsize for t in s.tensors.values()) for s in sources]
+    return Check("parameters", [f"{count:,}" for count in counts], "; ".join(problems))
+
+
+def _vocabularies(sources: Sequence[Source]) -> Check:
+    values = ["no tokenizer" if s.vocabulary is None else f"{len(s.vocabulary):,} tokens" for s in sources]
+    known = [s for s in sources if s.vocabulary is not None]
+    problems = []
+    for source in known[1:]:
+        a, b = known[0].vocabulary or {}, source.vocabulary or {}
+        wrong = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
+        if wrong:
+            example = f"{wrong[0]!r} is {_id(a, wrong[0])} in {known[0].name} and {_id(b, wrong[0])} in {source.name}"
+            problems.append(f"{len(wrong)} tokens have other ids in {source.name} than in {known[0].name}: {example}")
+    unknown = [s.name for s in sources if s.vocabulary is None]
+    warning = f"no tokenizer in {', '.join(unknown)}: its token ids could not be compared" if unknown else ""
+    hint = "rows of the embedding would be mixed for different tokens; merge models that share a tokenizer"
+    return Check("vocabulary", values, "; ".join(problems), warning, hint)
+
+
+def _id(vocabulary: dict[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
+
+
+def _dtypes(sources: Sequence[Source]) -> Check:
+    values = [
+        " ".join(sorted({str(t.dtype).removeprefix("torch.") for t in s.tensors.values()})) or "none" for s in sources
+    ]
+    problems = []
+    for source in sources[1:]:
+        mixed = [
+            name
+            for name, spec in source.tensors.items()
+            if name in sources[0].tensors
+            and spec.dtype.is_floating_point != sources[0].tensors[name].dtype.is_floating_point
+        ]
+        if mixed:
+            problems.append(
+                f"{source.name} stores {_some(mixed)} as integers or floats where {sources[0].name} does not"
+            )
+    warning = "" if len(set(values)) == 1 else f"inputs are stored as {', '.join(dict.fromkeys(values))}"
+    return Check("dtype", values, "; ".join(problems), warning)
+
+
+def _configs(sources: Sequence[Source]) -> Check:
+    """Other config values that differ: told, not refused, for most of them (dropout, ids) do no harm."""
+    keys = sorted({key for s in sources for key in s.config} - _IGNORED)
+    differing = [key for key in keys if len({repr(s.config.get(key)) for s in sources}) > 1]
+    values = [" ".join(f"{key}={s.config.get(key)}" for key in differing) or "-" for s in sources]
+    warning = (
+        f"config differs in {', '.join(differing)}; the merged model takes {sources[0].name}'s" if differing else ""
+    )
+    return Check("other config", values, "", warning)
+
+
+def _some(items: Sequence[str]) -> str:
+    rest = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

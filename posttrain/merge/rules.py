@@ -1,0 +1,128 @@
+"""Merge rules: pure functions from the tensors of one name to the merged tensor.
+
+Every rule has the same shape: `rule(models, base, weights, *, keys...)` with `models` the tensors of one name in the
+order of the recipe, `base` the base model's tensor or None, and one weight a model. Sums are in float32 (float64 if the
+inputs are), and the result is returned in that precision: the caller casts to the output's dtype.
+
+Integer and boolean buffers cannot be averaged: `merge_tensor` copies them from the base or the first model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import MergeError
+from posttrain.registry import register
+
+CANCELS = 1e-8  # |sum of weights| below this cannot be divided by
+
+
+@register("merge", "linear")
+def linear(
+    models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, normalize: bool = True
+) -> Tensor:
+    """Weighted average: sum_i w_i theta_i, divided by sum_i w_i with `normalize` (mergekit's `linear`).
+
+    Takes no part of the base model. Normalised weights are scale-free, and one model gives itself. Raises MergeError if
+    weights that are to be normalised cancel.
+    """
+    del base
+    shares = normalized(weights) if normalize else list(weights)
+    total = shares[0] * raised(models[0])
+    for share, tensor in zip(shares[1:], models[1:], strict=True):
+        total += share * raised(tensor)
+    return total
+
+
+@register("merge", "task_arithmetic", paper="2212.04089")
+def task_arithmetic(
+    models: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    *,
+    lam: float = 1.0,
+    normalize: bool = False,
+) -> Tensor:
+    """base + lam * sum_i w_i (theta_i - base); negative weights subtract a skill (mergekit's `task_arithmetic`).
+
+    `normalize` divides the sum by sum_i w_i (off by default, as in mergekit). lam 0, or weights that are all 0, give
+    the base bit for bit. Raises MergeError without a base, or if weights that are to be normalised cancel.
+    """
+    if base is None:
+        raise MergeError("task_arithmetic needs a base model", hint="add `base_model: ...`")
+    shares = normalized(weights) if normalize else list(weights)
+    start = raised(base)
+    total = start.clone()
+    for share, tensor in zip(shares, models, strict=True):
+        scale = lam * share
+        if scale != 0:  # adding 0 * delta would turn -0.0 into 0.0
+            total += scale * (raised(tensor) - start)
+    return total
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum. Raises MergeError if they cancel."""
+    total = sum(weights)
+    if abs(total) < CANCELS:
+        listed = ", ".join(f"{w:g}" for w in weights)
+        raise MergeError(
+            f"the weights {listed} sum to {total:g} and cannot be normalised", hint="set `normalize: false`"
+        )
+    return [w / total for w in weights]
+
+
+def raised(tensor: Tensor) -> Tensor:
+    """In the precision that sums are made in: float64 stays, every other float becomes float32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+
+
+def merge_tensor(
+    rule: Callable[..., Tensor],
+    models: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    params: Mapping[str, Any],
+) -> Tensor:
+    """One merged tensor; integer and boolean buffers are those of the base or the first model."""
+    anchor = models[0] if base is None else base
+    if not anchor.is_floating_point():
+        return anchor.clone()
+    return rule(models, base, weights, **params)
+
+
+def merge_state(
+    rule: Callable[..., Tensor],
+    models: Sequence[Mapping[str, Tensor]],
+    base: Mapping[str, Tensor] | None = None,
+    weights: Sequence[float] | None = None,
+    **params: Any,
+) -> dict[str, Tensor]:
+    """Merge whole state dicts in memory: name -> merged tensor. Default weight 1 each.
+
+    Raises MergeError when there are no models, weights do not match models, or names and shapes differ.
+    """
+    if not models:
+        raise MergeError("nothing to merge: no models")
+    weights = [1.0] * len(models) if weights is None else list(weights)
+    if len(weights) != len(models):
+        raise MergeError(f"{len(models)} models but {len(weights)} weights")
+    anchor = models[0] if base is None else base
+    for model in models:
+        _same_names_and_shapes(anchor, model)
+    return {
+        name: merge_tensor(rule, [m[name] for m in models], None if base is None else base[name], weights, params)
+        for name in anchor
+    }
+
+
+def _same_names_and_shapes(anchor: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+    differing = sorted(anchor.keys() ^ model.keys())
+    if differing:
+        raise MergeError(f"tensors that not every model has: {', '.join(differing)}")
+    wrong = [name for name in anchor if anchor[name].shape != model[name].shape]
+    if wrong:
+        raise MergeError(f"tensors of different shape: {', '.join(wrong)}")

@@ -1,0 +1,199 @@
+"""The merge stage: check, write beside the goal, verify, rename. On the CPU; memory for a few tensors while merging."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.errors import Interrupted, MergeError, RunError
+from posttrain.merge.compatibility import compare, refuse, table
+from posttrain.merge.plan import Plan, make_plan
+from posttrain.merge.stream import Changes, Tally, compare_written, write_merged
+from posttrain.recipe.stages import MergeRecipe
+from posttrain.run.checkpoints import require_space
+from posttrain.run.directory import RunDirectory
+from posttrain.run.durable import told_when_full, write_json
+from posttrain.run.interrupt import GracefulStop
+from posttrain.run.progress import Progress
+
+REPORT = "merge_report.json"
+PROBE_TOKENS = 32
+# Everything beside weights and config that makes a model usable; taken from the tokenizer's source.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Merge into `directory.final` and return the summary, which is also `final/merge_report.json`.
+
+    Nothing is written before the models are known to fit together, and `final` appears only when it was read back,
+    loaded by transformers and gave finite logits (for which the merged model is in memory once). Raises MergeError.
+    """
+    started = time.perf_counter()
+    scratch, partial = directory.path / "inputs", directory.path / "final.tmp"
+    for leftover in (scratch, partial):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        plan = make_plan(recipe, scratch)
+        check(plan, directory)
+        with told_when_full(partial):
+            partial.mkdir(parents=True)
+            tally = _write(plan, partial, directory)
+            changes = compare_written(plan, partial, tally)
+            probe = compare_logits(plan.anchor.folder, partial)
+            summary = _summary(plan, tally, changes, probe, time.perf_counter() - started, directory.final)
+            write_json(partial / REPORT, summary)
+        shutil.rmtree(directory.final, ignore_errors=True)
+        partial.rename(directory.final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
+    _tell(summary)
+    return summary
+
+
+def check(plan: Plan, directory: RunDirectory) -> None:
+    """Print the compatibility table and the warnings; refuse what cannot be merged, overwritten or stored."""
+    checks = compare(plan.sources)
+    _print_table(table(checks, plan.sources))
+    for warning in [*(c.warning for c in checks if c.warning), *plan.warnings]:
+        print(f"warning: {warning}", file=sys.stderr)
+    refuse(checks, plan.sources)
+    final = directory.final.resolve()
+    for source in plan.sources:
+        if source.origin is not None and (final == source.origin or final in source.origin.parents):
+            raise MergeError(f"the output {final} is, or holds, the input {source.name}", hint="give another --output")
+    require_space(directory.path, plan.nbytes)
+
+
+def _write(plan: Plan, folder: Path, directory: RunDirectory) -> Tally:
+    """Config and tokenizer files, then the tensors with a progress line."""
+    _write_config(plan, folder)
+    for file in companions(plan.tokenizer.folder):
+        if file.is_dir():
+            shutil.copytree(file, folder / file.name)
+        else:
+            shutil.copy2(file, folder / file.name)
+    written = 0
+    with GracefulStop() as stop, Progress("merge", len(plan.out), ("written/megabytes",)) as progress:
+
+        def before_each(number: int, name: str) -> None:
+            nonlocal written
+            if stop.requested:
+                raise Interrupted(
+                    f"stopped before tensor {number} of {len(plan.out)}; the inputs are untouched",
+                    where=str(directory.path),
+                    hint="the same command with --resume starts the merge anew",
+                )
+            written += plan.out[name].nbytes
+            progress.update(number, {"written/megabytes": written / 1e6})
+
+        return write_merged(plan, folder, before_each)
+
+
+def companions(folder: Path) -> list[Path]:
+    """Tokenizer, chat template and generation config of a model folder."""
+    return sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern)})
+
+
+def _write_config(plan: Plan, folder: Path) -> None:
+    """The anchor's config with the dtype that is written."""
+    config = {key: value for key, value in plan.anchor.config.items() if key not in ("torch_dtype", "dtype")}
+    floats = [spec.dtype for spec in plan.out.values() if spec.dtype.is_floating_point]
+    if floats:
+        config["dtype"] = str(max(set(floats), key=floats.count)).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def compare_logits(before: Path, after: Path) -> dict[str, float]:
+    """Load both models with transformers and compare logits on fixed token ids: largest gap, and largest logit after.
+
+    Raises RunError if the merged model does not load whole or its logits are not finite.
+    """
+    old, new = probe_logits(before), probe_logits(after)
+    gap = float((new - old).abs().max()) if old.shape == new.shape else float("nan")
+    return {"logit_gap": gap, "largest_logit": float(new.abs().max())}
+
+
+@torch.no_grad()
+def probe_logits(folder: Path) -> torch.Tensor:
+    """Output [1, T, V] in float32 of a model folder on the token ids 0, 1, 2 ... T-1."""
+    import transformers
+
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    loader: Any = getattr(transformers, architectures[0], transformers.AutoModelForCausalLM)
+    model, info = loader.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(wrong.values()):
+        raise RunError(f"transformers does not load it whole: {wrong}", where=str(folder))
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    ids = torch.arange(min(PROBE_TOKENS, vocabulary))[None]
+    logits = model.eval()(input_ids=ids).logits.float()
+    if not torch.isfinite(logits).all():
+        raise RunError("its logits are not finite", where=str(folder))
+    return logits
+
+
+def _summary(
+    plan: Plan, tally: Tally, changes: Changes, probe: dict[str, float], seconds: float, final: Path
+) -> dict[str, Any]:
+    return {
+        "model": str(final),
+        "merge_method": plan.method,
+        "parameters": plan.params,
+        "base_model": None if plan.base is None else _described(plan.base.name, plan.base.folder),
+        "models": [
+            {**_described(source.name, source.folder), "weight": weight, "delta_norm": norm}
+            for source, weight, norm in zip(plan.models, plan.weights, tally.norms, strict=True)
+        ],
+        "compared_with": plan.anchor.name,
+        "tokenizer_source": plan.tokenizer.name,
+        "tensors": len(plan.out),
+        "changed": len(changes.changed),
+        "unchanged": sorted(plan.out.keys() - set(changes.changed)),
+        "rounded_away": changes.rounded_away,
+        "bytes": plan.nbytes,
+        "probe": probe,
+        "warnings": plan.warnings,
+        "seconds": round(seconds, 2),
+    }
+
+
+def _described(name: str, folder: Path) -> dict[str, str]:
+    return {"model": name, "folder": str(folder)}
+
+
+def _tell(summary: dict[str, Any]) -> None:
+    probe = summary["probe"]
+    print(
+        f"merged {len(summary['models'])} models into {summary['model']}: {summary['changed']} of {summary['tensors']} "
+        f"tensors differ from {summary['compared_with']}, largest logit gap on the probe {probe['logit_gap']:.3g}",
+        file=sys.stderr,
+    )
+    if summary["rounded_away"]:
+        print(f"warning: differences too small for the output dtype in {summary['rounded_away']}", file=sys.stderr)
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    shown = Table(*rows[0], box=None, pad_edge=False)
+    for row in rows[1:]:
+        shown.add_row(*row)
+    Console(stderr=True, markup=False).print(shown)

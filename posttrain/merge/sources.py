@@ -1,0 +1,125 @@
+"""The inputs of a merge: each becomes a folder of dense safetensors with its config, whatever it was written as."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import MergeError, ModelError
+from posttrain.merge.tensors import Spec, scan
+from posttrain.places import candidates
+from posttrain.recipe.sections import Model
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One model, read from its headers only. `vocabulary` is token -> id, None if it comes without a tokenizer."""
+
+    name: str  # as the recipe writes it
+    folder: Path  # dense safetensors
+    origin: Path | None  # the user's own directory, None for what was made or downloaded here
+    config: dict[str, Any]
+    tensors: dict[str, Spec]
+    vocabulary: dict[str, int] | None
+    tied: bool  # output embedding shared with the input embedding
+
+
+def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
+    """Find a model and read its config, tensor headers and vocabulary.
+
+    A directory of dense safetensors is used where it is, a hub id is downloaded into the cache. An adapter is folded
+    into its base, a .gguf file or `tiny` is written as dense float32, both in a folder under `scratch`. Raises MergeError
+    or ModelError with what is wrong.
+    """
+    origin = _directory(name, base_dir)
+    if origin is None and _is_hub_id(name):
+        folder = _download(name)
+    elif origin is None or (origin / ADAPTER).is_file():
+        folder = _materialise(name, base_dir, scratch / f"input-{len(list(scratch.glob('input-*')))}")
+    else:
+        folder = origin
+    config = _config(folder)
+    if "quantization_config" in config:
+        raise MergeError(
+            "quantised weights cannot be merged", where=name, hint="dequantise the model and save it first"
+        )
+    tied = _tied(folder)
+    tensors = written_once(scan(folder)) if tied else scan(folder)
+    return Source(name, folder, origin, config, tensors, _vocabulary(folder), tied)
+
+
+def written_once(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The tensors of a tied model without the copy of the embedding that some writers store as `lm_head.weight`."""
+    copies = [name for name in tensors if name.endswith("lm_head.weight")]
+    shapes = {spec.shape for name, spec in tensors.items() if name not in copies}
+    return {name: spec for name, spec in tensors.items() if name not in copies or spec.shape not in shapes}
+
+
+def _directory(name: str, base_dir: Path) -> Path | None:
+    return next((p.resolve() for p in candidates(name, base_dir) if p.is_dir()), None)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]))
+    except Exception as cause:  # the hub raises a dozen types; all mean that there is no such model here
+        raise ModelError(
+            f"neither a directory nor a model that the hub gives out: {type(cause).__name__}: {cause}", where=name
+        ) from cause
+
+
+def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
+    """Load the model densely on the CPU, fold adapters in, and save it."""
+    from posttrain.models.load import load
+    from posttrain.models.save import save
+
+    loaded = load(Model(path=name, device="cpu", dtype="float32"), base_dir)
+    if loaded.is_lora:
+        loaded = replace(loaded, model=loaded.model.merge_and_unload())
+    save(loaded, folder, verify=False)
+    return folder
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise MergeError(f"no {CONFIG}: not a model directory", where=str(folder))
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as cause:
+        raise MergeError(f"unreadable: {cause}", where=str(path)) from cause
+
+
+def _tied(folder: Path) -> bool:
+    """From the config class: config.json leaves out what is the default of the architecture."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as cause:  # an unknown model_type, code of its own, or a value that the class refuses
+        raise MergeError(f"transformers cannot read its config: {cause}", where=str(folder)) from cause
+    return bool(config.get_text_config().tie_word_embeddings)
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token -> id of the model's tokenizer, added tokens included; None without tokenizer files."""
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
+    except Exception as cause:  # whatever the tokenizer's loader trips over, it is this folder's files
+        raise MergeError(f"unreadable tokenizer: {type(cause).__name__}: {cause}", where=str(folder)) from cause

@@ -1,0 +1,114 @@
+"""The merge itself, one tensor name at a time, and the comparison of what was written with what was meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import MergeError, RunError
+from posttrain.merge import tensors as disk
+from posttrain.merge.plan import Plan
+from posttrain.merge.rules import merge_tensor, raised
+from posttrain.merge.sources import Source
+
+
+@dataclass
+class Tally:
+    """What the inputs say about the result: `expected` are the names that must come out different from the anchor."""
+
+    expected: set[str] = field(default_factory=set)
+    squares: list[float] = field(default_factory=list)  # per model: squared norm of its difference from the anchor
+
+    @property
+    def norms(self) -> list[float]:
+        return [math.sqrt(square) for square in self.squares]
+
+
+def write_merged(plan: Plan, folder: Path, before_each: Callable[[int, str], None]) -> Tally:
+    """Write the merged tensors into `folder`; `before_each(number, name)` is called before every tensor.
+
+    Raises MergeError naming the tensor for a NaN or infinity in an input, or a result too large for the output dtype.
+    """
+    tally = Tally(squares=[0.0] * len(plan.models))
+    names = iter(range(1, len(plan.out) + 1))
+    with ExitStack() as stack:
+        read = {s.folder: stack.enter_context(disk.reader(s.tensors)) for s in plan.sources}
+
+        def produce(name: str) -> Tensor:
+            before_each(next(names), name)
+            models = [_finite(read[s.folder](name), name, s) for s in plan.models]
+            base = None if plan.base is None else _finite(read[plan.base.folder](name), name, plan.base)
+            return _merged(plan, name, models, base, tally)
+
+        disk.write(folder, plan.out, produce)
+    return tally
+
+
+def _merged(plan: Plan, name: str, models: list[Tensor], base: Tensor | None, tally: Tally) -> Tensor:
+    anchor = models[0] if base is None else base
+    dtype = plan.out[name].dtype
+    if not anchor.is_floating_point():
+        return anchor
+    differing = [not torch.equal(raised(t), raised(anchor)) for t in models]
+    for i, differs in enumerate(differing):
+        if differs:
+            tally.squares[i] += float((raised(models[i]) - raised(anchor)).double().square().sum())
+    moved = any(differs and moves for differs, moves in zip(differing, plan.moving, strict=True))
+    if not moved and not plan.rescales:
+        return anchor.to(dtype)  # equal inputs come out bit for bit, without the rounding of a weighted sum
+    if moved or bool(anchor.any()):
+        tally.expected.add(name)
+    result = merge_tensor(plan.rule.function, models, base, plan.weights, plan.params).to(dtype)
+    if not torch.isfinite(result).all():
+        word = str(dtype).removeprefix("torch.")
+        raise MergeError(f"the merged {name} overflows {word}", hint="set `dtype: bfloat16` or `float32`")
+    return result
+
+
+def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise MergeError(f"{name} holds {bad} NaN or infinite values", where=source.name)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Names of tensors by what became of them, read back from the disk."""
+
+    changed: list[str]
+    rounded_away: list[str]  # the inputs differ, but not by enough for the output's dtype, or the parts cancelled
+
+
+def compare_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
+    """Read the written model and compare it with the anchor, tensor by tensor.
+
+    Raises RunError if a tensor changed that no input changes, or a name is missing; MergeError if inputs differ and yet
+    the result equals the anchor everywhere.
+    """
+    written = disk.scan(folder)
+    if written.keys() != plan.out.keys():
+        raise RunError(f"tensors written and planned differ: {sorted(written.keys() ^ plan.out.keys())}")
+    with _pair(plan, folder) as (merged, anchor):
+        changed = [n for n, s in plan.out.items() if not torch.equal(merged(n), anchor(n).to(s.dtype))]
+    unexpected = sorted(set(changed) - tally.expected)
+    if unexpected:
+        raise RunError(f"tensors changed that are equal in all inputs: {', '.join(unexpected)}", where=str(folder))
+    if tally.expected and not changed:
+        raise MergeError(
+            f"the merged model equals {plan.anchor.name}, although {len(tally.expected)} tensors of the inputs differ",
+            hint="the weighted differences cancel or are too small for the output dtype; try `dtype: float32`",
+        )
+    return Changes(changed, sorted(tally.expected - set(changed)))
+
+
+@contextmanager
+def _pair(plan: Plan, folder: Path) -> Iterator[tuple[Callable[[str], Tensor], Callable[[str], Tensor]]]:
+    with disk.reader(disk.scan(folder)) as merged, disk.reader(plan.anchor.tensors) as anchor:
+        yield merged, anchor

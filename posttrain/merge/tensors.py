@@ -1,0 +1,218 @@
+"""Tensors on disk: safetensors folders read by name and written one tensor at a time.
+
+Reading maps the files into memory; writing lays out a shard from names, dtypes and shapes alone and then streams the
+data, so that a merge needs memory for a few tensors and not for a model. Format: 8 bytes little-endian header length,
+a JSON header, then the data without gaps (https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from posttrain.errors import MergeError
+
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its values. `file` is where it is stored, or None for one that is still to be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path | None = None
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+def scan(folder: Path) -> dict[str, Spec]:
+    """Name -> spec of every tensor of a model folder; reads headers only.
+
+    Raises MergeError for a folder without safetensors, a shard that is missing, cut short or unreadable, and a tensor
+    that is stored twice or is not where the index says.
+    """
+    files = _shards(folder)
+    tensors: dict[str, Spec] = {}
+    for file in files:
+        for name, spec in read_header(file).items():
+            if name in tensors:
+                raise MergeError(f"{name} is stored twice", where=str(folder))
+            tensors[name] = spec
+    for name, file_name in _weight_map(folder).items():
+        found = tensors.get(name)
+        if found is None or found.file is None or found.file.name != file_name:
+            raise MergeError(f"{name} is not in {file_name}, where the index says it is", where=str(folder))
+    return tensors
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as cause:
+        raise MergeError(f"unreadable index: {cause}", where=str(path)) from cause
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that hold the model: those that the index names, else model.safetensors, else the only one there is."""
+    named = sorted(set(_weight_map(folder).values()))
+    missing = [name for name in named if not (folder / name).is_file()]
+    if missing:
+        raise MergeError(f"missing shards: {', '.join(missing)}", where=str(folder), hint="download the model again")
+    if named:
+        return [folder / name for name in named]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise MergeError(f"{len(found)} safetensors files but no {INDEX_NAME}", where=str(folder))
+    old = any(folder.glob("*.bin"))
+    hint = "only pickled .bin weights are here; load them in transformers and save again" if old else ""
+    raise MergeError("no safetensors weights", where=str(folder), hint=hint)
+
+
+def read_header(file: Path) -> dict[str, Spec]:
+    """Name -> spec of one safetensors file. Raises MergeError if the file is cut short or is not of that format."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+        if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+            raise MergeError("not a safetensors file, or cut short in its header", where=str(file))
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as cause:
+            raise MergeError(f"unreadable safetensors header: {cause}", where=str(file)) from cause
+    header.pop("__metadata__", None)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != expected:
+        hint = "download or save it again" if size < expected else ""
+        what = "truncated shard" if size < expected else "shard with bytes behind its tensors"
+        raise MergeError(f"{what}: {size:,} bytes where its header says {expected:,}", where=str(file), hint=hint)
+    return {
+        name: Spec(_dtype(entry["dtype"], name, file), tuple(entry["shape"]), file) for name, entry in header.items()
+    }
+
+
+def _dtype(word: str, name: str, file: Path) -> torch.dtype:
+    if word not in DTYPES:
+        raise MergeError(
+            f"{name} is stored as {word}",
+            where=str(file),
+            allowed=f"can be merged: {', '.join(DTYPES)}",
+            hint="dequantise the model first",
+        )
+    return DTYPES[word]
+
+
+@contextmanager
+def reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads one tensor by name; files are opened once and stay mapped until the end of the block."""
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def read(name: str) -> Tensor:
+            file = tensors[name].file
+            assert file is not None, name
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+            return opened[file].get_tensor(name)
+
+        yield read
+
+
+def split(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]]:
+    """Names in shards of at most `limit` bytes (one tensor may exceed it), in the order given."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in specs.items():
+        if shards[-1] and filled + spec.nbytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += spec.nbytes
+    return shards
+
+
+def write(
+    folder: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor], limit: int = SHARD_BYTES
+) -> list[Path]:
+    """Write a model's tensors, asking `produce` for one at a time; with more than one shard also the index.
+
+    Raises ValueError if a produced tensor is not of its spec. Files are flushed to the disk.
+    """
+    shards = split(specs, limit)
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(spec.nbytes for spec in specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, {tensor: specs[tensor] for tensor in shard}, produce)
+    return [folder / name for name in names]
+
+
+def _write_shard(file: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor]) -> None:
+    order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))  # wide dtypes first keep data aligned
+    with file.open("wb") as stream:
+        stream.write(_header(specs, order))
+        for name in order:
+            tensor, spec = produce(name), specs[name]
+            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} where {spec} was planned")
+            # memoryview of bytes: bfloat16 has no numpy type of its own
+            stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _header(specs: Mapping[str, Spec], order: Sequence[str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in order:
+        spec = specs[name]
+        end = offset + spec.nbytes
+        entries[name] = {"dtype": _WORDS[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

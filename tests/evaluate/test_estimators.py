@@ -1,0 +1,187 @@
+"""Estimators on numbers that can be done by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from posttrain.evaluate.estimators import (
+    avg_at_k,
+    bootstrap_ci,
+    cons_at_k,
+    paired_difference,
+    pass_at_k,
+    pass_contributions,
+    vote,
+)
+
+
+def test_pass_at_k_by_hand() -> None:
+    """n 4, c 1: 1 - C(3,2)/C(4,2) = 1 - 3/6 = .5. c 0 -> 0, c 3 -> 1 (one wrong, two drawn). Mean (0 + .5 + 1)/3."""
+    assert pass_contributions([4, 4, 4], [0, 1, 3], 2) == [0.0, 0.5, 1.0]
+    assert pass_at_k([4, 4, 4], [0, 1, 3], [2]) == {2: 0.5}
+
+
+def test_pass_at_k_equals_counting_all_subsets() -> None:
+    n, c = 7, 3
+    right = [i < c for i in range(n)]
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(right, k))
+        expected = sum(any(s) for s in subsets) / len(subsets)
+        assert pass_at_k([n], [c], [k])[k] == pytest.approx(expected, abs=1e-15)
+
+
+def test_pass_at_k_laws() -> None:
+    n, c = [8, 5, 6], [3, 0, 6]
+    values = [pass_at_k(n, c, [k])[k] for k in range(1, 6)]
+    assert values == sorted(values)
+    assert values[0] == pytest.approx(np.mean([3 / 8, 0, 1]))
+    assert pass_at_k([5, 5], [1, 0], [5]) == {5: 0.5}  # pass@n: share of problems with any right one
+
+
+def test_pass_at_k_is_exact_where_floats_overflow() -> None:
+    """C(5000, 2500) has 1,500 digits. With c = 1, pass@k = k/n for every n."""
+    assert pass_at_k([5000], [1], [2500]) == {2500: 0.5}
+
+
+def test_pass_at_k_is_never_extrapolated() -> None:
+    assert pass_at_k([4, 2], [1, 1], [2, 3]) == {2: 0.75, 3: None}
+    assert pass_at_k([], [], [1]) == {1: None}
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [([2], [3], [1]), ([2], [-1], [1]), ([2], [1], [0]), ([2, 2], [1], [1])])
+def test_pass_at_k_refuses_nonsense(n: list[int], c: list[int], k: list[int]) -> None:
+    with pytest.raises(ValueError):
+        pass_at_k(n, c, k)
+
+
+def test_avg_at_k_weighs_problems_the_same() -> None:
+    """Rows of 4 and 2: (1/4 + 2/2) / 2 = .625; pooled it would be 3/6."""
+    result = avg_at_k([[1, 0, 0, 0], [1, 1]])
+    assert result.per_problem == [0.25, 1.0]
+    assert result.avg == 0.625
+
+
+def test_avg_at_k_leaves_out_what_was_not_scored() -> None:
+    """[1, None] -> 1/1. A problem with no scored sample has no value and is counted, not averaged as 0."""
+    result = avg_at_k([[1, None], [None, math.nan], [], [0, 1]])
+    assert result.per_problem == [1.0, None, None, 0.5]
+    assert (result.avg, result.left_out) == (0.75, 2)
+    assert avg_at_k([]).avg is None
+
+
+def test_cons_at_k_counts_votes() -> None:
+    result = cons_at_k([["3", " 4", "4 ", None, ""]], ["4"])
+    assert (result.majority, result.per_problem, result.cons) == (["4"], [1.0], 1.0)
+    assert result.share == [2 / 3]
+
+
+def test_cons_at_k_ties() -> None:
+    """Two leaders of which one is right: expected 1/2, first the leader seen first."""
+    answers, gold = [["3", "4", "4", "3", "5"]], ["4"]
+    assert cons_at_k(answers, gold).cons == 0.5
+    assert cons_at_k(answers, gold, ties_rule="first").cons == 0.0
+    assert cons_at_k([["4", "3"]], gold, ties_rule="first").cons == 1.0
+
+
+def test_cons_at_k_takes_the_first_k() -> None:
+    answers, gold = [["1", "2", "2"]], ["2"]
+    assert cons_at_k(answers, gold, k=1).cons == 0.0
+    assert cons_at_k(answers, gold, k=3).cons == 1.0
+    assert cons_at_k(answers, gold, k=99).cons == 1.0
+
+
+def test_cons_at_k_without_votes() -> None:
+    result = cons_at_k([[None, " ", ""], ["1"]], ["1", "1"])
+    assert (result.majority, result.per_problem, result.share) == ([None, "1"], [0.0, 1.0], [None, 1.0])
+
+
+def test_expected_ties_do_not_depend_on_the_order() -> None:
+    answers = ["1", "2", "2", "1", "3"]
+    values = {cons_at_k([list(p)], ["1"]).cons for p in itertools.permutations(answers)}
+    assert values == {0.5}
+
+
+def test_equivalence_joins_classes_that_a_later_answer_connects() -> None:
+    """0.5 ~ 1/2 and 1/2 ~ 2/4, but 0.5 and 2/4 are not called equal: the middle one joins all three."""
+    pairs = {frozenset(("0.5", "1/2")), frozenset(("1/2", "2/4"))}
+    result = vote(["0.5", "2/4", "3", "3", "1/2"], lambda a, b: frozenset((a, b)) in pairs)
+    assert result.classes == [[0, 1, 4], [2, 3]]
+    assert (result.majority, result.share) == ("0.5", 3 / 5)
+    assert cons_at_k([["0.5", "1/2", "3"]], ["2/4"], equal=lambda a, b: frozenset((a, b)) in pairs).cons == 0.0
+    assert cons_at_k([["1/2", "0.5", "3"]], ["2/4"], equal=lambda a, b: frozenset((a, b)) in pairs).cons == 1.0
+
+
+def test_verdicts_stand_in_for_gold() -> None:
+    """The class of 4 leads with two votes; its first member was not scored, its second is right."""
+    result = cons_at_k([["4", "3", "4"]], right=[[None, False, True]])
+    assert result.cons == 1.0
+    with pytest.raises(ValueError, match="either"):
+        cons_at_k([["4"]])
+
+
+def test_bootstrap_with_given_indices() -> None:
+    """Means of the resamples: 0, .5, 1. Quantiles at .25 and .75, linear: .25 and .75."""
+    result = bootstrap_ci([0.0, 1.0], [[0, 0], [0, 1], [1, 1]], level=0.5)
+    assert (result.mean, result.low, result.high) == (0.5, 0.25, 0.75)
+
+
+def test_bootstrap_laws() -> None:
+    values = list(np.random.default_rng(1).random(40))
+    narrow, wide = bootstrap_ci(values, level=0.8, seed=3), bootstrap_ci(values, level=0.99, seed=3)
+    assert wide.low < narrow.low < narrow.mean < narrow.high < wide.high
+    shifted = bootstrap_ci([v + 2 for v in values], level=0.8, seed=3)
+    assert shifted.low == pytest.approx(narrow.low + 2) and shifted.high == pytest.approx(narrow.high + 2)
+    assert bootstrap_ci(values, seed=3) == bootstrap_ci(values, seed=3)
+    assert bootstrap_ci(values, seed=3).low != bootstrap_ci(values, seed=4).low
+
+
+def test_bootstrap_says_when_it_says_nothing() -> None:
+    one, constant, few = bootstrap_ci([0.3]), bootstrap_ci([1.0] * 30), bootstrap_ci([0.0, 1.0, 1.0])
+    assert not one.informative and (one.low, one.high) == (0.3, 0.3)
+    assert not constant.informative and constant.low == constant.high == 1.0
+    assert few.informative and "3 problems" in few.note
+    empty = bootstrap_ci([])
+    assert (empty.mean, empty.low, empty.informative) == (None, None, False)
+
+
+@pytest.mark.parametrize("values", [[0.0, math.nan], [math.inf]])
+def test_bootstrap_refuses_unscored_values(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        bootstrap_ci(values)
+
+
+def test_bootstrap_refuses_indices_outside() -> None:
+    with pytest.raises(ValueError, match="positions"):
+        bootstrap_ci([0.0, 1.0], [[0, 2]])
+
+
+def test_bootstrap_in_blocks_equals_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded by drawing in blocks; the draw itself must not depend on it."""
+    values = [0.0, 1.0, 0.5, 0.25]
+    whole = bootstrap_ci(values, resamples=101)
+    monkeypatch.setattr("posttrain.evaluate.estimators._BLOCK", 12)
+    assert bootstrap_ci(values, resamples=101) == whole
+
+
+def test_paired_difference_is_narrower_than_two_intervals() -> None:
+    """b = a + .1 for every problem: the difference is .1 exactly, however far the problems lie apart."""
+    a = list(np.linspace(0, 0.9, 20))
+    result = paired_difference(a, [x + 0.1 for x in a])
+    assert result.low == pytest.approx(0.1) and result.high == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="lengths"):
+        paired_difference([1.0], [1.0, 2.0])
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    """300 sets of 60 problems with mean .3: a 90% interval holds .3 in 84% to 95% of them (binomial sd 1.8 points)."""
+    generator = np.random.default_rng(0)
+    hits = 0
+    for trial in range(300):
+        values = generator.binomial(4, 0.3, 60) / 4
+        result = bootstrap_ci(list(values), level=0.9, resamples=400, seed=trial)
+        hits += result.low <= 0.3 <= result.high
+    assert 0.84 <= hits / 300 <= 0.95
