@@ -49,7 +49,7 @@ class Engine(Protocol):
         ...
 
     def probe(self, model: Any) -> float:
-        """Mean absolute gap of log-probs, engine against `model`, on one fixed short sequence; 0 if weights are shared."""
+        """Mean absolute gap of log-probs, engine against `model`, on one fixed sequence; 0 if weights are shared."""
         ...
 
     def sleep(self) -> None:

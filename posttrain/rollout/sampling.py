@@ -45,8 +45,8 @@ def inverse_cdf(weights: Tensor, u: Tensor) -> Tensor:
 def truncate(probs: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """probs [R,V] with everything outside the k likeliest (0 = all) and outside the nucleus of mass p set to 0.
 
-    The nucleus is taken of what top-k left. It is the smallest set of likeliest tokens whose mass reaches p, so at least
-    one token always stays. Ties at the k-th place all stay.
+    The nucleus is taken of what top-k left. It is the smallest set of likeliest tokens whose mass reaches p, so one
+    token at least always stays. Ties at the k-th place all stay.
     """
     if 0 < top_k < probs.shape[-1]:
         kth = probs.topk(top_k, dim=-1).values[:, -1:]
