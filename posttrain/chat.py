@@ -1,0 +1,114 @@
+"""What a tokenizer's chat template writes: rendered text, the token that ends an assistant turn, tags it opens itself.
+
+Tokenizers are used as they come (transformers' interface); nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import DataError
+
+Message = Mapping[str, Any]
+
+_PROBE = "x8PROBE8x"
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """How a template closes an assistant turn: `text` up to and including the token `id`; id None = no such token."""
+
+    text: str
+    id: int | None
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, generation_prompt: bool = False
+) -> str:
+    """The conversation as the template writes it. Raises DataError with the template's own complaint."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the tokenizer has no chat template",
+            hint="give `model.chat_template: FILE.jinja`, or write `data.chat: false` for plain text",
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+        )
+    except Exception as cause:
+        roles = ", ".join(str(m.get("role")) for m in messages)
+        raise DataError(f"the chat template refuses the messages ({roles}): {type(cause).__name__}: {cause}") from cause
+
+
+def turn_end(tokenizer: Any, before: Sequence[Message] = ()) -> TurnEnd:
+    """The end of an assistant turn, found by rendering one: the tail behind its content, cut after its first special token."""
+    context = list(before) or [{"role": "user", "content": "x"}]
+    text = render(tokenizer, [*context, {"role": "assistant", "content": _PROBE}])
+    head, found, tail = text.rpartition(_PROBE)
+    if not found:
+        raise DataError("the chat template does not write the content of the last assistant message")
+    return first_special(tokenizer, tail)
+
+
+def first_special(tokenizer: Any, tail: str) -> TurnEnd:
+    """`tail` up to and including its first special token."""
+    ends = [(tail.find(t) + len(t), t) for t in special_texts(tokenizer) if t and t in tail]
+    if not ends:
+        return TurnEnd(tail, None)
+    # Two special tokens may begin at the same place (`<|im_end|>`, `<|im_end|>x`): the first to begin, then the longest.
+    end, token = min(ends, key=lambda e: (e[0] - len(e[1]), -len(e[1])))
+    return TurnEnd(tail[:end], tokenizer.convert_tokens_to_ids(token))
+
+
+def special_texts(tokenizer: Any) -> set[str]:
+    """The texts of all special tokens: the named ones and every added token that is marked special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+
+
+def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
+    """Every id that ends a completion: of the configs (generation config, model config), the tokenizer, and the template's turns.
+
+    One set for generation, masks and metrics. The order is that of the arguments, the tokenizer's own EOS first.
+    """
+    found: list[int | None] = [tokenizer.eos_token_id]
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
+        found += value if isinstance(value, list | tuple) else [value]
+    if tokenizer.chat_template:
+        found.append(turn_end(tokenizer).id)
+    return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+
+
+def prefilled_think(prompt_text: str, tag: str = "think") -> bool:
+    """Whether the rendered prompt already opens `<think>`, so that completions can only close it."""
+    opened, closed = prompt_text.rfind(f"<{tag}>"), prompt_text.rfind(f"</{tag}>")
+    return opened > closed and not prompt_text[opened + len(tag) + 2 :].strip()
+
+
+def clean_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages for a template: null fields (Arrow tables fill them in) left out, tool arguments given as JSON text parsed."""
+    return [_clean_message(m) for m in messages]
+
+
+def _clean_message(message: Message) -> dict[str, Any]:
+    clean = {k: v for k, v in message.items() if v is not None}
+    clean.setdefault("content", "")
+    if isinstance(clean.get("tool_calls"), str):
+        clean["tool_calls"] = json.loads(clean["tool_calls"])
+    if "tool_calls" in clean:
+        clean["tool_calls"] = [_clean_call(c) for c in clean["tool_calls"]]
+    return clean
+
+
+def _clean_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or call)
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function} if "function" in call else function

