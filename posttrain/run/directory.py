@@ -77,7 +77,7 @@ class RunDirectory:
             try:
                 before = read_json(path / "resolved.json")
                 if before is not None:
-                    _refuse_other_recipe(path, before, resolved)
+                    refuse_other_recipe(path, before, resolved)
                 elif resume:
                     print(f"nothing to resume in {path}: starting from the beginning", file=sys.stderr)
                 directory = cls(path, lock, _attempts(path) + 1)
@@ -177,16 +177,19 @@ def _lock(path: Path) -> IO[str]:
     return file
 
 
-def _refuse_other_recipe(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """On resume, every value must be what it was, but for `MAY_CHANGE`."""
-    allowed = MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
+def refuse_other_recipe(
+    path: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, may_change: set[str] | None = None
+) -> None:
+    """Every value must be what it was, but for `may_change` (default: `MAY_CHANGE`); UserError names what is not."""
+    if may_change is None:
+        may_change = MAY_CHANGE | (MAY_CHANGE_IN_PIPELINE if now.get("stage") == "pipeline" else set())
     old, new = flatten(before), flatten(json.loads(json.dumps(now)))
-    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, allowed)]
+    differ = [k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k) and not _is_under(k, may_change)]
     if differ:
         shown = "; ".join(f"{key} was {old.get(key)!r}, is {new.get(key)!r}" for key in differ)
         raise UserError(
             f"the run in {path} was made with another recipe: {shown}",
-            allowed=f"a resumed run may change only {', '.join(sorted(allowed))}",
+            allowed=f"only these may change: {', '.join(sorted(may_change))}",
             hint="undo the change, or start a new run with another --output",
         )
 

@@ -1,0 +1,195 @@
+"""Several commands side by side: their lines shown compactly, their output logged, all stopped when one fails."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from posttrain.errors import Interrupted, RunError, UserError
+from posttrain.run.interrupt import GracefulStop
+
+GRACE_S = 120.0  # time for a child to finish its step and save after it was asked to stop
+PLAIN_EVERY_S = 15.0  # without a terminal: at most one progress line a child in so many seconds
+MILESTONE = "✓ "  # a child's line that starts so always stays on the screen
+ERROR = "error: "  # from the last such line on, a child's output is its error
+
+
+@dataclass(frozen=True)
+class Child:
+    """One command. Its output (stdout and stderr together) goes to `log`; `env` is added to ours."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Running:
+    child: Child
+    process: subprocess.Popen[str]
+    reader: threading.Thread
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=60))
+
+
+def run_children(children: Sequence[Child], parallel: int) -> None:
+    """Run all, at most `parallel` at a time, in order.
+
+    The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines.
+    Ctrl-C and SIGTERM are passed on once, so that each child can save, and raise Interrupted. A child whose parent dies
+    sees the end of its stdin (see `stop_with_parent`).
+    """
+    waiting, running, failed = list(children), list[_Running](), list[_Running]()
+    lines: queue.Queue[tuple[Child, str]] = queue.Queue()
+    asked_at: float | None = None
+    with GracefulStop() as stop, _Display() as display:
+        try:
+            while running or (waiting and not (failed or stop.requested)):
+                while waiting and len(running) < parallel and not (failed or stop.requested):
+                    running.append(_start(waiting.pop(0), lines))
+                _show(lines, running, display)
+                for one in [r for r in running if r.process.poll() is not None]:
+                    running.remove(one)
+                    one.reader.join(timeout=5)  # a grandchild may hold the pipe open
+                    _show(lines, [one], display)
+                    display.gone(one.child)
+                    if one.process.returncode and not stop.requested:
+                        failed.append(one)
+                if (failed or stop.requested) and asked_at is None:
+                    asked_at = time.monotonic()
+                    _signal(running, signal.SIGTERM)
+                if asked_at is not None and time.monotonic() - asked_at > GRACE_S:
+                    _signal(running, signal.SIGKILL)
+        finally:
+            _signal(running, signal.SIGKILL)
+    if failed:
+        raise _error(failed[0])
+    if stop.requested:
+        raise Interrupted("stopped; every child saved what it had")
+
+
+def _start(child: Child, lines: queue.Queue[tuple[Child, str]]) -> _Running:
+    """Start in a process group of its own: Ctrl-C reaches only us, and we pass it on once."""
+    process = subprocess.Popen(
+        child.command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **child.env},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    reader = threading.Thread(target=_read, args=(process.stdout, child, lines), daemon=True)
+    reader.start()
+    return _Running(child, process, reader)
+
+
+def _read(stream: TextIO, child: Child, lines: queue.Queue[tuple[Child, str]]) -> None:
+    with child.log.open("a", encoding="utf-8") as log:
+        for line in stream:
+            log.write(line)
+            log.flush()
+            lines.put((child, line.rstrip()))
+
+
+def _show(lines: queue.Queue[tuple[Child, str]], running: Sequence[_Running], display: _Display) -> None:
+    """Take the lines that have come (waiting up to a fifth of a second for the first) and show them."""
+    wait = 0.2
+    while True:
+        try:
+            child, line = lines.get(timeout=wait) if wait else lines.get_nowait()
+        except queue.Empty:
+            return
+        wait = 0.0
+        for one in running:
+            if one.child is child:
+                one.tail.append(line)
+        if line:
+            display.line(child, line)
+
+
+def _signal(running: Sequence[_Running], number: signal.Signals) -> None:
+    for one in running:
+        if one.process.poll() is None and number == signal.SIGKILL:
+            os.killpg(one.process.pid, number)  # with its workers
+        elif one.process.poll() is None:
+            one.process.send_signal(number)
+
+
+def _error(failed: _Running) -> UserError | RunError:
+    tail = list(failed.tail)
+    starts = [i for i, line in enumerate(tail) if line.startswith(ERROR)]
+    said = "\n".join(tail[starts[-1] :] if starts else tail[-15:]).removeprefix(ERROR)
+    kind = UserError if failed.process.returncode == UserError.exit_code else RunError
+    code = failed.process.returncode
+    ended = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+    return kind(f"{failed.child.name} {ended}: {said}", hint=f"its whole output is in {failed.child.log}")
+
+
+class _Display:
+    """The newest line of each child: live on a terminal; elsewhere milestones, and the rest now and then."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._newest: dict[str, str] = {}
+        self._printed: dict[str, float] = {}
+        self._live: Live | None = None
+
+    def __enter__(self) -> _Display:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def line(self, child: Child, line: str) -> None:
+        now = time.monotonic()
+        if line.startswith(MILESTONE):
+            self._print(child, line)
+        elif self._live is not None:
+            self._newest[child.name] = line
+            self._redraw()
+        elif now - self._printed.get(child.name, now - PLAIN_EVERY_S) >= PLAIN_EVERY_S:
+            self._printed[child.name] = now
+            self._print(child, line)
+
+    def gone(self, child: Child) -> None:
+        self._newest.pop(child.name, None)
+        self._redraw()
+
+    def _print(self, child: Child, line: str) -> None:
+        self._console.print(Text.assemble((f"{child.name}  ", "bold"), line), soft_wrap=True, highlight=False)
+
+    def _redraw(self) -> None:
+        if self._live is not None:
+            rows = [Text.assemble((f"{n}  ", "bold"), (t, "dim")) for n, t in sorted(self._newest.items())]
+            self._live.update(Group(*rows))
+
+
+def stop_with_parent() -> None:
+    """In a child: SIGTERM ourselves when the parent is gone, so that no run is left behind without anyone watching."""
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter shuts down
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

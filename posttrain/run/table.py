@@ -1,0 +1,54 @@
+"""The closing table of a pipeline as text: a row a model, accuracy with its interval per seed and over all seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+
+def headers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Column names; the seeds are those of the first row."""
+    seeds = [f"seed {seed}" for seed in rows[0]["seeds"]]
+    against = next((row["difference"]["to"] for row in rows if row.get("difference")), None)
+    return ["model", *seeds, "all seeds", "tokens", *([f"against {against}"] if against else [])]
+
+
+def row_cells(row: Mapping[str, Any]) -> list[str]:
+    """One row as text, in the order of `headers`."""
+    difference = row.get("difference")
+    length = row.get("mean_tokens")
+    return [
+        str(row["model"]),
+        *(half_width(value) for value in row["seeds"].values()),
+        interval(row["pooled"]),
+        "-" if length is None else f"{length:.1f}",
+        "" if difference is None else interval(difference, sign=True),
+    ]
+
+
+def interval(value: Mapping[str, Any], *, sign: bool = False) -> str:
+    """`0.886 [0.866, 0.906]`; `-` where nothing was measured."""
+    if value.get("mean") is None:
+        return "-"
+    form = "+.3f" if sign else ".3f"
+    return f"{value['mean']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
+
+
+def half_width(value: Mapping[str, Any]) -> str:
+    """`0.886 ±.020`, half of the interval's width; `-` where nothing was measured."""
+    if value.get("mean") is None:
+        return "-"
+    return f"{value['mean']:.3f} ±{(value['high'] - value['low']) / 2:.3f}".replace("±0.", "±.")
+
+
+def rich_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+    """The same for a terminal."""
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    names = headers(rows)
+    for name in names:
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row_cells(row)[: len(names)])
+    return table
