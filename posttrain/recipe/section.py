@@ -7,14 +7,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_serializer, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
-from posttrain.errors import nearest
 from posttrain.places import split_function
 
-STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Section(BaseModel):
@@ -24,13 +23,11 @@ class Section(BaseModel):
 
 
 class ComponentSection(Section):
-    """`use: NAME` plus the keyword arguments of the component that NAME registers.
+    """`use: NAME` plus the keyword arguments of the component that NAME registers; `NAME` alone is short for `use: NAME`.
 
     Arguments are checked against components.json, so torch is not imported. A user's `file.py:function` cannot be known
     here: its keys are taken as they are and checked when the function is loaded.
     """
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     kind: ClassVar[registry.Kind]
     use: str
@@ -46,84 +43,79 @@ class ComponentSection(Section):
     def _check_component(cls, value: Any, handler: Any) -> Any:
         if isinstance(value, str):
             value = {"use": value}
-        if not isinstance(value, Mapping) or not isinstance(value.get("use", cls.default_use()), str):
+        if not isinstance(value, Mapping):
             return handler(value)
-        own = set(cls.model_fields)
-        use = value.get("use", cls.default_use())
-        extra = {k: v for k, v in value.items() if k not in own}
-        if use is None:
-            return handler(value)
-        params = component_params(cls.kind, use, extra, other_keys=own - {"use"})
-        section = handler({k: v for k, v in value.items() if k in own})
+        own = {k: v for k, v in value.items() if k in cls.model_fields}
+        use = own.get("use", cls.default_use())
+        problems: list[InitErrorDetails] = []
+        section, params = None, {}
+        try:
+            section = handler(own)
+        except ValidationError as error:
+            problems += _details(error)
+        try:
+            if isinstance(use, str):
+                params = component_params(cls.kind, use, {k: v for k, v in value.items() if k not in own})
+        except ValidationError as error:
+            problems += _details(error)
+        if problems or section is None:
+            raise ValidationError.from_exception_data(cls.__name__, problems)
         section._params.update(params)
         return section
 
+    @model_serializer(mode="wrap")
+    def _with_params(self, handler: Any) -> dict[str, Any]:
+        return {**handler(self), **self._params}
+
     @classmethod
     def default_use(cls) -> str | None:
+        """The component of a section that names none, or None where `use` must be written."""
         default = cls.model_fields["use"].default
         return default if isinstance(default, str) else None
 
-    def dump(self) -> dict[str, Any]:
-        return {**self.model_dump(), **self._params}
 
-
-def component_params(
-    kind: registry.Kind,
-    use: str,
-    given: Mapping[str, Any],
-    other_keys: set[str] = frozenset(),  # type: ignore[assignment]
-) -> dict[str, Any]:
+def component_params(kind: registry.Kind, use: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The checked keyword arguments of a component, with defaults. Raises pydantic's ValidationError with exact keys."""
-    known = registry.index().get(kind, {})
     if split_function(use) is not None:
         return dict(given)
-    if use not in known:
-        near = nearest(use, known)
-        message = f"unknown {kind} `{use}`; known: {', '.join(sorted(known))}"
-        raise _one_error(("use",), "unknown_component", message, use, near)
-    try:
-        return params_model(kind, use).model_validate(dict(given)).model_dump()
-    except ValidationError as error:
-        raise _with_known_keys(error, [*known[use]["params"], *sorted(other_keys)]) from None
+    if use not in registry.index().get(kind, {}):
+        unknown = PydanticCustomError("unknown_component", "unknown component", {"kind": kind})
+        details = InitErrorDetails(type=unknown, loc=("use",), input=use)
+        raise ValidationError.from_exception_data("component", [details])
+    return params_model(kind, use).model_validate(dict(given)).model_dump()
 
 
 @functools.cache
 def params_model(kind: str, name: str) -> type[BaseModel]:
     """The pydantic model of a component's keyword arguments, from the index."""
-    space = {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
-    space |= {"Mapping": Mapping}
     fields: dict[str, Any] = {}
     for key, described in registry.index()[kind][name]["params"].items():
-        annotation = eval(described[0], {"__builtins__": {}}, space | _BUILTINS)  # our own shipped index
+        annotation = eval(described[0], {"__builtins__": {}}, _NAMES)  # our own shipped index
         default = described[1] if len(described) > 1 else ...
-        fields[key] = (
-            annotation,
-            tuple(default) if isinstance(default, list) and "tuple" in described[0] else default,
-        )
+        if "tuple" in described[0]:  # YAML and JSON know lists only
+            annotation = typing.Annotated[annotation, Field(strict=False)]
+            default = tuple(default) if isinstance(default, list) else default
+        fields[key] = (annotation, default)
     return create_model(f"{kind}_{name}", __config__=STRICT, **fields)
 
 
-_BUILTINS = {t.__name__: t for t in (int, float, str, bool, list, dict, tuple)} | {"None": None}
+_NAMES = (
+    {t.__name__: t for t in (int, float, str, bool, list, dict, tuple)}
+    | {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
+    | {"Mapping": Mapping, "None": None}
+)
 
 
-def _one_error(loc: tuple[str | int, ...], kind: str, message: str, value: Any, near: str | None) -> ValidationError:
-    context = {"near": near} if near else {}
-    error = PydanticCustomError(typing.cast(Any, kind), typing.cast(Any, message.replace("{", "{{")), context)
-    return ValidationError.from_exception_data("component", [InitErrorDetails(type=error, loc=loc, input=value)])
-
-
-def _with_known_keys(error: ValidationError, known: list[str]) -> ValidationError:
-    """Unknown keys are told with the keys that the component and its section know."""
+def _details(error: ValidationError) -> list[InitErrorDetails]:
+    """The errors of a nested validation in the form that lets them be raised again with their places kept."""
     details: list[InitErrorDetails] = []
     for item in error.errors(include_url=False):
         kind: Any = item["type"]
-        if kind == "extra_forbidden":
-            context = {"known": ", ".join(known), "near": nearest(str(item["loc"][-1]), known) or ""}
-            kind = PydanticCustomError("unknown_key", "unknown key", context)
-        elif kind not in ("missing",):
-            kind = PydanticCustomError(typing.cast(Any, item["type"]), typing.cast(Any, item["msg"].replace("{", "{{")))
-        details.append(InitErrorDetails(type=kind, loc=item["loc"], input=item["input"]))
-    return ValidationError.from_exception_data("component", details)
+        context = item.get("ctx", {})
+        if kind in ("unknown_component", "value_error"):
+            kind = PydanticCustomError(kind, typing.cast(Any, item["msg"].replace("{", "{{")), context)
+        details.append(InitErrorDetails(type=kind, loc=item["loc"], input=item["input"], ctx=context))
+    return details
 
 
 OnNone = Literal["auto", "skip_row", "ignore_component", "zero", "error"]

@@ -35,17 +35,11 @@ class Model(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
-    quantize: Literal["nf4"] | None = Field(None, description="4-bit base weights (bitsandbytes); needs lora")
+    quantize: Literal["nf4"] | None = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     chat_template: str | None = Field(None, description="a Jinja file that replaces the tokenizer's template")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-
-    @model_validator(mode="after")
-    def _quantized_needs_lora(self) -> Model:
-        if self.quantize and self.lora is None:
-            raise ValueError("quantize needs lora: 4-bit weights cannot be trained themselves; add `lora: {}`")
-        return self
 
 
 class Source(Section):
@@ -203,6 +197,18 @@ class Optim(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
 
 
+class SftOptim(Optim):
+    """The optimiser, with the usual learning rate of supervised fine-tuning."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+
+
+class DpoOptim(Optim):
+    """The optimiser, with the usual learning rate of preference optimisation."""
+
+    lr: Annotated[float, Field(gt=0)] = 5e-7
+
+
 class RlBatch(Section):
     """How a step's rollouts are divided for the update."""
 
@@ -251,7 +257,7 @@ class EvalSettings(Section):
     samples: Positive = Field(1, description="completions a prompt")
     k: list[Positive] = Field(default_factory=lambda: [1], description="pass@k and cons@k for these k <= samples")
     bootstrap: Positive = Field(10000, description="resamples of the interval")
-    level: Share = 0.95
+    level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
 
 
 class MergeParameters(Section):

@@ -16,6 +16,7 @@ class Stage(Section):
 
     verb: ClassVar[str]
     presets: ClassVar[bool] = False
+    unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage has no use for, and why
     extends: str | None = Field(None, description="a recipe whose values this one overrides")
     run: s.Run = Field(default_factory=s.Run)
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
@@ -25,15 +26,38 @@ class Stage(Section):
         return self._base_dir
 
 
+_NO_ROLLOUTS = {"run.samples_per_step": "only rl writes rollouts as it goes"}
+_NO_TRAINING = dict.fromkeys(
+    (
+        "run.steps",
+        "run.epochs",
+        "run.max_minutes",
+        "run.save_every",
+        "run.keep_checkpoints",
+        "run.log_every",
+        "run.samples_per_step",
+    ),
+    "this stage does not train",
+)
+_READ_ONLY = {
+    **_NO_TRAINING,
+    "model.gradient_checkpointing": "this stage does not train",
+    "model.lora": "an adapter is evaluated by naming its directory in model.path",
+    "data.train_on": "this stage does not train",
+    "data.shuffle": "every row is used once, in order",
+}
+
+
 class SftRecipe(Stage):
     """Supervised fine-tuning."""
 
     verb: ClassVar = "sft"
+    unused: ClassVar = _NO_ROLLOUTS
     stage: Literal["sft"] = "sft"
     model: s.Model
     data: s.Data
     batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
-    optim: s.Optim = Field(default_factory=lambda: s.Optim(lr=1e-5))
+    optim: s.SftOptim = Field(default_factory=s.SftOptim)
 
 
 class DpoRecipe(Stage):
@@ -41,13 +65,18 @@ class DpoRecipe(Stage):
 
     verb: ClassVar = "dpo"
     presets: ClassVar = True
+    unused: ClassVar = {
+        **_NO_ROLLOUTS,
+        "data.train_on": "pairs are compared on their completions",
+        "batch.packing": "only sft packs rows",
+    }
     stage: Literal["dpo"] = "dpo"
     algorithm: str | None = Field(None, description="a preset: dpo, simpo")
     model: s.Model
     data: s.Data
     loss: s.PairLossSection = Field(default_factory=lambda: s.PairLossSection.model_validate({}))
     batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
-    optim: s.Optim = Field(default_factory=lambda: s.Optim(lr=5e-7))
+    optim: s.DpoOptim = Field(default_factory=s.DpoOptim)
 
 
 class RlRecipe(Stage):
@@ -55,6 +84,7 @@ class RlRecipe(Stage):
 
     verb: ClassVar = "rl"
     presets: ClassVar = True
+    unused: ClassVar = {"data.train_on": "rl trains on the completions that it samples"}
     stage: Literal["rl"] = "rl"
     algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
     model: s.Model
@@ -81,6 +111,7 @@ class MergeRecipe(Stage):
     """Model merging; mergekit's keys."""
 
     verb: ClassVar = "merge"
+    unused: ClassVar = _NO_TRAINING
     stage: Literal["merge"] = "merge"
     merge_method: Literal["linear", "task_arithmetic"]
     models: list[s.MergeModel] = Field(min_length=1)
@@ -94,6 +125,7 @@ class EvalRecipe(Stage):
     """Accuracy of a model on rows graded by reward scripts."""
 
     verb: ClassVar = "eval"
+    unused: ClassVar = _READ_ONLY
     stage: Literal["eval"] = "eval"
     model: s.Model
     data: s.Data
@@ -108,6 +140,7 @@ class GenerateRecipe(Stage):
     """Completions of prompts, as JSON lines."""
 
     verb: ClassVar = "generate"
+    unused: ClassVar = _READ_ONLY
     stage: Literal["generate"] = "generate"
     model: s.Model
     data: s.Data
@@ -120,6 +153,7 @@ class PipelineRecipe(Stage):
     """Stages in order, each with the sections of its own verb; `stage:NAME` names the model of an earlier one."""
 
     verb: ClassVar = "run"
+    unused: ClassVar = _NO_TRAINING
     stage: Literal["pipeline"] = "pipeline"
     defaults: dict[str, Any] = Field(
         default_factory=dict, description="sections merged under every stage that takes them"

@@ -1,0 +1,138 @@
+"""What the schema cannot say: values that are right alone and cannot work together.
+
+Each check is a function on a recipe; it yields (key, what is wrong, what would be right).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from posttrain import registry
+from posttrain.errors import Problem
+from posttrain.places import split_function
+from posttrain.recipe import stages as st
+from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.sections import Reward
+from posttrain.recipe.tree import Node, dotted, follow
+
+Found = Iterator[tuple[str, str, str]]
+
+
+def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
+    """The problems of a recipe whose values are right one by one. `prefix` marks a stage of a pipeline."""
+    problems: list[Problem] = []
+    for check in CHECKS:
+        for key, what, right in check(recipe):
+            path = [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
+            node, depth = follow(tree, path)
+            if node.origin.kind == "preset":  # what a paper chose may be idle beside what the user chose
+                continue
+            mark = node.origin.mark if depth == len(path) and not node.mapping else node.at_key.mark
+            problems.append(Problem(mark, f"{dotted([*prefix, *path])}: {what}", hint=right))
+    if not prefix:
+        problems += _references_outside_pipelines(recipe, tree)
+    return problems
+
+
+def _length(recipe: Any) -> Found:
+    if isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) and not (recipe.run.steps or recipe.run.epochs):
+        yield "run", "says not how long to train", "write `run.steps` or `run.epochs`"
+
+
+def _quantized(recipe: Any) -> Found:
+    trains = isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe)
+    if trains and recipe.model.quantize and recipe.model.lora is None:
+        yield "model.quantize", "4-bit weights cannot be trained themselves", "add `lora: {}` to `model`"
+
+
+def _reward_names(recipe: Any) -> Found:
+    rewards: list[Reward] = getattr(recipe, "rewards", [])
+    names = Counter(reward_name(r) for r in rewards)
+    for position, reward in enumerate(rewards):
+        if names[reward_name(reward)] > 1:
+            what = f"{names[reward_name(reward)]} rewards are called `{reward_name(reward)}`"
+            yield f"rewards.{position}", what, "give each a `name` of its own"
+    if sum(r.correct for r in rewards) > 1:
+        last = max(p for p, r in enumerate(rewards) if r.correct)
+        yield f"rewards.{last}.correct", "more than one reward says what is correct", "leave `correct: true` in one"
+    if rewards and isinstance(recipe, st.RlRecipe) and not any(r.weight for r in rewards):
+        yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
+
+
+def reward_name(reward: Reward) -> str:
+    """The name of a reward in metrics: its own, or that of its function."""
+    split = split_function(reward.use)
+    return reward.name or (split[1] if split else reward.use.rpartition(".")[2])
+
+
+def component_needs(section: ComponentSection | None) -> set[str]:
+    """What the component of a section says that it needs; empty for a user's own function."""
+    if section is None:
+        return set()
+    return set(registry.index().get(section.kind, {}).get(section.use, {}).get("needs", []))
+
+
+def _groups(recipe: Any) -> Found:
+    if not isinstance(recipe, st.RlRecipe):
+        return
+    if recipe.rollout.group_size == 1:
+        for name in ("keep", "advantage", "loss"):
+            section = getattr(recipe, name)
+            if "groups" in component_needs(section):
+                what = f"{name} `{section.use}` compares the completions of one prompt, and there is only 1"
+                yield "rollout.group_size", what, "write 2 or more"
+    elif recipe.rollout.temperature == 0:
+        yield "rollout.temperature", "0 gives a prompt the same completion every time", "write a temperature above 0"
+    if recipe.rollout.max_gen_batches > 1 and recipe.keep is None:
+        what = "refills the groups that `keep` drops, and there is no `keep`"
+        yield "rollout.max_gen_batches", what, "add `keep: dynamic_sampling`"
+
+
+def _idle_keys(recipe: Any) -> Found:
+    if not isinstance(recipe, st.RlRecipe):
+        return
+    if recipe.loss.norm_len is not None and recipe.loss.aggregation != "fixed":
+        yield "loss.norm_len", f"does nothing with aggregation {recipe.loss.aggregation}", "write `aggregation: fixed`"
+    if recipe.kl.model_fields_set - {"coef"} and "coef" not in recipe.kl.model_fields_set:
+        yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
+
+
+def _eval_settings(recipe: Any) -> Found:
+    if isinstance(recipe, st.EvalRecipe):
+        for position, k in enumerate(recipe.eval.k):
+            if k > recipe.eval.samples:
+                what = f"pass@{k} needs {k} completions a prompt; eval.samples is {recipe.eval.samples}"
+                yield f"eval.k.{position}", what, f"write `eval.samples: {k}` or more"
+    samples = recipe.eval.samples if isinstance(recipe, st.EvalRecipe) else getattr(recipe, "samples", 1)
+    sampling = getattr(recipe, "sampling", None)
+    if sampling is not None and sampling.temperature == 0 and samples > 1:
+        what = f"0 gives a prompt the same completion every time; {samples} samples are asked for"
+        yield "sampling.temperature", what, "write a temperature above 0, or ask for 1 sample"
+
+
+def _merge_inputs(recipe: Any) -> Found:
+    if isinstance(recipe, st.MergeRecipe) and recipe.merge_method == "task_arithmetic" and not recipe.base_model:
+        yield "merge_method", "task_arithmetic adds differences to a base and none is named", "write `base_model`"
+
+
+CHECKS: tuple[Callable[[Any], Found], ...] = (
+    _length,
+    _quantized,
+    _reward_names,
+    _groups,
+    _idle_keys,
+    _eval_settings,
+    _merge_inputs,
+)
+
+
+def _references_outside_pipelines(recipe: st.Stage, tree: Node) -> list[Problem]:
+    if isinstance(recipe, st.PipelineRecipe):
+        return []
+    node, depth = follow(tree, ("model", "path"))
+    if depth == 2 and isinstance(node.value, str) and node.value.startswith("stage:"):
+        what = f"model.path: `{node.value}` names a stage, and this recipe is no pipeline"
+        return [Problem(node.origin.mark, what, hint="write the directory of the model")]
+    return []

@@ -1,0 +1,96 @@
+"""Questions about the schema: which keys are known where, and where a key belongs."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from posttrain import registry
+from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.stages import STAGES, Stage
+from posttrain.recipe.tree import Node, child
+
+BY_NAME: dict[str, type[Stage]] = {c.model_fields["stage"].default: c for c in STAGES.values()}  # `stage: rl` -> class
+
+
+@functools.cache
+def components_of(stage: object) -> dict[str, type[ComponentSection]]:
+    """The keys of a stage that hold component sections; empty for a stage that is not known (yet)."""
+    model = BY_NAME.get(stage) if isinstance(stage, str) else None
+    fields = model.model_fields if model else {}
+    found = {key: models(field.annotation) for key, field in fields.items()}
+    return {key: m[0] for key, m in found.items() if m and issubclass(m[0], ComponentSection)}
+
+
+def components_in(node: Node) -> dict[str, type[ComponentSection]]:
+    """The keys that hold component sections in a mapping that says its `stage`."""
+    stage = node.mapping.get("stage")
+    return components_of(stage.value if stage else None)
+
+
+def models(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes inside an annotation: `Lora | None`, `list[Reward]`, `Loss`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in models(part)]
+
+
+def own_keys(model: type[BaseModel]) -> dict[str, Any]:
+    """Recipe key -> field of a section (aliases instead of Python names)."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
+    """The section class at a path of a recipe, or None where there is none (free mappings, component arguments)."""
+    model: type[BaseModel] = stage
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = own_keys(model).get(part)
+        below = models(field.annotation) if field else []
+        if not below:
+            return None
+        model = below[0]
+    return model
+
+
+def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -> list[str]:
+    """The keys that may stand at a path; for a component section also the arguments of the component in use."""
+    model = section_at(stage, path)
+    if model is None:
+        return []
+    prefix = ".".join(str(part) for part in path if not isinstance(part, int))
+    keys = [key for key in own_keys(model) if f"{prefix}.{key}".lstrip(".") not in stage.unused]
+    if issubclass(model, ComponentSection):
+        named = child(node, "use") if node else None
+        use = named.value if named else model.default_use()
+        keys += registry.index().get(model.kind, {}).get(str(use), {}).get("params", {})
+    return keys
+
+
+def all_paths(stage: type[Stage]) -> Iterator[str]:
+    """Every dotted key of a stage, list indices left out; unused ones and component arguments excluded."""
+
+    def below(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for key, field in own_keys(model).items():
+            path = f"{prefix}{key}"
+            if path in stage.unused:
+                continue
+            yield path
+            for inner in models(field.annotation):
+                yield from below(inner, f"{path}.")
+
+    yield from below(stage, "")
+
+
+@functools.cache
+def homes(stage: type[Stage]) -> dict[str, list[str]]:
+    """Last part of a key -> the dotted keys of a stage that end in it."""
+    found: dict[str, list[str]] = {}
+    for path in all_paths(stage):
+        found.setdefault(path.rpartition(".")[2], []).append(path)
+    return found

@@ -1,0 +1,152 @@
+"""Layers of a recipe, merged: preset <- extended recipes <- the file <- command line. The later one wins.
+
+Mappings merge key by key; lists and scalars are replaced whole. When a later layer names another component in `use`, the
+arguments that an earlier layer gave to the former component go with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from posttrain.errors import Problem, RecipeError, nearest
+from posttrain.places import known_files
+from posttrain.recipe import keys
+from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.tree import Node, Origin, child, dotted
+from posttrain.recipe.yaml import Document, parse_value, read, shown
+
+Components = dict[str, type[ComponentSection]]
+
+
+def merge(lower: Node, upper: Node, components: Components | None = None) -> Node:
+    """`upper` over `lower`. `components` are the keys that hold component sections."""
+    if not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
+        return upper
+    entries = dict(lower.value)
+    for key, above in upper.value.items():
+        below = entries.get(key)
+        section = (components or {}).get(key)
+        if section is not None:
+            above = spelt_out(above)
+            below = _without_former_params(spelt_out(below), above, section) if below else None
+        entries[key] = merge(below, above) if below else above
+    if upper.origin.kind == "command line":  # an override of one key does not move the section
+        return Node(entries, lower.origin, lower.key_origin)
+    return Node(entries, upper.origin, upper.key_origin or lower.key_origin)
+
+
+def spelt_out(node: Node) -> Node:
+    """`keep: dynamic_sampling` -> `keep: {use: dynamic_sampling}`."""
+    if not isinstance(node.value, str):
+        return node
+    return Node({"use": Node(node.value, node.origin, node.key_origin)}, node.origin, node.key_origin)
+
+
+def _without_former_params(lower: Node, upper: Node, section: type[ComponentSection]) -> Node:
+    def use(node: Node) -> object:
+        named = node.mapping.get("use")
+        return named.value if named else None
+
+    if use(upper) is None or use(upper) == (use(lower) or section.default_use()):
+        return lower
+    kept = {key: below for key, below in lower.mapping.items() if key in section.model_fields}
+    return Node(kept, lower.origin, lower.key_origin)
+
+
+def read_chain(path: Path) -> Document:
+    """A recipe file over those that it extends. Raises RecipeError for a missing file, broken YAML or a cycle."""
+    document = read(path)
+    chain, seen = [document], [path]
+    here = path
+    while (base := chain[-1].tree.mapping.get("extends")) is not None:
+        here = _extended(base, here)
+        if here in seen:
+            names = " extends ".join(p.name for p in [*seen[seen.index(here) :], here])
+            raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
+        seen.append(here)
+        chain.append(read(here))
+    tree = chain[-1].tree
+    for upper in reversed(chain[:-1]):
+        tree = merge(tree, upper.tree, keys.components_in(upper.tree) or keys.components_in(tree))
+    if len(chain) > 1 and "extends" not in document.tree.mapping:
+        tree.mapping.pop("extends", None)
+    problems = [problem for one in chain for problem in one.problems]
+    return Document(document.text, tree, problems, set().union(*(one.bad for one in chain)))
+
+
+def _extended(base: Node, here: Path) -> Path:
+    name = base.value
+    if not isinstance(name, str):
+        raise RecipeError("extends: must be the path or the name of a recipe", where=base.origin.mark)
+    beside = (here.parent / name).expanduser()
+    if beside.is_file():
+        return beside.resolve()
+    shipped = known_files("recipes", [".yaml"])
+    if name in shipped:
+        return shipped[name].resolve()
+    near = nearest(name, shipped)
+    raise RecipeError(
+        f"extends: no recipe `{name}`",
+        where=base.origin.mark,
+        allowed=f"searched: {shown(beside)}, and the shipped recipes (`posttrain recipe list`)",
+        hint=f"did you mean `{near}`?" if near else "",
+    )
+
+
+def override(tree: Node, text: str) -> Node:
+    """The tree with one `key.path=value` of the command line. Raises RecipeError if it does not fit the tree."""
+    path, equals, value = text.partition("=")
+    origin = Origin("command line", text)
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError("an override is written key.path=value", where=origin.mark)
+    if value == "":
+        raise RecipeError(
+            f"{path}: no value after `=`",
+            where=origin.mark,
+            hint=f"write {path}=null for none, {path}='\"\"' for empty text",
+        )
+    return merge(tree, _nested(tree, parts, parse_value(value, origin), ()), keys.components_in(tree))
+
+
+def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[str | int, ...]) -> Node:
+    """A layer that holds only `value`, at `parts` below `node`. Sections on the way are made; list entries must exist."""
+    if not parts:
+        return value
+    if node is not None and isinstance(node.value, list):
+        position = _position(node, parts[0], value.origin, above)
+        entry = node.value[position]
+        layer = _nested(entry, parts[1:], value, (*above, position))
+        entries = [*node.value[:position], merge(entry, layer, keys.components_in(entry)), *node.value[position + 1 :]]
+        return Node(entries, node.origin, node.key_origin)
+    if node is not None and node.value is not None and not isinstance(node.value, dict):
+        what = f"{dotted([*above, *parts])}: `{dotted(above)}` is a single value and has no keys"
+        raise RecipeError(what, where=value.origin.mark)
+    below = child(node, parts[0]) if node else None
+    if below and node and parts[0] in keys.components_in(node):
+        below = spelt_out(below)
+    return Node({parts[0]: _nested(below, parts[1:], value, (*above, parts[0]))}, value.origin, value.origin)
+
+
+def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...]) -> int:
+    """The entry that `part` means: its index, or the `name` of an entry."""
+    assert isinstance(node.value, list)
+    names = [str(entry.mapping["name"].value) if "name" in entry.mapping else None for entry in node.value]
+    if part in names:
+        return names.index(part)
+    if part.isdigit() and int(part) < len(node.value):
+        return int(part)
+    given = [name for name in names if name]
+    allowed = f"entries: 0 to {len(node.value) - 1}" + (f", or by name: {', '.join(given)}" if given else "")
+    raise RecipeError(f"{dotted(above)} has no entry `{part}`", where=origin.mark, allowed=allowed)
+
+
+def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node:
+    """All overrides in order; those that cannot be applied are added to `problems`."""
+    for text in overrides:
+        try:
+            tree = override(tree, text)
+        except RecipeError as error:
+            problems.extend(error.problems)
+    return tree

@@ -1,0 +1,121 @@
+"""From a file and a command line to a checked recipe: every value with its origin, every mistake told at once.
+
+Later wins: defaults <- preset (`algorithm:`) <- extended recipes <- the file <- command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import Problem, RecipeError, nearest
+from posttrain.places import known_files
+from posttrain.recipe import keys, layers, pipeline
+from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
+from posttrain.recipe.tree import Node, Origin, from_plain
+from posttrain.recipe.validate import check, origins, resolved, with_preset
+from posttrain.recipe.yaml import Document, shown
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked recipe. `resolved` is JSON-able and holds every value; `origins` says who gave each (dotted keys)."""
+
+    recipe: Stage
+    origins: dict[str, Origin]
+    path: Path
+    name: str
+    text: str
+    resolved: dict[str, Any]
+
+
+def locate(path_or_name: str) -> Path:
+    """A recipe file: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`)."""
+    path = Path(path_or_name).expanduser()
+    if path.is_file():
+        return path.resolve()
+    shipped = known_files("recipes", [".yaml"])
+    if path_or_name in shipped:
+        return shipped[path_or_name].resolve()
+    near = nearest(path_or_name.removesuffix(".yaml"), shipped)
+    raise RecipeError(
+        f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
+        allowed=f"looked for {path if path.is_absolute() else Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
+        hint=f"did you mean `{near}`?" if near else "",
+    )
+
+
+def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
+    """Read, merge and check a recipe. `stage` is the verb that wants it (`sft`, `rl`, `run`, ...).
+
+    Raises RecipeError with all problems. Paths in the recipe are looked for beside the file that is loaded.
+    """
+    path = locate(path_or_name)
+    document = layers.read_chain(path)
+    problems = document.problems
+    tree = layers.apply(document.tree, overrides, problems)
+    model = _stage_of(tree, stage, shown(path), problems)
+    return _finish(tree, model, document, problems, path)
+
+
+def load_dict(values: dict[str, Any], *, base_dir: Path, where: str) -> Loaded:
+    """Check a recipe that was made in code; `where` stands for the file in messages. The stage is values["stage"]."""
+    given = {key: value for key, value in values.items() if key != "name"}
+    tree = from_plain(given, Origin("file", where))
+    problems: list[Problem] = []
+    model = _stage_of(tree, None, where, problems)
+    document = Document("", tree, problems, set())
+    return _finish(tree, model, document, problems, base_dir / str(values.get("name", where)))
+
+
+def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem]) -> type[Stage]:
+    """The schema to check against. A recipe for another stage, or for none, cannot be checked: raises at once."""
+    wanted = STAGES.get(verb) if verb else None
+    node = tree.mapping.get("stage")
+    if node is None:
+        found = PipelineRecipe if "stages" in tree.mapping and verb in (None, "run") else wanted
+        if found is None:
+            problem = Problem(where, "stage: is missing", f"allowed: {', '.join(keys.BY_NAME)}", "write `stage: rl`")
+            raise RecipeError.of([problem, *problems])
+        return found
+    found = keys.BY_NAME.get(str(node.value))
+    if found is None:
+        near = nearest(str(node.value), keys.BY_NAME)
+        allowed = f"allowed: {', '.join(keys.BY_NAME)}"
+        problem = Problem(
+            node.origin.mark, f"stage: unknown stage `{node.value}`", allowed, f"did you mean `{near}`?" if near else ""
+        )
+        raise RecipeError.of([problem, *problems])
+    if wanted and found is not wanted:
+        problem = Problem(
+            node.origin.mark,
+            f"stage: this is a recipe for `posttrain {found.verb}`, not for `posttrain {wanted.verb}`",
+            hint=f"posttrain {found.verb} {where}",
+        )
+        raise RecipeError.of([problem, *problems])
+    return found
+
+
+def _finish(tree: Node, model: type[Stage], document: Document, problems: list[Problem], path: Path) -> Loaded:
+    tree = with_preset(tree, model, problems)
+    stages: list[dict[str, Any]] = []
+    if model is PipelineRecipe:
+        tree, stages = pipeline.resolve(tree, problems)
+    recipe, found = check(tree, model)
+    problems = [p for p in [*problems, *found] if p in document.problems or p.where not in document.bad]
+    if problems:
+        raise RecipeError.of(sorted(problems, key=_in_order))
+    assert recipe is not None
+    recipe._base_dir = path.parent
+    values = resolved(recipe) | ({"stages": stages} if stages else {})
+    return Loaded(recipe, origins(values, tree), path, path.stem, document.text, values)
+
+
+def _in_order(problem: Problem) -> tuple[str, int, int]:
+    """By file, line and column; the command line comes last."""
+    parts = problem.where.rsplit(":", 2)
+    if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
+        return parts[0], int(parts[1]), int(parts[2])
+    return ("￿" if problem.where.startswith("command line") else problem.where), 0, 0

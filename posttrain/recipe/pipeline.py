@@ -1,0 +1,166 @@
+"""A pipeline's stages, each checked like a recipe of its own, with the lines where they were written."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.errors import Problem, nearest
+from posttrain.recipe import keys, layers
+from posttrain.recipe.stages import PipelineRecipe, Stage
+from posttrain.recipe.tree import Node, dotted, follow, leaves, plain
+from posttrain.recipe.validate import check, resolved, with_preset
+
+REFERENCE = "stage:"
+MODEL_MAKERS = ("sft", "dpo", "rl", "merge")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*$")
+
+
+def resolve(tree: Node, problems: list[Problem]) -> tuple[Node, list[dict[str, Any]]]:
+    """Each entry of `stages` over the pipeline's `defaults`, checked. Returns the tree with these entries, and their
+    resolved values. What is wrong is added to `problems`.
+    """
+    node = tree.mapping.get("stages")
+    entries = node.value if node and isinstance(node.value, list) else []
+    defaults = tree.mapping.get("defaults") or Node({}, tree.origin)
+    earlier: dict[str, str] = {}  # name -> stage
+    merged: list[Node] = []
+    values: list[dict[str, Any]] = []
+    for position, entry in enumerate(entries):
+        full, told = _entry(entry, defaults, position, earlier, problems)
+        merged.append(full)
+        values += [told] if told else []
+    _check_defaults(defaults, set(earlier.values()), problems)
+    _check_table(tree.mapping.get("table"), earlier, problems)
+    if node is None or not entries:
+        return tree, values
+    stages = Node(list(merged), node.origin, node.key_origin)
+    return Node({**tree.mapping, "stages": stages}, tree.origin, tree.key_origin), values
+
+
+def _entry(
+    entry: Node, defaults: Node, position: int, earlier: dict[str, str], problems: list[Problem]
+) -> tuple[Node, dict[str, Any]]:
+    """One stage: its tree over the defaults (name included), and its resolved values if it is right."""
+    head = f"stages.{position}"
+    if not isinstance(entry.value, dict):
+        return entry, {}  # the schema tells that a mapping is wanted
+    name = _name(entry, head, earlier, problems)
+    model = _model(entry, head, problems)
+    if model is None:
+        earlier[name] = ""
+        return entry, {}
+    own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
+    stage = model.model_fields["stage"].default
+    full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
+    recipe, found = check(with_preset(full, model, problems), model, ("stages", position))
+    from_defaults = set(_marks(defaults))
+    for problem in found:
+        if problem.where in from_defaults:  # told once, under the key that the user wrote
+            problem = dataclasses.replace(problem, what=problem.what.replace(f"{head}.", "defaults.", 1))
+        if problem not in problems:
+            problems.append(problem)
+    _check_references(full, head, earlier, problems)
+    earlier[name] = stage
+    values = {"name": name, **resolved(recipe)} if recipe else {}
+    named = {"name": entry.value["name"]} if "name" in entry.value else {}
+    return Node({**named, **full.mapping}, entry.origin, entry.key_origin), values
+
+
+def for_stage(defaults: Node, model: type[Stage]) -> Node:
+    """The part of a pipeline's defaults that a stage takes: its own sections, without the keys that it does not use."""
+    taken: dict[str, Node] = {}
+    for key, section in defaults.mapping.items():
+        if key not in model.model_fields:
+            continue
+        unused = {path.partition(".")[2] for path in model.unused if path.startswith(f"{key}.")}
+        if isinstance(section.value, dict):
+            kept = {k: v for k, v in section.value.items() if k not in unused}
+            section = Node(kept, section.origin, section.key_origin)
+        taken[key] = section
+    return Node(taken, defaults.origin, defaults.key_origin)
+
+
+def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:
+    node = entry.mapping.get("name")
+    if node is None:
+        problems.append(Problem(entry.origin.mark, f"{head}.name: is missing", "what later stages and the run call it"))
+        return head
+    name = str(node.value)
+    if not isinstance(node.value, str) or not _NAME.match(name):
+        allowed = "letters, digits, - and _ (it becomes a directory)"
+        problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` cannot be a stage's name", allowed))
+    elif name in earlier:
+        problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` is given to an earlier stage already"))
+    return name
+
+
+def _model(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | None:
+    known = {name: model for name, model in keys.BY_NAME.items() if model is not PipelineRecipe}
+    node = entry.mapping.get("stage")
+    allowed = f"allowed: {', '.join(known)}"
+    if node is None:
+        problems.append(Problem(entry.origin.mark, f"{head}.stage: is missing", allowed))
+        return None
+    if node.value not in known:
+        near = nearest(str(node.value), known)
+        hint = f"did you mean `{near}`?" if near else ""
+        problems.append(Problem(node.origin.mark, f"{head}.stage: unknown stage `{node.value}`", allowed, hint))
+        return None
+    return known[str(node.value)]
+
+
+def references(values: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """(path, NAME) of every `stage:NAME` where a stage names a model."""
+    for path, value in leaves(values):
+        names_model = path in (("model", "path"), ("base_model",), ("tokenizer_source",)) or (
+            path[:1] == ("models",) and path[-1] == "model"
+        )
+        if names_model and isinstance(value, str) and value.startswith(REFERENCE):
+            yield path, value.removeprefix(REFERENCE)
+
+
+def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:
+    usable = [name for name, stage in earlier.items() if stage in MODEL_MAKERS]
+    for path, name in references(plain(full)):
+        if name in usable or earlier.get(name) == "":
+            continue
+        if name in earlier:
+            why = f"stage `{name}` ({earlier[name]}) makes no model"
+        else:
+            why = f"there is no stage `{name}` before this one"
+        near = nearest(name, usable)
+        what = f"{head}.{dotted(path)}: {why}"
+        allowed = f"earlier stages with a model: {', '.join(usable) or 'none'}"
+        hint = f"did you mean `{REFERENCE}{near}`?" if near else ""
+        problems.append(Problem(follow(full, path)[0].origin.mark, what, allowed, hint))
+
+
+def _check_defaults(defaults: Node, stages: set[str], problems: list[Problem]) -> None:
+    taken = {key for stage in stages if stage for key in keys.BY_NAME[stage].model_fields} - {"stage", "extends"}
+    if "" in stages:
+        return  # an unknown stage might have taken it
+    for key, node in defaults.mapping.items():
+        if key not in taken:
+            near = nearest(key, taken)
+            what = f"defaults.{key}: no stage of this pipeline takes it"
+            hint = f"did you mean `{near}`?" if near else ""
+            problems.append(Problem(node.at_key.mark, what, f"they take: {', '.join(sorted(taken))}", hint))
+
+
+def _check_table(table: Node | None, stages: dict[str, str], problems: list[Problem]) -> None:
+    evaluations = [name for name, stage in stages.items() if stage == "eval"]
+    for position, node in enumerate(table.value if table and isinstance(table.value, list) else []):
+        if node.value not in evaluations and stages.get(str(node.value)) != "":
+            what = f"table.{position}: `{node.value}` is no eval stage of this pipeline"
+            problems.append(Problem(node.origin.mark, what, f"eval stages: {', '.join(evaluations) or 'none'}"))
+
+
+def _marks(node: Node) -> Iterator[str]:
+    yield node.origin.mark
+    yield node.at_key.mark
+    children = node.value if isinstance(node.value, list) else list(node.mapping.values())
+    for below in children:
+        yield from _marks(below)

@@ -1,0 +1,48 @@
+"""A preset is a paper as a row of choices: what `algorithm: NAME` puts under a recipe's own values."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.errors import RecipeError, nearest
+from posttrain.recipe.tree import plain
+from posttrain.recipe.yaml import read
+
+FOLDER = Path(__file__).with_name("presets")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`choices` merge over the defaults and under the recipe. `not_stated` says what the paper leaves open."""
+
+    name: str
+    title: str
+    paper: str
+    purpose: str
+    stage: Literal["rl", "dpo"]
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    not_stated: str = ""
+
+
+def names(stage: str | None = None) -> list[str]:
+    """The presets that exist, of one stage or of all."""
+    found = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return found if stage is None else [name for name in found if preset(name).stage == stage]
+
+
+@functools.cache
+def preset(name: str) -> Preset:
+    """The preset of that name. Raises RecipeError with the known names."""
+    path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        near = nearest(name, names())
+        raise RecipeError(
+            f"unknown algorithm `{name}`",
+            allowed=f"known: {', '.join(names())}",
+            hint=f"did you mean `{near}`?" if near else "",
+        )
+    values = plain(read(path).tree)
+    return Preset(name=name, **{key: value for key, value in values.items() if key != "name"})

@@ -1,0 +1,197 @@
+"""What pydantic found, told to people: where it stands, what is wrong, what is allowed, the nearest name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from posttrain import registry
+from posttrain.errors import Problem, nearest
+from posttrain.recipe import keys
+from posttrain.recipe.removed import sentence
+from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.stages import Stage
+from posttrain.recipe.tree import Node, dotted, follow
+
+Item = dict[str, Any]
+
+
+def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequence[str | int] = ()) -> list[Problem]:
+    """Every error as a Problem with the place of its key or value in `tree`. `prefix` is put before the keys shown."""
+    told: dict[tuple[str, str], Problem] = {}
+    wanted: dict[str, list[str]] = {}  # value with several allowed types -> all of them
+    for item in error.errors(include_url=False):
+        node, depth = follow(tree, item["loc"])
+        path = item["loc"][:depth]
+        problem = _one(item, node, path, stage, tree, dotted([*prefix, *path]))
+        if depth < len(item["loc"]) and item["type"] not in ("missing", "extra_forbidden"):
+            expected = _expected(item)
+            if expected in wanted.setdefault(problem.where, []):
+                continue
+            wanted[problem.where].append(expected)
+            what = f"{dotted([*prefix, *path])}: must be {' or '.join(wanted[problem.where])}, not {shown(item_input(node))}"
+            problem = Problem(problem.where, what)
+            told[problem.where, "union"] = problem
+        else:
+            told.setdefault((problem.where, problem.what), problem)
+    return list(told.values())
+
+
+def item_input(node: Node) -> Any:
+    """The value at a node, deep enough to be described."""
+    return node.value if not isinstance(node.value, dict) else {}
+
+
+def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str) -> Problem:
+    kind = item["type"]
+    if kind == "missing":
+        return _missing(item, node, path, stage, shown_path)
+    if kind == "extra_forbidden":
+        return _unknown_key(node, path, stage, tree, shown_path)
+    if kind == "unknown_component":
+        return _unknown_component(item, node, shown_path)
+    place = node.at_key if kind in ("value_error", "too_short", "too_long") else node.origin
+    head = f"{shown_path}: " if shown_path else ""
+    if kind == "literal_error":
+        words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
+        near = nearest(str(item["input"]), words)
+        what = f"{head}{shown(item['input'])} is not one of its words"
+        return Problem(place.mark, what, f"allowed: {', '.join(words)}", f"did you mean `{near}`?" if near else "")
+    if kind == "value_error":
+        return Problem(place.mark, f"{head}{item['ctx']['error']}")
+    if kind in _BOUNDS:
+        return Problem(place.mark, f"{head}{_BOUNDS[kind](item)}")
+    return Problem(
+        place.mark, f"{head}must be {_expected(item)}, not {shown(item['input'])}", hint=_type_hint(item, node)
+    )
+
+
+_BOUNDS: dict[str, Callable[[Item], str]] = {
+    "greater_than": lambda i: f"must be greater than {i['ctx']['gt']}, not {shown(i['input'])}",
+    "greater_than_equal": lambda i: f"must be at least {i['ctx']['ge']}, not {shown(i['input'])}",
+    "less_than": lambda i: f"must be less than {i['ctx']['lt']}, not {shown(i['input'])}",
+    "less_than_equal": lambda i: f"must be at most {i['ctx']['le']}, not {shown(i['input'])}",
+    "too_short": lambda i: f"needs {_entries(i['ctx']['min_length'])} or more, has {i['ctx']['actual_length']}",
+    "too_long": lambda i: f"takes {_entries(i['ctx']['max_length'])}, has {i['ctx']['actual_length']}",
+}
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "dict_type": "a section (`key: value` lines)",
+    "mapping_type": "a section (`key: value` lines)",
+    "model_type": "a section (`key: value` lines)",
+    "model_attributes_type": "a section (`key: value` lines)",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "none_required": "null",
+    "literal_error": "one of its words",
+}
+
+
+def _entries(count: int) -> str:
+    return f"{count} entr{'y' if count == 1 else 'ies'}"
+
+
+def _expected(item: Item) -> str:
+    return _TYPES.get(item["type"]) or item["msg"][0].lower() + item["msg"][1:]
+
+
+def shown(value: Any) -> str:
+    """A wrong value as a person would say it."""
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, str):
+        short = value if len(value) <= 60 else f"{value[:57]}..."
+        return f"`{short}` (text)"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _type_hint(item: Item, node: Node) -> str:
+    value, expected = item["input"], _TYPES.get(item["type"], "")
+    if expected == "a whole number" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, str) and "number" in expected and node.quoted and re.fullmatch(r"[-+0-9.eE]+", value):
+        return f"write {value} without quotes"
+    if isinstance(value, str) and expected == "true or false":
+        return {"yes": "write true", "on": "write true", "no": "write false", "off": "write false"}.get(
+            value.lower(), ""
+        )
+    if expected == "text" and isinstance(value, int | float):
+        return f"put it in quotes to make it text: '{shown(value)}'"
+    if expected == "a list" and isinstance(value, str | int | float):
+        return f"write [{value}] for a list of one"
+    return ""
+
+
+def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], shown_path: str) -> Problem:
+    key = str(item["loc"][-1])
+    model = keys.section_at(stage, path)
+    field = keys.own_keys(model).get(key) if model else None
+    about = field.description if field else None
+    if not about and field and (inner := keys.models(field.annotation)):
+        about = (inner[0].__doc__ or "").split("\n")[0]
+    full = f"{shown_path}.{key}" if shown_path else key
+    return Problem(node.at_key.mark, f"{full}: is missing", about or "")
+
+
+def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
+    known = sorted(registry.index().get(item["ctx"]["kind"], {}))
+    near = nearest(str(item["input"]), known)
+    what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
+    allowed = f"known: {', '.join(known)}; or path/file.py:function"
+    return Problem(node.origin.mark, what, allowed, f"did you mean `{near}`?" if near else "")
+
+
+def _unknown_key(node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str) -> Problem:
+    key, parent_path = str(path[-1]), path[:-1]
+    parent, _ = follow(tree, parent_path)
+    known = keys.known_at(stage, parent_path, parent)
+    what = f"{shown_path}: unknown key"
+    hint = _hint_for(key, parent_path, parent, known, stage)
+    return Problem(node.at_key.mark, what, f"known here: {', '.join(known)}" if known else "", hint)
+
+
+def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
+    name = stage.model_fields["stage"].default
+    if said := sentence(key, name):
+        return said
+    if at := keys.homes(stage).get(key):
+        above_it = [path.rpartition(".")[0] for path in at]
+        return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
+    if said := _other_component(key, keys.section_at(stage, above), parent):
+        return said
+    users = [other for other, model in keys.BY_NAME.items() if other != name and key in keys.homes(model)]
+    if users:
+        return f"`{key}` is not used by stage {name}; it is a key of stage {', '.join(users)}"
+    if near := nearest(key, known):
+        return f"did you mean `{near}`?"
+    if near := nearest(key, keys.homes(stage)):
+        return f"did you mean `{keys.homes(stage)[near][0]}`?"
+    return ""
+
+
+def _other_component(key: str, model: type[BaseModel] | None, parent: Node) -> str | None:
+    """A key that another component of the same kind takes."""
+    if model is None or not issubclass(model, ComponentSection):
+        return None
+    takers = [name for name, entry in registry.index().get(model.kind, {}).items() if key in entry["params"]]
+    if not takers:
+        return None
+    named = parent.mapping.get("use")
+    use = named.value if named else model.default_use()
+    return f"`{key}` is a key of {', '.join(f'`{name}`' for name in takers)}; this section uses `{use}`"

@@ -1,0 +1,83 @@
+"""One stage's values against its schema, and what comes out: the recipe, its resolved values and their origins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from posttrain.errors import Problem, RecipeError
+from posttrain.recipe import checks, keys, layers, presets
+from posttrain.recipe.problems import tell
+from posttrain.recipe.stages import Stage
+from posttrain.recipe.tree import DEFAULT, Node, Origin, dotted, follow, from_plain, leaves, plain
+
+
+def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
+    """`tree` over the choices of its `algorithm`, component sections spelt out. Adds to `problems` if there is no such."""
+    lower = Node({}, tree.origin, tree.key_origin)
+    if "algorithm" in tree.mapping and "algorithm" in model.model_fields:
+        lower = _preset_layer(tree.mapping["algorithm"], model, problems) or lower
+    return layers.merge(lower, tree, keys.components_of(model.model_fields["stage"].default))
+
+
+def _preset_layer(node: Node, model: type[Stage], problems: list[Problem]) -> Node | None:
+    """The choices of `algorithm: NAME`, or None where it names no preset of this stage."""
+    if not isinstance(node.value, str):
+        return None  # pydantic tells that it must be text
+    stage = model.model_fields["stage"].default
+    try:
+        found = presets.preset(node.value)
+    except RecipeError as error:
+        problems.extend(Problem(node.origin.mark, f"algorithm: {p.what}", p.allowed, p.hint) for p in error.problems)
+        return None
+    if found.stage != stage:
+        what = f"algorithm: `{found.name}` is a method of stage {found.stage}, not of {stage}"
+        problems.append(Problem(node.origin.mark, what, f"known: {', '.join(presets.names(stage))}"))
+        return None
+    return from_plain(found.choices, Origin("preset", found.name))
+
+
+def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> tuple[Stage | None, list[Problem]]:
+    """One stage's tree against its schema: the recipe if it is right, and all problems."""
+    problems: list[Problem] = []
+    values = plain(tree)
+    for key, why in model.unused.items():
+        node, depth = follow(tree, key.split("."))
+        if depth == key.count(".") + 1:
+            stage = model.model_fields["stage"].default
+            what = f"{dotted([*prefix, key])}: not used by stage {stage}: {why}"
+            problems.append(Problem(node.at_key.mark, what, hint="remove it"))
+            _remove(values, key.split("."))
+    try:
+        recipe = model.model_validate(values)
+    except ValidationError as error:
+        return None, problems + tell(error, tree, model, prefix)
+    return recipe, problems + checks.run(recipe, tree, prefix)
+
+
+def _remove(values: dict[str, Any], parts: list[str]) -> None:
+    for part in parts[:-1]:
+        values = values[part]
+    values.pop(parts[-1])
+
+
+def resolved(recipe: Stage) -> dict[str, Any]:
+    """Every value of a recipe as JSON-able data, without keys that its stage does not use."""
+    dumped = recipe.model_dump(mode="json", by_alias=True, exclude={"extends"})
+    values = {"stage": dumped.pop("stage"), **dumped}
+    for key in type(recipe).unused:
+        parts = key.split(".")
+        if isinstance(values.get(parts[0]), dict):
+            values[parts[0]].pop(parts[1], None)
+    return values
+
+
+def origins(values: dict[str, Any], tree: Node) -> dict[str, Origin]:
+    """Dotted key -> who gave it, for every leaf of a resolved recipe."""
+    found: dict[str, Origin] = {}
+    for path, _ in leaves(values):
+        node, depth = follow(tree, path)
+        found[dotted(path)] = node.origin if depth == len(path) else DEFAULT
+    return found

@@ -1,0 +1,244 @@
+"""YAML with places: every key and value knows its file, line and column.
+
+What differs from plain PyYAML, because each difference has cost somebody a run: `1e-6` is a number; only `true` and
+`false` are booleans (`no`, `on`, `yes`, `off` are text); a key given twice is refused; a key without a value is refused;
+`${NAME}` and `${NAME:-default}` are taken from the environment (`$${` stands for a literal `${`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from posttrain.errors import Problem, RecipeError
+from posttrain.recipe.tree import Node, Origin, Scalar
+
+_NULL = {"~", "null", "Null", "NULL"}
+_BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)$")
+_OTHER_BASE = re.compile(r"0(x[0-9a-fA-F]+|o[0-7]+)$")
+_FLOAT = re.compile(r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)$")
+_SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+_VARIABLE = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_STANDARD = "tag:yaml.org,2002:"
+_TAGS = {f"{_STANDARD}{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that types nothing but the merge key `<<`; scalars are typed below."""
+
+    yaml_implicit_resolvers = {"<": [(f"{_STANDARD}merge", re.compile(r"<<$"))]}  # noqa: RUF012 (PyYAML's own shape)
+
+
+def shown(path: Path) -> str:
+    """A path as it is told to people: relative where it lies below the working directory."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+@dataclass
+class Document:
+    """A YAML text as a tree, and what is wrong with it. `bad` holds the places that need no second complaint."""
+
+    text: str
+    tree: Node
+    problems: list[Problem]
+    bad: set[str]
+
+
+def read(path: Path) -> Document:
+    """A YAML file. Raises RecipeError with the line if it cannot be read at all; other faults are in `problems`."""
+    name = shown(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError("the file is not UTF-8 text", where=name, allowed=str(error)) from None
+    except OSError as error:
+        raise RecipeError(f"the file cannot be read: {error.strerror}", where=name) from None
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> Document:
+    """A YAML text; `name` stands for the file in origins. An empty text is an empty mapping."""
+    return _Builder(text, name).document()
+
+
+def parse_value(text: str, origin: Origin) -> Node:
+    """One value given outside a file, in flow style. Raises RecipeError if it is not YAML."""
+    builder = _Builder(text, "", origin)
+    root = builder.compose()
+    node = builder.node(root) if root is not None else Node(None, origin)
+    if builder.problems:
+        raise RecipeError.of(builder.problems)
+    return node
+
+
+def scalar(text: str) -> Scalar:
+    """What an unquoted YAML scalar means."""
+    if text in _NULL:
+        return None
+    if text in _BOOLEAN:
+        return _BOOLEAN[text]
+    if _INTEGER.match(text):
+        return int(text)
+    if _OTHER_BASE.match(text):
+        return int(text, 0)
+    if _FLOAT.match(text):
+        return float(text)
+    if special := _SPECIAL.match(text):
+        return float(f"{special[1] or ''}inf") if special[2] else float("nan")
+    return text
+
+
+class _Builder:
+    """Turns PyYAML's nodes into ours and collects every problem of the text before it raises."""
+
+    def __init__(self, text: str, name: str, fixed: Origin | None = None) -> None:
+        self.text, self.name, self.fixed = text, name, fixed
+        self.problems: list[Problem] = []
+        self.bad: set[str] = set()
+        self.open: set[int] = set()  # nodes being built, to see an alias inside its own anchor
+        self.built: dict[int, Node] = {}
+
+    def compose(self) -> yaml.Node | None:
+        try:
+            return yaml.compose(self.text, Loader=_Loader)
+        except yaml.YAMLError as error:
+            raise _broken(error, self.text, self.fixed.mark if self.fixed else self.name, self.fixed) from None
+
+    def document(self) -> Document:
+        root = self.compose()
+        tree = Node({}, Origin("file", f"{self.name}:1:1")) if root is None else self.node(root)
+        if not isinstance(tree.value, dict):
+            raise RecipeError("a recipe is a mapping of `key: value` lines", where=tree.origin.where)
+        return Document(self.text, tree, self.problems, self.bad)
+
+    def problem(self, node: yaml.Node, what: str, allowed: str = "", hint: str = "") -> None:
+        self.problems.append(Problem(self.origin(node).mark, what, allowed, hint))
+        self.bad.add(self.origin(node).mark)
+
+    def origin(self, node: yaml.Node) -> Origin:
+        if self.fixed:
+            return self.fixed
+        mark = node.start_mark
+        return Origin("file", f"{self.name}:{mark.line + 1}:{mark.column + 1}")
+
+    def node(self, node: yaml.Node) -> Node:
+        if id(node) in self.built:
+            return self.built[id(node)]
+        if id(node) in self.open:
+            self.problem(node, "an alias stands inside its own anchor")
+            return Node(None, self.origin(node))
+        if node.tag not in _TAGS:
+            self.problem(node, f"the tag {node.tag} is not used in recipes", hint="remove it")
+        self.open.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            built = Node(self.mapping(node), self.origin(node))
+        elif isinstance(node, yaml.SequenceNode):
+            built = Node([self.entry(item) for item in node.value], self.origin(node))
+        else:
+            built = self.scalar(node)
+        self.open.discard(id(node))
+        self.built[id(node)] = built
+        return built
+
+    def entry(self, node: yaml.Node) -> Node:
+        if _is_empty(node):
+            self.problem(node, "a list entry without a value", hint="remove the `-` or write null")
+        return self.node(node)
+
+    def mapping(self, node: yaml.MappingNode) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
+        inherited: dict[str, Node] = {}
+        for key, value in node.value:
+            if key.tag == f"{_STANDARD}merge":
+                for source in self.merged(value):
+                    inherited = {**source, **inherited}
+                continue
+            if not isinstance(key, yaml.ScalarNode) or not key.value:
+                self.problem(key, "a key must be one word")
+                continue
+            if key.value in entries:
+                self.problem(key, f"`{key.value}` is given twice; first at {entries[key.value].at_key.mark}")
+                continue
+            if _is_empty(value):
+                hint = f"write `{key.value}: {{}}` for its defaults, `{key.value}: null` for none, or remove the line"
+                self.problem(key, f"`{key.value}` has no value", hint=hint)
+                self.bad.add(self.origin(value).mark)
+            below = self.node(value)
+            entries[key.value] = Node(below.value, below.origin, self.origin(key), below.quoted)
+        return {**inherited, **entries}
+
+    def merged(self, value: yaml.Node) -> list[dict[str, Node]]:
+        """The mappings behind `<<`, the strongest first."""
+        sources = [self.node(item) for item in (value.value if isinstance(value, yaml.SequenceNode) else [value])]
+        if not all(isinstance(source.value, dict) for source in sources):
+            self.problem(value, "`<<` wants a mapping or a list of mappings", hint="such as `<<: *anchor`")
+        return [source.mapping for source in sources]
+
+    def scalar(self, node: yaml.ScalarNode) -> Node:
+        quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.untagged(node))
+        text = self.substituted(node)
+        return Node(text if quoted else scalar(text), self.origin(node), None, quoted)
+
+    def untagged(self, node: yaml.ScalarNode) -> bool:
+        """PyYAML gives every untyped plain scalar the tag `str`; only the text shows whether `!!str` was written."""
+        return not self.text[node.start_mark.index :].startswith("!")
+
+    def substituted(self, node: yaml.ScalarNode) -> str:
+        def value_of(found: re.Match[str]) -> str:
+            escaped, name, default = found.groups()
+            if escaped:
+                return found[0][1:]
+            if name in os.environ:
+                return os.environ[name]
+            if default is None:
+                hint = f"set it, write a default `${{{name}:-value}}`, or `$${{{name}}}` for this text itself"
+                self.problem(node, f"the environment variable {name} is not set", hint=hint)
+            return default or ""
+
+        return _VARIABLE.sub(value_of, node.value)
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    """`key:` with nothing behind it (an explicit `null` is not empty)."""
+    return isinstance(node, yaml.ScalarNode) and node.value == "" and node.style is None
+
+
+_PLAIN_WORDS = (
+    ("found character '\\t'", "a tab; YAML is indented with spaces"),
+    (
+        "mapping values are not allowed here",
+        "a `:` where none may stand (wrong indentation, or text that needs quotes)",
+    ),
+    ("could not find expected ':'", "a line without `:`; YAML wants `key: value`"),
+    ("expected <block end>", "the indentation does not fit the lines above"),
+    ("but got '<stream end>'", "a bracket is opened and not closed"),
+    ("found unexpected end of stream", "a quote or bracket is opened and not closed"),
+    ("while scanning a quoted scalar", "a quote is opened and not closed"),
+    ("found undefined alias", "an alias (`*name`) without its anchor (`&name`) above it"),
+    ("expected a single document", "a second `---` document; a recipe is one document"),
+    ("found duplicate anchor", "an anchor (`&name`) is given twice"),
+)
+
+
+def _broken(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = None) -> RecipeError:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    if mark is None:  # a character that no YAML file may hold
+        line = text.count("\n", 0, getattr(error, "position", 0)) + 1
+        return RecipeError(f"not readable as YAML: {problem}", where=f"{name}:{line}:1")
+    lines = text.splitlines()
+    content = lines[mark.line] if mark.line < len(lines) else ""
+    said = next((plain for words, plain in _PLAIN_WORDS if words in f"{error}"), problem)
+    if re.match(r"\s*\t", content):
+        said = _PLAIN_WORDS[0][1]
+    hint = "quote a `${NAME}` that stands inside braces or brackets" if "${" in content else ""
+    where = name if fixed else f"{name}:{mark.line + 1}:{mark.column + 1}"
+    return RecipeError(f"not readable as YAML: {said}", where=where, allowed=content.strip()[:100], hint=hint)
