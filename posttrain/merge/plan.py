@@ -69,6 +69,7 @@ def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
         if name not in opened:
             opened[name] = open_source(name, recipe.base_dir, scratch)
     models = [opened[m.model] for m in recipe.models]
+    _refuse_cancelling(models, weights)
     base = opened[recipe.base_model] if recipe.base_model else None
     tokenizer = _tokenizer_source(recipe, models, base)
     plan = Plan(
@@ -105,6 +106,14 @@ def _weights(recipe: MergeRecipe) -> list[float]:
     """One weight a model: its own, else the top-level one, else 1."""
     common = 1.0 if recipe.parameters.weight is None else recipe.parameters.weight
     return [common if m.parameters.weight is None else m.parameters.weight for m in recipe.models]
+
+
+def _refuse_cancelling(models: Sequence[Source], weights: Sequence[float]) -> None:
+    """A model given twice with weights that sum to 0 would leave rounding errors behind, and nothing else."""
+    for source in models:
+        own = [w for s, w in zip(models, weights, strict=True) if s.folder == source.folder]
+        if any(own) and abs(sum(own)) < CANCELS:
+            raise MergeError(f"{source.name} is given {len(own)} times with weights that cancel: nothing of it is left")
 
 
 def _tokenizer_source(recipe: MergeRecipe, models: Sequence[Source], base: Source | None) -> Source:

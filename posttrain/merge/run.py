@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from posttrain.errors import Interrupted, MergeError, RunError
 from posttrain.merge.compatibility import compare, refuse, table
@@ -27,6 +27,7 @@ from posttrain.run.progress import Progress
 
 REPORT = "merge_report.json"
 PROBE_TOKENS = 32
+LOG_WIDTH = 160  # of the table where there is no terminal to fit it into
 # Everything beside weights and config that makes a model usable; taken from the tokenizer's source.
 _COMPANIONS = (
     "tokenizer*",
@@ -193,7 +194,10 @@ def _tell(summary: dict[str, Any]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    shown = Table(*rows[0], box=None, pad_edge=False)
+    console = Console(stderr=True, markup=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    shown = Table(*(Column(heading, overflow="fold") for heading in rows[0]), box=None, pad_edge=False)
     for row in rows[1:]:
         shown.add_row(*row)
-    Console(stderr=True, markup=False).print(shown)
+    console.print(shown)

@@ -33,9 +33,9 @@ class Source:
 def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
     """Find a model and read its config, tensor headers and vocabulary.
 
-    A directory of dense safetensors is used where it is, a hub id is downloaded into the cache. An adapter is folded
-    into its base, a .gguf file or `tiny` is written as dense float32, both in a folder under `scratch`. Raises MergeError
-    or ModelError with what is wrong.
+    A directory of dense safetensors is used where it is, a hub id is downloaded into the cache. An adapter folded into
+    its base, a .gguf file and `tiny` are written as dense float32 into a folder under `scratch`. Raises MergeError or
+    ModelError with what is wrong.
     """
     origin = _directory(name, base_dir)
     if origin is None and _is_hub_id(name):
