@@ -17,7 +17,6 @@ from posttrain.recipe.tree import Node, child
 BY_NAME: dict[str, type[Stage]] = {c.model_fields["stage"].default: c for c in STAGES.values()}  # `stage: rl` -> class
 
 
-@functools.cache
 def components_of(stage: object) -> dict[str, type[ComponentSection]]:
     """The keys of a stage that hold component sections; empty for a stage that is not known (yet)."""
     model = BY_NAME.get(stage) if isinstance(stage, str) else None

@@ -1,7 +1,7 @@
 """Layers of a recipe, merged: preset <- extended recipes <- the file <- command line. The later one wins.
 
-Mappings merge key by key; lists and scalars are replaced whole. When a later layer names another component in `use`, the
-arguments that an earlier layer gave to the former component go with it.
+Mappings merge key by key; lists and scalars are replaced whole. When a later layer names another component in `use`,
+the arguments that an earlier layer gave to the former component go with it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def override(tree: Node, text: str) -> Node:
     origin = Origin("command line", text)
     parts = path.strip().split(".")
     if not equals or not all(parts):
-        raise RecipeError("an override is written key.path=value", where=origin.mark)
+        raise RecipeError(f"`{text}`: an override is written key.path=value", where=origin.mark)
     if value == "":
         raise RecipeError(
             f"{path}: no value after `=`",
@@ -111,7 +111,7 @@ def override(tree: Node, text: str) -> Node:
 
 
 def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[str | int, ...]) -> Node:
-    """A layer that holds only `value`, at `parts` below `node`. Sections on the way are made; list entries must exist."""
+    """A layer that holds only `value`, at `parts` below `node`. Makes sections on the way; list entries must exist."""
     if not parts:
         return value
     if node is not None and isinstance(node.value, list):

@@ -42,7 +42,7 @@ def locate(path_or_name: str) -> Path:
     near = nearest(path_or_name.removesuffix(".yaml"), shipped)
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
-        allowed=f"looked for {path if path.is_absolute() else Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
+        allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
         hint=f"did you mean `{near}`?" if near else "",
     )
 

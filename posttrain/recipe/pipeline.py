@@ -60,7 +60,7 @@ def _entry(
     for problem in found:
         if problem.where in from_defaults:  # told once, under the key that the user wrote
             problem = dataclasses.replace(problem, what=problem.what.replace(f"{head}.", "defaults.", 1))
-        if problem not in problems:
+        if all((problem.where, problem.what) != (told.where, told.what) for told in problems):
             problems.append(problem)
     _check_references(full, head, earlier, problems)
     earlier[name] = stage

@@ -21,28 +21,29 @@ Item = dict[str, Any]
 
 def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequence[str | int] = ()) -> list[Problem]:
     """Every error as a Problem with the place of its key or value in `tree`. `prefix` is put before the keys shown."""
-    told: dict[tuple[str, str], Problem] = {}
-    wanted: dict[str, list[str]] = {}  # value with several allowed types -> all of them
-    for item in error.errors(include_url=False):
+    problems: list[Problem] = []
+    choices: dict[tuple[str | int, ...], list[Item]] = {}  # a value of several allowed types has an error for each
+    for found in error.errors(include_url=False):
+        item: Item = dict(found)
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
-        problem = _one(item, node, path, stage, tree, dotted([*prefix, *path]))
-        if depth < len(item["loc"]) and item["type"] not in ("missing", "extra_forbidden"):
-            expected = _expected(item)
-            if expected in wanted.setdefault(problem.where, []):
-                continue
-            wanted[problem.where].append(expected)
-            what = f"{dotted([*prefix, *path])}: must be {' or '.join(wanted[problem.where])}, not {shown(item_input(node))}"
-            problem = Problem(problem.where, what)
-            told[problem.where, "union"] = problem
+        if depth < len(item["loc"]) and item["type"] != "missing":
+            choices.setdefault(path, []).append(item)
         else:
-            told.setdefault((problem.where, problem.what), problem)
-    return list(told.values())
+            problems.append(_one(item, node, path, stage, tree, dotted([*prefix, *path])))
+    return problems + [_choice(path, items, tree, prefix) for path, items in choices.items()]
 
 
-def item_input(node: Node) -> Any:
-    """The value at a node, deep enough to be described."""
-    return node.value if not isinstance(node.value, dict) else {}
+def _choice(path: Sequence[str | int], items: list[Item], tree: Node, prefix: Sequence[str | int]) -> Problem:
+    """`must be text or a list`. An error inside the list or section that was given is more to the point."""
+    node, _ = follow(tree, path)
+    deepest = max(len(item["loc"]) for item in items)
+    inner = [item for item in items if len(item["loc"]) == deepest] if deepest > len(path) + 1 else []
+    if inner:
+        node, depth = follow(node, inner[0]["loc"][len(path) + 1 :])
+        path, items = (*path, *inner[0]["loc"][len(path) + 1 :][:depth]), inner
+    expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
+    return Problem(node.origin.mark, f"{dotted([*prefix, *path])}: must be {expected}, not {shown(items[0]['input'])}")
 
 
 def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str) -> Problem:
@@ -70,10 +71,10 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
 
 
 _BOUNDS: dict[str, Callable[[Item], str]] = {
-    "greater_than": lambda i: f"must be greater than {i['ctx']['gt']}, not {shown(i['input'])}",
-    "greater_than_equal": lambda i: f"must be at least {i['ctx']['ge']}, not {shown(i['input'])}",
-    "less_than": lambda i: f"must be less than {i['ctx']['lt']}, not {shown(i['input'])}",
-    "less_than_equal": lambda i: f"must be at most {i['ctx']['le']}, not {shown(i['input'])}",
+    "greater_than": lambda i: f"must be greater than {i['ctx']['gt']:g}, not {shown(i['input'])}",
+    "greater_than_equal": lambda i: f"must be at least {i['ctx']['ge']:g}, not {shown(i['input'])}",
+    "less_than": lambda i: f"must be less than {i['ctx']['lt']:g}, not {shown(i['input'])}",
+    "less_than_equal": lambda i: f"must be at most {i['ctx']['le']:g}, not {shown(i['input'])}",
     "too_short": lambda i: f"needs {_entries(i['ctx']['min_length'])} or more, has {i['ctx']['actual_length']}",
     "too_long": lambda i: f"takes {_entries(i['ctx']['max_length'])}, has {i['ctx']['actual_length']}",
 }
@@ -171,7 +172,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     if said := sentence(key, name):
         return said
     if at := keys.homes(stage).get(key):
-        above_it = [path.rpartition(".")[0] for path in at]
+        above_it = [path.rpartition(".")[0] for path in at[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
     if said := _other_component(key, keys.section_at(stage, above), parent):
         return said

@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 class ComponentSection(Section):
-    """`use: NAME` plus the keyword arguments of the component that NAME registers; `NAME` alone is short for `use: NAME`.
+    """`use: NAME` plus the keyword arguments of the component of that name; `NAME` alone is short for `use: NAME`.
 
     Arguments are checked against components.json, so torch is not imported. A user's `file.py:function` cannot be known
     here: its keys are taken as they are and checked when the function is loaded.
@@ -75,7 +75,7 @@ class ComponentSection(Section):
 
 
 def component_params(kind: registry.Kind, use: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked keyword arguments of a component, with defaults. Raises pydantic's ValidationError with exact keys."""
+    """The checked keyword arguments of a component, with defaults. Raises ValidationError with exact keys."""
     if split_function(use) is not None:
         return dict(given)
     if use not in registry.index().get(kind, {}):

@@ -12,7 +12,7 @@ from posttrain.recipe.section import Section
 
 
 class Stage(Section):
-    """What every recipe has. `base_dir` is the folder of the recipe file: scripts and data are looked for there first."""
+    """What every recipe has. Scripts and data are looked for in `base_dir` first, the folder of the recipe file."""
 
     verb: ClassVar[str]
     presets: ClassVar[bool] = False

@@ -26,8 +26,8 @@ class Origin:
 
     @property
     def mark(self) -> str:
-        """What stands at the start of an error line: `file:line:column`, `preset NAME`, or the override."""
-        return self.where if self.kind == "file" else f"{self.kind} {self.where}".strip()
+        """What stands at the start of an error line: `file:line:column`, `preset NAME`, or `command line`."""
+        return self.where if self.kind == "file" else str(self)
 
 
 DEFAULT = Origin("default")

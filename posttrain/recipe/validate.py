@@ -15,7 +15,7 @@ from posttrain.recipe.tree import DEFAULT, Node, Origin, dotted, follow, from_pl
 
 
 def with_preset(tree: Node, model: type[Stage], problems: list[Problem]) -> Node:
-    """`tree` over the choices of its `algorithm`, component sections spelt out. Adds to `problems` if there is no such."""
+    """`tree` over the choices of its `algorithm`, component sections spelt out. An unknown one is put in `problems`."""
     lower = Node({}, tree.origin, tree.key_origin)
     if "algorithm" in tree.mapping and "algorithm" in model.model_fields:
         lower = _preset_layer(tree.mapping["algorithm"], model, problems) or lower

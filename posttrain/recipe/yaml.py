@@ -1,8 +1,8 @@
 """YAML with places: every key and value knows its file, line and column.
 
 What differs from plain PyYAML, because each difference has cost somebody a run: `1e-6` is a number; only `true` and
-`false` are booleans (`no`, `on`, `yes`, `off` are text); a key given twice is refused; a key without a value is refused;
-`${NAME}` and `${NAME:-default}` are taken from the environment (`$${` stands for a literal `${`).
+`false` are booleans (`no`, `on`, `yes`, `off` are text); a key given twice or without a value is refused; `${NAME}`
+and `${NAME:-default}` are taken from the environment (`$${` stands for a literal `${`).
 """
 
 from __future__ import annotations
@@ -182,16 +182,17 @@ class _Builder:
             self.problem(value, "`<<` wants a mapping or a list of mappings", hint="such as `<<: *anchor`")
         return [source.mapping for source in sources]
 
-    def scalar(self, node: yaml.ScalarNode) -> Node:
+    def scalar(self, node: yaml.Node) -> Node:
+        assert isinstance(node, yaml.ScalarNode)
         quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.untagged(node))
         text = self.substituted(node)
         return Node(text if quoted else scalar(text), self.origin(node), None, quoted)
 
-    def untagged(self, node: yaml.ScalarNode) -> bool:
+    def untagged(self, node: yaml.Node) -> bool:
         """PyYAML gives every untyped plain scalar the tag `str`; only the text shows whether `!!str` was written."""
         return not self.text[node.start_mark.index :].startswith("!")
 
-    def substituted(self, node: yaml.ScalarNode) -> str:
+    def substituted(self, node: yaml.Node) -> str:
         def value_of(found: re.Match[str]) -> str:
             escaped, name, default = found.groups()
             if escaped:
