@@ -33,18 +33,15 @@ class State:
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
 
 
-def save(
-    root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, scheduler: LambdaLR, keep: int
-) -> Path:
+def save(root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, scheduler: LambdaLR, keep: int) -> Path:
     """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder."""
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
-    folder.mkdir(parents=True, exist_ok=True)
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, folder / "optimizer.pt")
-    (folder / "state.json").write_text(json.dumps(asdict(state), indent=1))
-    checkpoints.seal(folder)
+    with checkpoints.saving(root, state.step) as partial:
+        loaded.model.save_pretrained(partial)
+        loaded.tokenizer.save_pretrained(partial)
+        torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, partial / "optimizer.pt")
+        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     if not checkpoints.verify(folder):
         raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")
     checkpoints.prune(root, keep)

@@ -8,8 +8,10 @@ All randomness is derived from (seed, purpose, step), so a run resumed from a ch
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.data.prepare import prepare_prompts
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, NonFiniteError
+from posttrain.errors import Interrupted, NonFiniteError
 from posttrain.models import load as models
 from posttrain.models.save import save
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.engine import Engine, make_engine
+from posttrain.rollout.engine import Engine, check_fits, make_engine, needed_length
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -37,6 +39,7 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import Sequences, check_head, completion_logprobs, micro_batches
 from posttrain.train.objective import Objective
+from posttrain.train.precision import keep_master_weights
 from posttrain.train.reference import ReferencePolicy, reference_policy
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note, update_metrics
 from posttrain.verify.audit import audit_gold
@@ -59,6 +62,7 @@ class Pieces:
     optimizer: Optimizer
     scheduler: LambdaLR
     reference: ReferencePolicy | None
+    autocast: Callable[[], AbstractContextManager[None]]
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     dump: Path  # where a batch that broke the run is written
 
@@ -66,8 +70,9 @@ class Pieces:
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train, save the final model and return the summary. Resumes from the newest complete checkpoint if there is one."""
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    autocast = keep_master_weights(loaded.model)
     prepared = prepare_prompts(recipe.data, loaded.tokenizer, recipe.base_dir)
-    longest = check_window(loaded, prepared.items, recipe.rollout.max_new_tokens)
+    check_fits(prepared.items, recipe.rollout, model_window(loaded))
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_sections(
         recipe.keep,
@@ -83,7 +88,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
     ):
         progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
-        max_len = longest + recipe.rollout.max_new_tokens
+        max_len = needed_length(prepared.items, recipe.rollout)
         engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
         try:
             updates = steps * recipe.batch.epochs * recipe.batch.minibatches
@@ -101,6 +106,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 optimizer=optimizer,
                 scheduler=scheduler,
                 reference=reference_policy(loaded) if "ref_logp" in objective.needs else None,
+                autocast=autocast,
                 packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
                 dump=directory.path / "failed",
             )
@@ -159,11 +165,14 @@ def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, A
 
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
-    batch = p.objective.assign(rollout_batch(rollouts))
-    values = {**gathered, **rollout_metrics(rollouts, batch), "num_tokens": state.tokens}
+    batch = rollout_batch(rollouts).to(p.loaded.device)
+    if p.objective.kl is not None and p.objective.kl_in_reward:
+        batch = fill_logprobs(p, batch, sequences, range(len(batch)))
+    batch = p.objective.assign(batch)
+    values = {**gathered, **rollout_metrics(rollouts, batch.to("cpu")), "num_tokens": state.tokens}
 
     clock = time.perf_counter()
-    values |= update(p, batch.to(p.loaded.device), sequences, state.step)
+    values |= update(p, batch, sequences, state.step)
     times["time/update"] = time.perf_counter() - clock
 
     clock = time.perf_counter()
@@ -181,13 +190,14 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
     while True:
         drawn = p.sampler.take(state.position, settings.prompts_per_step)
         state.position += len(drawn)
-        fresh = p.engine.generate(
-            [p.prompts[i] for i in drawn],
-            settings.group_size,
-            settings,
-            seed=derive(p.recipe.run.seed, "rollout", state.step, accumulator.batches),
-            first_group=accumulator.batches * settings.prompts_per_step,
-        )
+        with p.autocast() if settings.engine == "transformers" else nullcontext():
+            fresh = p.engine.generate(
+                [p.prompts[i] for i in drawn],
+                settings.group_size,
+                settings,
+                seed=derive(p.recipe.run.seed, "rollout", state.step, accumulator.batches),
+                first_group=accumulator.batches * settings.prompts_per_step,
+            )
         _score(p, fresh, state.step, gathered)
         kept = accumulator.add(rollout_batch(fresh))
         rollouts += [r for r in fresh if r.group in kept]
@@ -224,7 +234,9 @@ def update(p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int) -> d
     """All optimiser updates of one step. Rows without signal are skipped; the denominators count them."""
     settings = p.recipe.batch
     p.loaded.model.train()
-    batch = fill_logprobs(p, batch, sequences)
+    active = p.objective.has_signal(batch).nonzero()[:, 0].tolist()
+    if batch.old_logp is None:
+        batch = fill_logprobs(p, batch, sequences, active)
     sums: dict[str, float] = {}
     norms: list[float] = []
     for epoch in range(settings.epochs):
@@ -264,28 +276,33 @@ def update_once(
     return norm
 
 
-def fill_logprobs(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
-    """Add old_logp (more than one update a step) and ref_logp (KL), each a pass without gradient."""
-    if "old_logp" in p.objective.needs or p.recipe.batch.epochs * p.recipe.batch.minibatches > 1:
+def fill_logprobs(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int]) -> RolloutBatch:
+    """Add old_logp (more than one update a step) and ref_logp (KL) of `rows`, each by a pass without gradient."""
+    updates = p.recipe.batch.epochs * p.recipe.batch.minibatches
+    if "old_logp" in p.objective.needs or updates > 1:
         with torch.no_grad():
-            batch = batch.replace(old_logp=_all_logprobs(p, p.loaded.model, batch, sequences))
+            batch = batch.replace(old_logp=_logprobs_of(p, p.loaded.model, batch, sequences, rows))
     if p.reference is not None:
         with p.reference() as model:
-            batch = batch.replace(ref_logp=_all_logprobs(p, model, batch, sequences))
+            batch = batch.replace(ref_logp=_logprobs_of(p, model, batch, sequences, rows))
     return batch
 
 
-def _all_logprobs(p: Pieces, model: torch.nn.Module, batch: RolloutBatch, sequences: Sequences) -> Tensor:
-    """[N,T] log-probs of every row, in micro-batches."""
+def _logprobs_of(
+    p: Pieces, model: torch.nn.Module, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int]
+) -> Tensor:
+    """[N,T] log-probs of `rows` in micro-batches, 0 in other rows."""
     out = torch.zeros(batch.mask.shape, device=batch.mask.device)
-    for rows in micro_batches(sequences.lengths, p.recipe.batch.micro_tokens, packed=p.packed):
-        out[rows] = logprobs(p, model, sequences.select(rows), batch.mask.shape[1])[0].float()
+    lengths = [len(sequences.ids[r]) for r in rows]
+    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed):
+        chosen = [rows[m] for m in micro]
+        out[chosen] = logprobs(p, model, sequences.select(chosen), batch.mask.shape[1])[0].float()
     return out
 
 
 def logprobs(p: Pieces, model: torch.nn.Module, sequences: Sequences, width: int) -> tuple[Tensor, Tensor]:
     """(logp, entropy) [N,width] at the rollouts' temperature, in the run's precision."""
-    with p.loaded.autocast():
+    with p.autocast():
         return completion_logprobs(model, sequences, width, p.recipe.rollout.temperature, packed=p.packed)
 
 
@@ -332,18 +349,9 @@ def total_steps(recipe: RlRecipe, prompts: int) -> int:
     return max(1, (recipe.run.epochs or 1) * prompts // recipe.rollout.prompts_per_step)
 
 
-def check_window(loaded: models.LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
-    """Length of the longest prompt. Raises DataError if a prompt and its completion exceed the model's window."""
-    longest = max(prompts, key=lambda prompt: len(prompt.ids))
-    window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    needed = len(longest.ids) + max_new_tokens
-    if window is not None and needed > window:
-        raise DataError(
-            f"row {longest.uid}: prompt of {len(longest.ids)} tokens + rollout.max_new_tokens {max_new_tokens} = {needed}"
-            f" exceeds the model's window of {window}",
-            hint=f"set data.max_length to {window - max_new_tokens} or lower rollout.max_new_tokens",
-        )
-    return len(longest.ids)
+def model_window(loaded: models.LoadedModel) -> int:
+    """The longest sequence that the model was made for, in tokens."""
+    return getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def check_start(p: Pieces) -> None:
@@ -354,7 +362,7 @@ def check_start(p: Pieces) -> None:
     probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest))
     width = max(probe.lengths) - 1
     p.loaded.model.eval()
-    with torch.no_grad(), p.loaded.autocast():
+    with torch.no_grad(), p.autocast():
         gap = check_head(p.loaded.model, probe)
     if gap > 0.05:
         raise NonFiniteError(
