@@ -80,4 +80,6 @@ def number(value: float) -> str:
     for from_, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= from_:
             return f"{value / size:.3g}{unit}"
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.1e}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

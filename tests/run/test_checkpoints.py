@@ -1,0 +1,114 @@
+import json
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from posttrain.errors import RunError
+from posttrain.run import checkpoints
+
+
+def save(root, step, text="weights"):
+    with checkpoints.saving(root, step) as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "model.bin").write_text(text)
+        (folder / "state.json").write_text("{}")
+    return checkpoints.folder_for(root, step)
+
+
+def test_names_carry_the_step(tmp_path):
+    assert checkpoints.folder_for(tmp_path, 10).name == "step-00000010"
+    assert checkpoints.step_of(tmp_path / "step-00000010") == 10
+    with pytest.raises(ValueError, match="not a checkpoint name: final"):
+        checkpoints.step_of(tmp_path / "final")
+
+
+def test_a_saved_checkpoint_is_sealed(tmp_path):
+    folder = save(tmp_path, 3)
+    manifest = json.loads((folder / "MANIFEST.json").read_text())["files"]
+    assert set(manifest) == {"inner/model.bin", "state.json"}
+    assert manifest["inner/model.bin"]["size"] == len("weights")
+    assert checkpoints.verify(folder)
+    assert checkpoints.latest(tmp_path, hashes=True) == folder
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "cut", "no manifest", "broken manifest"])
+def test_a_damaged_checkpoint_is_skipped(tmp_path, damage, capsys):
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    target = bad / "inner" / "model.bin"
+    if damage == "changed":
+        target.write_text("weightz")
+    elif damage == "missing":
+        target.unlink()
+    elif damage == "cut":
+        target.write_text("weig")
+    elif damage == "no manifest":
+        (bad / "MANIFEST.json").unlink()
+    else:
+        (bad / "MANIFEST.json").write_text('{"files": {"inner/mo')
+    assert not checkpoints.verify(bad)
+    assert checkpoints.latest(tmp_path, hashes=True) == good
+    assert ("step-00000002 is damaged" in capsys.readouterr().err) == (damage != "no manifest")
+
+
+def test_sizes_alone_do_not_see_a_changed_byte(tmp_path):
+    bad = save(tmp_path, 2)
+    (bad / "inner" / "model.bin").write_text("weightz")
+    assert checkpoints.verify(bad, hashes=False)
+    assert checkpoints.latest(tmp_path) == bad
+    assert checkpoints.latest(tmp_path, hashes=True) is None
+
+
+def test_a_save_that_fails_leaves_the_others_alone(tmp_path):
+    good = save(tmp_path, 1)
+    with pytest.raises(ZeroDivisionError), checkpoints.saving(tmp_path, 2) as folder:
+        (folder / "half").write_text("x")
+        raise ZeroDivisionError
+    assert checkpoints.latest(tmp_path) == good
+    assert not checkpoints.folder_for(tmp_path, 2).exists()
+    assert checkpoints.prune(tmp_path, keep=1) == [tmp_path / "step-00000002.partial"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_saving_replaces_a_damaged_one_and_keeps_a_complete_one(tmp_path):
+    save(tmp_path, 1, "old")
+    assert (save(tmp_path, 1, "new") / "inner" / "model.bin").read_text() == "old"
+    (checkpoints.folder_for(tmp_path, 1) / "inner" / "model.bin").write_text("OLD")
+    assert (save(tmp_path, 1, "new") / "inner" / "model.bin").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_prune_keeps_the_newest_complete_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    (checkpoints.folder_for(tmp_path, 4) / "MANIFEST.json").unlink()
+    gone = checkpoints.prune(tmp_path, keep=2)
+    assert [p.name for p in gone] == ["step-00000001", "step-00000004"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_prune_never_removes_the_last_complete_one(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-00000002").mkdir()
+    assert checkpoints.prune(tmp_path, keep=0) == [tmp_path / "step-00000002"]
+    assert checkpoints.latest(tmp_path) is not None
+    shutil.rmtree(tmp_path / "step-00000001")
+    (tmp_path / "step-00000003").mkdir()
+    assert checkpoints.prune(tmp_path, keep=1) == []
+
+
+def test_a_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.prune(tmp_path, keep=1)
+    assert not checkpoints.verify(checkpoints.folder_for(tmp_path, 1), hashes=False)
+
+
+def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10, 10, 1_500_000))
+    checkpoints.require_space(tmp_path / "not" / "there", 1_500_000)
+    with pytest.raises(RunError, match=r"2\.5 GB needed, 1\.5 MB free"):
+        checkpoints.require_space(tmp_path, 2_500_000_000)

@@ -1,0 +1,128 @@
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import RunError, UserError
+from posttrain.run import directory as module
+from posttrain.run.directory import RunDirectory, flatten
+
+RESOLVED = {"stage": "sft", "run": {"steps": 3, "seed": 0}, "optim": {"lr": 0.1}}
+
+
+def open_(path, resolved=RESOLVED, **kwargs):
+    return RunDirectory.open(path, name="toy", text="stage: sft\n", resolved=resolved, **kwargs)
+
+
+def test_everything_about_the_start_is_written_first(tmp_path):
+    with open_(tmp_path / "run") as run:
+        assert (run.path / "recipe.yaml").read_text() == "stage: sft\n"
+        assert json.loads((run.path / "resolved.json").read_text()) == RESOLVED
+        env = json.loads((run.path / "env.json").read_text())
+        assert env["packages"]["pydantic"] and env["cpus"] >= 1
+        assert run.attempt == 1 and run.logs == run.path / "logs" / "attempt_1"
+        assert {p.name for p in run.logs.iterdir()} == {"recipe.yaml", "resolved.json", "env.json"}
+        assert run.summary is None
+        assert (run.checkpoints, run.final) == (run.path / "checkpoints", run.path / "final")
+
+
+def test_the_default_place_names_recipe_time_and_values(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = open_(None), open_(None)
+    assert first.path.parent == Path("runs/toy") and first.path != second.path
+    second.close()
+    assert open_(None, resume=True).path == second.path
+    with pytest.raises(UserError, match="no run in runs/other"):
+        RunDirectory.open(None, name="other", text="", resolved={}, resume=True)
+
+
+def test_a_used_directory_is_refused_with_three_ways_out(tmp_path):
+    open_(tmp_path / "run").close()
+    with pytest.raises(UserError) as error:
+        open_(tmp_path / "run")
+    assert all(way in str(error.value) for way in ("--resume", "--output NEW_NAME", f"rm -r {tmp_path / 'run'}"))
+    assert error.value.exit_code == 2
+
+
+def test_a_file_and_a_foreign_folder_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        open_(tmp_path / "file")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("")
+    with pytest.raises(UserError, match="not a run directory"):
+        open_(tmp_path / "photos", resume=True)
+    assert [p.name for p in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
+
+
+def test_resume_counts_attempts_and_takes_longer_runs(tmp_path):
+    open_(tmp_path / "run").close()
+    longer = {**RESOLVED, "run": {"steps": 30, "seed": 0}}
+    with open_(tmp_path / "run", longer, resume=True) as run:
+        assert run.attempt == 2
+        assert json.loads((run.path / "resolved.json").read_text())["run"]["steps"] == 30
+        assert json.loads((run.path / "logs/attempt_1/resolved.json").read_text())["run"]["steps"] == 3
+
+
+def test_resume_with_another_recipe_names_the_keys(tmp_path):
+    open_(tmp_path / "run").close()
+    other = {**RESOLVED, "run": {"steps": 30, "seed": 1}, "optim": {"lr": 0.2, "eps": 1}}
+    with pytest.raises(UserError) as error:
+        open_(tmp_path / "run", other, resume=True)
+    assert "optim.eps was None, is 1; optim.lr was 0.1, is 0.2; run.seed was 0, is 1" in str(error.value)
+    assert "run.steps was" not in str(error.value)
+    assert json.loads((tmp_path / "run" / "resolved.json").read_text()) == RESOLVED
+
+
+def test_resume_of_nothing_starts_anew(tmp_path, capsys):
+    with open_(tmp_path / "run", resume=True) as run:
+        assert run.attempt == 1
+    assert "starting from the beginning" in capsys.readouterr().err
+
+
+def test_a_start_that_died_before_its_last_file_can_be_resumed(tmp_path):
+    open_(tmp_path / "run").close()
+    (tmp_path / "run" / "resolved.json").unlink()
+    with open_(tmp_path / "run", resume=True) as run:
+        assert json.loads((run.path / "resolved.json").read_text()) == RESOLVED
+
+
+def test_two_processes_cannot_work_in_one_directory(tmp_path):
+    with open_(tmp_path / "run"):
+        code = (
+            "from pathlib import Path; from posttrain.run.directory import RunDirectory; import json, sys\n"
+            "RunDirectory.open(Path(sys.argv[1]), name='toy', text='', resolved=json.loads(sys.argv[2]), resume=True)"
+        )
+        other = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run"), json.dumps(RESOLVED)], capture_output=True, text=True
+        )
+        assert other.returncode == 1
+        assert "RunError: another process is working in" in other.stderr and "process" in other.stderr
+    open_(tmp_path / "run", resume=True).close()
+
+
+def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path, monkeypatch):
+    with open_(tmp_path / "run") as run:
+        before = (run.path / "resolved.json").read_text()
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("posttrain.run.durable.os.fsync", full)
+        with pytest.raises(RunError, match="no space left on the disk") as error:
+            module.write_json(run.path / "resolved.json", {"a": 1})
+        assert "--resume" in str(error.value)
+        assert (run.path / "resolved.json").read_text() == before
+        assert not list(run.path.glob(".*.tmp"))
+
+
+def test_flatten():
+    assert flatten({"a": {"b": [1, {"c": 2}], "d": {}}, "e": None}) == {
+        "a.b[0]": 1,
+        "a.b[1].c": 2,
+        "a.d": {},
+        "e": None,
+    }

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+
+from posttrain.errors import RunError
+from posttrain.run.metrics import MetricsLog, read_metrics
+from posttrain.run.samples import SamplesLog, read_samples
+
+
+def log(tmp_path, resume_after=None):
+    return MetricsLog(tmp_path / "metrics.jsonl", resume_after, tmp_path / "attic")
+
+
+def test_every_row_is_there_as_soon_as_it_is_written(tmp_path):
+    metrics = log(tmp_path)
+    metrics.write(1, {"reward": 0.5, "kl": None})
+    assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5, "kl": None}]
+
+
+def test_nan_and_infinity_are_null(tmp_path):
+    log(tmp_path).write(1, {"a": float("nan"), "b": float("inf"), "c": 1})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": null, "b": null, "c": 1}\n'
+
+
+@pytest.mark.parametrize("tail", ['{"step": 4, "re', '{"step": 4}', '{"step": 4, "re\n'])
+def test_a_torn_last_line_is_left_out_and_cut_on_resume(tmp_path, tail):
+    metrics = log(tmp_path)
+    for step in (1, 2, 3):
+        metrics.write(step, {"x": step})
+    metrics.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(tail)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+    resumed = log(tmp_path, resume_after=2)
+    resumed.write(3, {"x": 30})
+    assert [row["x"] for row in read_metrics(tmp_path)] == [1, 2, 30]
+    assert read_metrics(tmp_path / "attic" / "metrics-after-resume-point.jsonl") == [{"step": 3, "x": 3}]
+
+
+def test_resuming_without_a_checkpoint_starts_with_an_empty_file(tmp_path):
+    log(tmp_path).write(1, {"x": 1})
+    log(tmp_path, resume_after=None)
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+
+
+def test_samples_carry_their_step(tmp_path):
+    samples = SamplesLog(tmp_path / "samples.jsonl", None, tmp_path)
+    samples.write(7, [{"completion": "ü\n", "reward": float("nan")}, {"completion": "b"}])
+    assert read_samples(tmp_path) == [
+        {"step": 7, "completion": "ü\n", "reward": None},
+        {"step": 7, "completion": "b"},
+    ]
+    assert [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == read_samples(
+        tmp_path
+    )

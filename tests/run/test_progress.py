@@ -1,0 +1,63 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from posttrain.run import progress as module
+from posttrain.run.progress import Progress, duration, format_value, sparkline
+
+
+def console(**kwargs):
+    return Console(file=io.StringIO(), width=100, **kwargs)
+
+
+def test_without_a_terminal_lines_are_rare_but_the_last_always_comes(monkeypatch):
+    clock = iter([0.0, 1.0, 2.0, 6.0, 7.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    out = console()
+    with Progress("rl", 5, ["reward", "signal/share", "time/tokens_per_s"], console=out) as progress:
+        for step in range(1, 6):
+            progress.update(step, {"reward": step / 10, "signal/share": 0.5, "time/tokens_per_s": 12345.6})
+    lines = out.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/5", "4/5", "5/5"]
+    assert lines[1] == "rl 4/5  reward 0.4  signal 50%  tokens/s 12.3k  left 0:02"  # 3 steps took 6 s, one is left
+
+
+def test_a_terminal_gets_a_live_display_with_a_curve():
+    out = console(force_terminal=True)
+    with Progress("rl", 3, ["reward"], console=out) as progress:
+        progress.update(1, {"reward": 0.1})
+        progress.note("kept above")
+        progress.update(3, {"reward": 0.9})
+    text = out.file.getvalue()
+    assert "kept above" in text and "3/3" in text and "▁█" in text
+
+
+def test_unknown_total_and_missing_values():
+    out = console()
+    with Progress("sft", None, ["loss", "kl"], console=out) as progress:
+        progress.update(1, {"loss": None})
+        progress.note("[not markup]")
+    assert out.file.getvalue() == "sft 1  loss -  left -\n[not markup]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("signal", 0.256, "26%"),
+        ("lr", 2e-6, "2e-06"),
+        ("tokens", 1_234_567, "1.2M"),
+        ("x", 512.6, "513"),
+        ("n", 7, "7"),
+    ],
+)
+def test_numbers_are_short(name, value, text):
+    assert format_value(name, value) == text
+
+
+def test_duration_and_sparkline():
+    assert [duration(s) for s in (None, 5.4, 65, 3725)] == ["-", "0:05", "1:05", "1:02:05"]
+    assert sparkline([0, 1], width=10) == "▁█"
+    assert sparkline([0, 0, 7, 7], width=2) == "▁█"
+    assert sparkline([3, 3], width=5) == "▁▁"
+    assert sparkline([1], width=5) == ""
