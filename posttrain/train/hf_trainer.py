@@ -1,0 +1,351 @@
+"""What sft and preference share: a TRL trainer runs the steps, and everything around a step is ours.
+
+The trainer is told of one pass over exactly the rows that remain. Where a run begins, in which order rows come, random
+numbers, the denominator of the loss, metrics, checkpoints and stopping are decided here, so that they are the same in
+every stage, and a resumed run computes what an unbroken run computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PrinterCallback, TrainingArguments
+
+from posttrain.data.prepare import Prepared
+from posttrain.data.sampler import PromptSampler
+from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, PosttrainError, RunError
+from posttrain.models.load import LoadedModel
+from posttrain.models.save import save
+from posttrain.recipe.stages import DpoRecipe, SftRecipe
+from posttrain.run import checkpoints
+from posttrain.run.directory import RunDirectory
+from posttrain.run.interrupt import GracefulStop
+from posttrain.run.metrics import MetricsLog
+from posttrain.run.progress import Progress
+from posttrain.run.seeds import derive
+from posttrain.train import checkpoint, optim
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many rows a run sees and how they are cut. Only the last step of a run may have fewer than `size` rows."""
+
+    rows: int  # over the whole run, all passes counted
+    size: int  # rows an optimiser step
+    micro: int  # rows a forward pass
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.rows / self.size)
+
+
+def plan(recipe: SftRecipe | DpoRecipe, n_rows: int) -> Plan:
+    """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
+    size = recipe.batch.size
+    rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
+    return Plan(rows, size, recipe.batch.micro_size or size)
+
+
+@dataclass
+class Job:
+    """One run: its parts, and how far it has come."""
+
+    recipe: SftRecipe | DpoRecipe
+    directory: RunDirectory
+    loaded: LoadedModel
+    plan: Plan
+    sampler: PromptSampler
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    state: checkpoint.State = field(default_factory=checkpoint.State)
+
+    @classmethod
+    def of(cls, recipe: SftRecipe | DpoRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int) -> Job:
+        planned = plan(recipe, n_rows)
+        sampler = PromptSampler(n_rows, planned.size, recipe.run.seed, recipe.data.shuffle)
+        optimizer, scheduler = optim.build(loaded.model, recipe.optim, planned.steps)
+        return cls(recipe, directory, loaded, planned, sampler, optimizer, scheduler)
+
+    @property
+    def finished(self) -> bool:
+        """All steps are done, or the time is up."""
+        limit = self.recipe.run.max_minutes
+        out_of_time = limit is not None and self.state.seconds >= 60 * limit
+        return self.state.step >= self.plan.steps or out_of_time
+
+
+class RowOrder(torch.utils.data.Sampler[int]):
+    """Row numbers of all steps after `start`, drawn from the endless stream of passes: a function of the seed alone."""
+
+    def __init__(self, sampler: PromptSampler, planned: Plan, start: int) -> None:
+        self.sampler, self.plan, self.start = sampler, planned, start
+
+    def __iter__(self) -> Iterator[int]:
+        for first in range(self.start * self.plan.size, self.plan.rows, self.plan.size):
+            yield from self.sampler.take(first, min(self.plan.size, self.plan.rows - first))
+
+    def __len__(self) -> int:
+        return self.plan.rows - self.start * self.plan.size
+
+
+class RunLoop:
+    """Put before a TRL trainer: `class Sft(RunLoop, SFTTrainer)`. Overrides public hooks of the trainer only.
+
+    A subclass says how its loss is normalised (`denominator`) and adds sums over the step's rows to `sums`; with
+    `denominator` taken over the whole optimiser step, cutting it into micro-batches changes no number.
+    """
+
+    job: Job
+    metrics: MetricsLog
+    progress: Progress
+    stop: GracefulStop
+    sums: dict[str, Any]
+
+    def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop) -> None:
+        self.metrics, self.progress, self.stop = metrics, progress, stop
+
+    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
+        """What the summed loss of one optimiser step is divided by."""
+        raise NotImplementedError
+
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Metrics of the step from the sums that `compute_loss` gathered."""
+        raise NotImplementedError
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        """Add to a sum over the rows of this step."""
+        self.sums[name] = self.sums.get(name, 0.0) + (value.detach() if isinstance(value, Tensor) else value)
+
+    # The hooks, in the order in which the trainer calls them in a step.
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
+        del train_dataset
+        return RowOrder(self.job.sampler, self.job.plan, self.job.state.step)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """All micro-batches of an optimiser step and its denominator; random numbers start anew from (seed, step)."""
+        self.started = time.perf_counter()
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        self.micro_batches, self.done, self.sums = batches, 0, {}
+        torch.manual_seed(derive(self.job.recipe.run.seed, "step", self.job.state.step))
+        return batches, torch.tensor(max(self.denominator(batches), 1), device=device)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        with self.job.loaded.autocast():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch. Raises NonFiniteError before an optimiser step could use a NaN."""
+        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        self.done += 1
+        if not torch.isfinite(loss):
+            raise non_finite(self.job, self.micro_batches, "the loss")
+        if self.done == len(self.micro_batches) and (name := bad_gradient(model)):
+            raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """After every optimiser step: write its metrics, save when due, and decide whether to go on."""
+        del start_time
+        if "loss" not in logs:  # the trainer's closing summary: ours is `summary`
+            return
+        run, state = self.job.recipe.run, self.job.state
+        sums = {name: float(value) for name, value in self.sums.items()}
+        seconds = time.perf_counter() - self.started
+        state.step, state.seconds, state.tokens = (
+            state.step + 1,
+            state.seconds + seconds,
+            state.tokens + int(sums["tokens"]),
+        )
+        state.position = min(state.step * self.job.plan.size, self.job.plan.rows)
+        values = {
+            "loss": logs["loss"],
+            "grad_norm": logs["grad_norm"],
+            "lr": logs["learning_rate"],
+            **self.step_metrics(sums),
+            "trained_ratio": sums["trained"] / sums["tokens"],
+            "num_tokens": state.tokens,
+            "time/step": seconds,
+            "time/tokens_per_s": sums["tokens"] / seconds,
+        }
+        state.first_metrics = state.first_metrics or values
+        self.last_metrics = values
+        if state.step % run.log_every == 0 or self.job.finished:
+            self.metrics.write(state.step, values)
+        self.progress.update(state.step, values)
+        if self.job.finished or self.stop.requested or (run.save_every and state.step % run.save_every == 0):
+            save_checkpoint(self.job)
+        if self.job.finished or self.stop.requested:
+            self.control.should_training_stop = True  # type: ignore[attr-defined]
+
+
+def bad_gradient(model: nn.Module) -> str | None:
+    """The first parameter with a gradient that is not finite, or None."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if torch.isfinite(nn.utils.get_total_norm(gradients.values())):
+        return None
+    return next((name for name, grad in gradients.items() if not torch.isfinite(grad).all()), "all weights together")
+
+
+def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> NonFiniteError:
+    """The error to raise; the micro-batches of the step are written to `failed/` of the run directory."""
+    step = job.state.step + 1
+    path = job.directory.path / "failed" / f"step-{step}.pt"
+    path.parent.mkdir(exist_ok=True)
+    torch.save([{name: value.cpu() for name, value in b.items() if isinstance(value, Tensor)} for b in batches], path)
+    return NonFiniteError(
+        f"step {step}: {what} is not finite; no update was made",
+        where=str(job.directory.path),
+        allowed=f"the batch is in {path}; the last checkpoint is kept",
+        hint="lower optim.lr, or look at the rows of this batch",
+    )
+
+
+def save_checkpoint(job: Job) -> None:
+    """A sealed checkpoint of this step; whatever goes wrong within (a full disk), the older ones stay."""
+    root, keep = job.directory.checkpoints, job.recipe.run.keep_checkpoints
+    folder = checkpoints.folder_for(root, job.state.step)
+    try:
+        checkpoint.save(root, job.state, job.loaded, job.optimizer, job.scheduler, keep)
+    except PosttrainError:
+        _remove_unsealed(folder)
+        raise
+    except Exception as cause:  # torch and safetensors tell a full disk in errors of their own
+        _remove_unsealed(folder)
+        raise RunError(
+            f"the checkpoint of step {job.state.step} could not be written: {cause}",
+            where=str(root),
+            hint="older checkpoints are kept; free some space, then run the same command with --resume",
+        ) from cause
+
+
+def _remove_unsealed(folder: Path) -> None:
+    if not checkpoints.verify(folder, hashes=False):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
+    """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
+
+    Raises Interrupted after Ctrl-C, with a checkpoint saved; NonFiniteError and RunError as told above.
+    """
+    directory, recipe = job.directory, job.recipe
+    job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer, job.scheduler) or job.state
+    metrics = directory.metrics(resume_after=job.state.step)
+    with (
+        contextlib.closing(metrics),
+        GracefulStop() as stop,
+        Progress(recipe.verb, job.plan.steps, columns) as progress,
+    ):
+        for note in notes:
+            progress.note(note)
+        if job.state.step:
+            progress.note(f"resumed after step {job.state.step}")
+        trainer.attach(metrics, progress, stop)
+        if not job.finished:
+            trainer.train()
+    if not job.finished:
+        raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
+    last = getattr(trainer, "last_metrics", {})
+    return {
+        "steps": job.state.step,
+        "train_seconds": job.state.seconds,
+        "loss_first": (job.state.first_metrics or {}).get("loss"),
+        "loss_last": last.get("loss"),
+        "num_tokens": job.state.tokens,
+        "model": str(directory.final),
+        "save": save(job.loaded, directory.final),
+    }
+
+
+def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
+    """A TRL trainer of class `kind` around our model, optimiser and schedule. `options` are its own settings."""
+    dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
+    trainer = kind(
+        model=job.loaded.model,
+        args=config(**arguments(job), **options),
+        processing_class=job.loaded.tokenizer,
+        optimizers=(job.optimizer, job.scheduler),
+        **parts,
+    )
+    trainer.job = job
+    trainer.remove_callback(PrinterCallback)  # stdout is for data
+    for name, parameter in job.loaded.model.named_parameters():
+        # TRL turns the adapter of a 4-bit model into bfloat16, in which small updates are lost.
+        if name in dtypes:
+            parameter.data = parameter.data.to(dtypes[name])
+    return trainer
+
+
+def arguments(job: Job) -> dict[str, Any]:
+    """Settings of the Hugging Face trainer. Learning rate, schedule, order and seeds are not its business here."""
+    on_gpu = job.loaded.device.type == "cuda"
+    clip = job.recipe.optim.max_grad_norm
+    return {
+        "output_dir": str(job.directory.checkpoints),
+        "per_device_train_batch_size": job.plan.micro,
+        "gradient_accumulation_steps": job.plan.size // job.plan.micro,
+        "num_train_epochs": 1,  # one pass over what RowOrder yields
+        "max_grad_norm": 0.0 if clip is None else clip,  # 0: measured, not clipped
+        "gradient_checkpointing": job.recipe.model.gradient_checkpointing,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # it replaces a NaN loss by the mean of earlier ones
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": on_gpu,
+        "use_cpu": not on_gpu,
+        "bf16": False,  # RunLoop.compute_loss enters the model's own autocast
+        "max_length": None,  # rows were measured and cut when they were prepared
+        "seed": derive(job.recipe.run.seed, "trainer") % 2**32,
+    }
+
+
+def quiet() -> None:
+    """Silence what the libraries print about themselves; their errors, and all of our own lines, stay."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    for name in ("trl", "accelerate", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def rows_note(prepared: Prepared[Any], what: str) -> str:
+    """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
+    causes = {**prepared.dropped, **prepared.cut}
+    counts = "".join(f"; {cause}: {len(uids)}" for cause, uids in causes.items())
+    return f"{len(prepared.items)} {what}, {prepared.trained_ratio:.0%} of their tokens are trained on{counts}"
+
+
+def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
+    """Raises DataError if the longest row does not fit the model's window."""
+    window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    if window is not None and length > window:
+        raise DataError(
+            f"row {uid} has {length} tokens; the model's window is {window}",
+            hint=f"set data.max_length to {window} or less",
+        )
+
+
+def check_trainable(loaded: LoadedModel) -> None:
+    """Raises ModelError for weights in float16: small gradients vanish and there is no loss scaling here."""
+    if any(p.dtype == torch.float16 for p in loaded.model.parameters() if p.requires_grad):
+        raise ModelError("float16 weights cannot be trained", hint="set model.dtype to auto, bfloat16 or float32")

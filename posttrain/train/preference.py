@@ -1,0 +1,231 @@
+"""Preference optimisation: TRL's DPOTrainer around our own pair losses.
+
+The reference is the policy as it is loaded: its summed log-probs of every pair are computed once, before the first
+step, and kept in the run directory. No second model is ever in memory; a loss without reference costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from trl import DPOConfig, DPOTrainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from posttrain import registry
+from posttrain.batch import PairBatch, PairLoss
+from posttrain.data.prepare import prepare_pairs
+from posttrain.data.render import Pair
+from posttrain.errors import RecipeError, UserError
+from posttrain.models import load as models
+from posttrain.places import split_function
+from posttrain.recipe.stages import DpoRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.run.durable import sync_file, told_when_full
+from posttrain.train import hf_trainer
+from posttrain.train.hf_trainer import Job, RunLoop
+
+COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
+SIDES = ("chosen", "rejected")
+REWARD_METRICS = {
+    "chosen_rewards": "rewards/chosen",
+    "rejected_rewards": "rewards/rejected",
+    "margins": "rewards/margins",
+    "accuracy": "rewards/accuracies",
+}
+
+
+def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
+    if recipe.batch.packing:
+        raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
+    hf_trainer.quiet()
+    component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
+    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    hf_trainer.check_trainable(loaded)
+    prepared = prepare_pairs(recipe.data, loaded.tokenizer, recipe.base_dir)
+    longest = max(prepared.items, key=pair_length)
+    hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
+    job = Job.of(recipe, directory, loaded, len(prepared.items))
+    pair_loss = functools.partial(component.function, **recipe.loss.params)
+    trainer = make_trainer(job, prepared.items, pair_loss)
+    reference = f"none, {recipe.loss.use} does without"
+    if needs_reference(component, recipe.loss.params):
+        reference = f"the starting policy ({loaded.source})"
+        trainer.use_reference(prepared.items, directory.path / "reference.safetensors")
+    notes = [hf_trainer.rows_note(prepared, "pairs"), f"reference: {reference}"]
+    return hf_trainer.train(trainer, job, COLUMNS, notes)
+
+
+def make_trainer(job: Job, pairs: Sequence[Pair], pair_loss: Callable[..., PairLoss]) -> Preference:
+    """`pair_loss` takes a PairBatch; its keyword arguments are bound by the caller."""
+    trainer = hf_trainer.make_trainer(
+        Preference,
+        DPOConfig,
+        job,
+        {
+            # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
+            "precompute_ref_log_probs": not job.loaded.is_lora,
+            "disable_dropout": False,  # dropout is what the recipe says
+            "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
+        },
+        train_dataset=dataset(pairs),
+        data_collator=DataCollatorForPreference(pad_token_id=job.loaded.pad_id),
+    )
+    trainer.pair_loss = pair_loss
+    if job.loaded.is_lora and "ref" in job.loaded.model.peft_config:
+        job.loaded.model.delete_adapter("ref")  # TRL's copy of the starting adapter, not needed here
+    return trainer
+
+
+def dataset(pairs: Sequence[Pair]) -> Dataset:
+    """Columns prompt_ids, chosen_ids, rejected_ids."""
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return Dataset.from_dict({name: [list(getattr(pair, name)) for pair in pairs] for name in names})
+
+
+class Preference(RunLoop, DPOTrainer):
+    """DPOTrainer in our loop: its collator and forward pass, our pair loss as a mean over the pairs of a whole step."""
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the pairs of the step, not of the micro-batch
+    pair_loss: Callable[[PairBatch], PairLoss]
+    train_dataset: Dataset
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset  # already tokenised
+
+    def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
+        return dataset  # `use_reference` adds them, where the loss needs them
+
+    def use_reference(self, pairs: Sequence[Pair], cache: Path) -> None:
+        """Add columns ref_chosen_logps and ref_rejected_logps, of the policy as it is now; the collator passes them on.
+
+        Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
+        """
+        logps = cached_logps(cache, pairs)
+        if logps is None:
+            logps = reference_logps(self.job, self.train_dataset, self.data_collator)
+            store_logps(cache, pairs, logps)
+        for side in SIDES:
+            self.train_dataset = self.train_dataset.add_column(f"ref_{side}_logps", logps[side].tolist())
+
+    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
+        return sum(len(batch["input_ids"]) // 2 for batch in batches)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Mean pair loss of the step, this micro-batch's part of it."""
+        del return_outputs
+        with self.job.loaded.autocast():
+            batch = pair_batch(model, inputs)
+        result = self.pair_loss(batch)
+        if not isinstance(result, PairLoss) or result.losses.shape != batch.chosen_logp.shape:
+            raise UserError("the pair loss must return a PairLoss with one loss a pair (posttrain.batch.PairLoss)")
+        self._gather(batch, result, inputs)
+        return result.losses.sum() / num_items_in_batch
+
+    def _gather(self, batch: PairBatch, result: PairLoss, inputs: Mapping[str, Tensor]) -> None:
+        self.add("pairs", len(batch.chosen_logp))
+        self.add("tokens", inputs["attention_mask"].sum())
+        self.add("trained", inputs["completion_mask"].sum())
+        self.add("logps/chosen", batch.chosen_logp.sum())
+        self.add("logps/rejected", batch.rejected_logp.sum())
+        for name, value in pair_metrics(result.stats).items():
+            self.add(name, value.float().sum())
+
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        means = {name: value / sums["pairs"] for name, value in sums.items()}
+        return {name: value for name, value in means.items() if "/" in name}
+
+
+def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
+    """Policy log-probs of P pairs: `inputs` holds P chosen rows, then P rejected ones, as the collator lays them."""
+    chosen, rejected = summed_logps(model, inputs).chunk(2)
+    lengths = inputs["completion_mask"][:, 1:].sum(1)
+    return PairBatch(
+        chosen_logp=chosen,
+        rejected_logp=rejected,
+        chosen_length=lengths[: len(chosen)],
+        rejected_length=lengths[len(chosen) :],
+        ref_chosen_logp=inputs.get("ref_chosen_logps"),
+        ref_rejected_logp=inputs.get("ref_rejected_logps"),
+    )
+
+
+def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Log-probs of the completions [2P], summed over their tokens in float32."""
+    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+    outputs = model(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        labels=labels,
+        use_cache=False,
+        fused_lm_head=True,  # TRL's head: log-probs without the full logits
+    )
+    return outputs.log_probs.float().sum(1)
+
+
+def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stats [P] of a pair loss under the names that dashboards know; others as loss/NAME."""
+    return {REWARD_METRICS.get(name, f"loss/{name}"): value for name, value in stats.items()}
+
+
+def needs_reference(component: registry.Component, params: Mapping[str, Any]) -> bool:
+    """Whether the loss reads the reference's log-probs. A function that is not registered cannot say, and gets them."""
+    unregistered = split_function(component.name) is not None
+    return ("ref_logp" in component.needs or unregistered) and not params.get("reference_free", False)
+
+
+def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """`chosen` and `rejected` [number of pairs], float32: forward passes in micro-batches of similar length."""
+    model = job.loaded.model
+    lengths = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
+    order = sorted(range(len(rows)), key=lambda n: -lengths[n])
+    out = torch.zeros(2, len(rows))
+    training = model.training
+    model.eval()
+    for start in range(0, len(order), job.plan.micro):
+        numbers = order[start : start + job.plan.micro]
+        batch = collate([rows[n] for n in numbers])
+        with torch.no_grad(), job.loaded.autocast():
+            sums = summed_logps(model, {name: value.to(job.loaded.device) for name, value in batch.items()})
+        out[:, numbers] = sums.cpu().view(2, -1)
+    model.train(training)
+    return dict(zip(SIDES, out.unbind(), strict=True))
+
+
+def cached_logps(cache: Path, pairs: Sequence[Pair]) -> dict[str, Tensor] | None:
+    """What `store_logps` wrote for these very pairs, or None."""
+    if not cache.exists():
+        return None
+    stored = load_file(cache)
+    return {side: stored[side] for side in SIDES} if torch.equal(stored["pairs"], fingerprint(pairs)) else None
+
+
+def store_logps(cache: Path, pairs: Sequence[Pair], logps: Mapping[str, Tensor]) -> None:
+    """Write in one step: a kill leaves no half-written file under this name."""
+    partial = cache.with_suffix(".partial")
+    with told_when_full(cache):
+        save_file({**{k: v.contiguous() for k, v in logps.items()}, "pairs": fingerprint(pairs)}, partial)
+        sync_file(partial)
+        partial.replace(cache)
+
+
+def fingerprint(pairs: Sequence[Pair]) -> Tensor:
+    """A hash of all token ids in order, [32] uint8."""
+    tokens = [[list(p.prompt_ids), list(p.chosen_ids), list(p.rejected_ids)] for p in pairs]
+    return torch.tensor(list(hashlib.sha256(json.dumps(tokens).encode()).digest()), dtype=torch.uint8)
+
+
+def pair_length(pair: Pair) -> int:
+    """Tokens of the longer side."""
+    return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))

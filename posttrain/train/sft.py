@@ -1,0 +1,150 @@
+"""Supervised fine-tuning: TRL's SFTTrainer on rows that our own renderer tokenised and masked.
+
+loss = - sum of log-probs of trained tokens / trained tokens of the whole optimiser step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from posttrain.data.prepare import prepare_examples
+from posttrain.data.render import Example
+from posttrain.errors import ModelError
+from posttrain.models import load as models
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.stages import SftRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.train import hf_trainer
+from posttrain.train.attention import Packed, use_packed_attention
+from posttrain.train.hf_trainer import Job, RunLoop
+
+COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
+Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+IGNORED = -100  # the label of a token that is not trained on
+
+
+def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
+    hf_trainer.quiet()
+    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    hf_trainer.check_trainable(loaded)
+    prepared = prepare_examples(recipe.data, loaded.tokenizer, recipe.base_dir)
+    longest = max(prepared.items, key=lambda e: len(e.ids))
+    hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
+    collate = padded(loaded.pad_id)
+    if recipe.batch.packing:
+        collate = packed(loaded)
+        check_packing(loaded, collate, prepared.items)
+    job = Job.of(recipe, directory, loaded, len(prepared.items))
+    trainer = make_trainer(job, prepared.items, collate)
+    return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "rows")])
+
+
+def make_trainer(job: Job, examples: Sequence[Example], collate: Collator) -> Sft:
+    return hf_trainer.make_trainer(
+        Sft,
+        SFTConfig,
+        job,
+        {"dataset_kwargs": {"skip_prepare_dataset": True}},
+        train_dataset=dataset(examples),
+        data_collator=collate,
+    )
+
+
+def dataset(examples: Sequence[Example]) -> Dataset:
+    """Columns input_ids and labels; labels repeat the ids where a token is trained on and are -100 elsewhere."""
+    labels = [[i if on else IGNORED for i, on in zip(e.ids, e.trained, strict=True)] for e in examples]
+    return Dataset.from_dict({"input_ids": [list(e.ids) for e in examples], "labels": labels})
+
+
+def padded(pad_id: int) -> Collator:
+    """Rows of a forward pass beside each other, padded on the right to the longest."""
+    return DataCollatorForLanguageModeling(pad_token_id=pad_id)
+
+
+def packed(loaded: LoadedModel) -> Collator:
+    """Rows of a forward pass behind each other in one line. An optimiser step has the same rows as without packing.
+
+    Positions start at 0 in each row, and its first token is no target. Attention stays within a row: through its
+    borders where the architecture takes our attention (the model is switched to it here), otherwise through the mask
+    that transformers derives from the positions.
+    """
+    with_borders = use_packed_attention(loaded.model)
+
+    def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        lengths = [len(row["input_ids"]) for row in rows]
+        ids = torch.tensor([i for row in rows for i in row["input_ids"]])
+        labels = torch.tensor([label for row in rows for label in (IGNORED, *row["labels"][1:])])
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        line = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
+        return {**line, "packed": Packed.of(lengths, loaded.device)} if with_borders else line
+
+    return collate
+
+
+class Sft(RunLoop, SFTTrainer):
+    """SFTTrainer in our loop; its metrics become means over the trained tokens of the whole step."""
+
+    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
+        return sum(trained_tokens(batch) for batch in batches)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        trained = trained_tokens(inputs)
+        for name in ("entropy", "mean_token_accuracy"):
+            self.add(name, self._metrics["train"][name].pop() * trained)
+        self.add("trained", trained)
+        self.add("tokens", tokens(inputs))
+        return loss
+
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {name: sums[name] / max(sums["trained"], 1) for name in ("entropy", "mean_token_accuracy")}
+
+
+def trained_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Targets in a micro-batch. The first position of a row has no predecessor to predict it from."""
+    return int((batch["labels"][..., 1:] != IGNORED).sum())
+
+
+def tokens(batch: Mapping[str, Tensor]) -> int:
+    """Tokens in a micro-batch without padding."""
+    mask = batch.get("attention_mask")
+    return batch["input_ids"].numel() if mask is None else int(mask.sum())
+
+
+def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Example]) -> None:
+    """Raises ModelError unless a packed row computes what it computes alone, whatever stands before it."""
+    vocabulary = loaded.model.get_input_embeddings().num_embeddings
+    before, row = list(examples[0].ids[:16]), list(examples[-1].ids[:16])
+    changed = [(i + 1) % vocabulary for i in before]
+    with torch.no_grad():
+        training = loaded.model.training
+        loaded.model.eval()
+        alone, packed, other = (_last_logits(loaded, collate, rows) for rows in ([row], [before, row], [changed, row]))
+        loaded.model.train(training)
+    scale = float(alone.abs().max())
+    leak, shift = float((packed - other).abs().max()) / scale, float((packed - alone).abs().max()) / scale
+    half = loaded.model.dtype != torch.float32
+    if leak > 1e-4 or shift > (3e-2 if half else 1e-3):
+        raise ModelError(
+            f"packing is not exact for {loaded.source}: logits of a row change by {max(leak, shift):.1%} with what is"
+            " packed before it",
+            hint="set batch.packing to false, or model.attention to sdpa or flash_attention_2",
+        )
+
+
+def _last_logits(loaded: LoadedModel, collate: Collator, rows: Sequence[list[int]]) -> Tensor:
+    """Logits [T,V] of the last of the packed rows."""
+    batch = collate([{"input_ids": row, "labels": row} for row in rows])
+    inputs = {k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
+    with loaded.autocast():
+        return loaded.model(**inputs, use_cache=False).logits[0, -len(rows[-1]) :].float()
