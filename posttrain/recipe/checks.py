@@ -23,7 +23,7 @@ Found = Iterator[tuple[str, str, str]]
 def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
     """The problems of a recipe whose values are right one by one. `prefix` marks a stage of a pipeline."""
     problems: list[Problem] = []
-    for check in CHECKS:
+    for check in CHECKS if prefix else (*CHECKS, _references):
         for key, what, right in check(recipe):
             path = [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
             node, depth = follow(tree, path)
@@ -31,8 +31,6 @@ def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[
                 continue
             mark = node.origin.mark if depth == len(path) and not node.mapping else node.at_key.mark
             problems.append(Problem(mark, f"{dotted([*prefix, *path])}: {what}", hint=right))
-    if not prefix:
-        problems += _references_outside_pipelines(recipe, tree)
     return problems
 
 
@@ -112,6 +110,16 @@ def _eval_settings(recipe: Any) -> Found:
         yield "sampling.temperature", what, "write a temperature above 0, or ask for 1 sample"
 
 
+def _references(recipe: Any) -> Found:
+    """`stage:NAME` means something in a pipeline only, which checks it and puts a path in its place."""
+    paths = {"model.path": recipe.model.path} if hasattr(recipe, "model") else {}
+    if isinstance(recipe, st.MergeRecipe):
+        paths = {f"models.{i}.model": m.model for i, m in enumerate(recipe.models)} | {"base_model": recipe.base_model}
+    for key, path in paths.items():
+        if path and path.startswith("stage:"):
+            yield key, f"`{path}` names a stage of a pipeline", "write the directory of the model"
+
+
 def _merge_inputs(recipe: Any) -> Found:
     if isinstance(recipe, st.MergeRecipe) and recipe.merge_method == "task_arithmetic" and not recipe.base_model:
         yield "merge_method", "task_arithmetic adds differences to a base and none is named", "write `base_model`"
@@ -126,13 +134,3 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _eval_settings,
     _merge_inputs,
 )
-
-
-def _references_outside_pipelines(recipe: st.Stage, tree: Node) -> list[Problem]:
-    if isinstance(recipe, st.PipelineRecipe):
-        return []
-    node, depth = follow(tree, ("model", "path"))
-    if depth == 2 and isinstance(node.value, str) and node.value.startswith("stage:"):
-        what = f"model.path: `{node.value}` names a stage, and this recipe is no pipeline"
-        return [Problem(node.origin.mark, what, hint="write the directory of the model")]
-    return []

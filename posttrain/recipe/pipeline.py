@@ -13,14 +13,15 @@ from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, dotted, follow, leaves, plain
 from posttrain.recipe.validate import check, resolved, with_preset
 
-REFERENCE = "stage:"
 MODEL_MAKERS = ("sft", "dpo", "rl", "merge")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*$")
+MINUTES = ("run", "max_minutes")  # `stage:NAME` here: as long as that stage trained
+_REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
+_NAME = re.compile(r"\w[\w.-]*$")
 
 
 def resolve(tree: Node, problems: list[Problem]) -> tuple[Node, list[dict[str, Any]]]:
-    """Each entry of `stages` over the pipeline's `defaults`, checked. Returns the tree with these entries, and their
-    resolved values. What is wrong is added to `problems`.
+    """Each entry of `stages` over the pipeline's `defaults`, checked. Returns the tree with these entries and without
+    the defaults, and the entries' resolved values. What is wrong is added to `problems`.
     """
     node = tree.mapping.get("stages")
     entries = node.value if node and isinstance(node.value, list) else []
@@ -37,7 +38,8 @@ def resolve(tree: Node, problems: list[Problem]) -> tuple[Node, list[dict[str, A
     if node is None or not entries:
         return tree, values
     stages = Node(list(merged), node.origin, node.key_origin)
-    return Node({**tree.mapping, "stages": stages}, tree.origin, tree.key_origin), values
+    rest = {key: value for key, value in tree.mapping.items() if key != "defaults" or problems}
+    return Node({**rest, "stages": stages}, tree.origin, tree.key_origin), values
 
 
 def _entry(
@@ -55,7 +57,7 @@ def _entry(
     own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
     stage = model.model_fields["stage"].default
     full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
-    recipe, found = check(with_preset(full, model, problems), model, ("stages", position))
+    recipe, found = check(with_preset(_without_minutes(full), model, problems), model, ("stages", position))
     from_defaults = set(_marks(defaults))
     for problem in found:
         if problem.where in from_defaults:  # told once, under the key that the user wrote
@@ -63,8 +65,13 @@ def _entry(
         if all((problem.where, problem.what) != (told.where, told.what) for told in problems):
             problems.append(problem)
     _check_references(full, head, earlier, problems)
+    if "seed" in own.mapping.get("run", Node({}, own.origin)).mapping:
+        where = own.mapping["run"].mapping["seed"].at_key.mark
+        problems.append(Problem(where, f"{head}.run.seed: the pipeline's `seeds` decide", hint="remove it"))
     earlier[name] = stage
     values = {"name": name, **resolved(recipe)} if recipe else {}
+    if recipe and _without_minutes(full) is not full:
+        values["run"]["max_minutes"] = follow(full, MINUTES)[0].value
     named = {"name": entry.value["name"]} if "name" in entry.value else {}
     return Node({**named, **full.mapping}, entry.origin, entry.key_origin), values
 
@@ -90,7 +97,7 @@ def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Proble
         return head
     name = str(node.value)
     if not isinstance(node.value, str) or not _NAME.match(name):
-        allowed = "letters, digits, - and _ (it becomes a directory)"
+        allowed = "letters, digits, `-`, `_` and `.` (it becomes a directory)"
         problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` cannot be a stage's name", allowed))
     elif name in earlier:
         problems.append(Problem(node.origin.mark, f"{head}.name: `{name}` is given to an earlier stage already"))
@@ -112,19 +119,18 @@ def _model(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | Non
     return known[str(node.value)]
 
 
-def references(values: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """(path, NAME) of every `stage:NAME` where a stage names a model."""
+def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
+    """(path, NAME, FILE) of every value `stage:NAME` or `stage:NAME/FILE`."""
     for path, value in leaves(values):
-        names_model = path in (("model", "path"), ("base_model",), ("tokenizer_source",)) or (
-            path[:1] == ("models",) and path[-1] == "model"
-        )
-        if names_model and isinstance(value, str) and value.startswith(REFERENCE):
-            yield path, value.removeprefix(REFERENCE)
+        for position, item in enumerate(value if isinstance(value, list) else [value]):
+            found = _REFERENCE.match(item) if isinstance(item, str) else None
+            if found:
+                yield (*path, position) if isinstance(value, list) else path, found[1], found[2] or ""
 
 
 def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:
-    usable = [name for name, stage in earlier.items() if stage in MODEL_MAKERS]
-    for path, name in references(plain(full)):
+    for path, name, file in references(plain(full)):
+        usable = [other for other, stage in earlier.items() if file or stage in MODEL_MAKERS]
         if name in usable or earlier.get(name) == "":
             continue
         if name in earlier:
@@ -133,9 +139,19 @@ def _check_references(full: Node, head: str, earlier: dict[str, str], problems: 
             why = f"there is no stage `{name}` before this one"
         near = nearest(name, usable)
         what = f"{head}.{dotted(path)}: {why}"
-        allowed = f"earlier stages with a model: {', '.join(usable) or 'none'}"
-        hint = f"did you mean `{REFERENCE}{near}`?" if near else ""
+        allowed = f"earlier stages{'' if file else ' with a model'}: {', '.join(usable) or 'none'}"
+        hint = f"did you mean `stage:{near}`?" if near else ""
         problems.append(Problem(follow(full, path)[0].origin.mark, what, allowed, hint))
+
+
+def _without_minutes(full: Node) -> Node:
+    """The tree with `run.max_minutes: stage:NAME`, which becomes that stage's training time, as a number."""
+    node, depth = follow(full, MINUTES)
+    if depth < 2 or not isinstance(node.value, str) or not _REFERENCE.match(node.value):
+        return full
+    number = Node({"max_minutes": Node(1.0, node.origin, node.key_origin)}, node.origin)
+    run = layers.merge(full.mapping["run"], number)
+    return Node({**full.mapping, "run": run}, full.origin, full.key_origin)
 
 
 def _check_defaults(defaults: Node, stages: set[str], problems: list[Problem]) -> None:

@@ -150,7 +150,10 @@ class GenerateRecipe(Stage):
 
 
 class PipelineRecipe(Stage):
-    """Stages in order, each with the sections of its own verb; `stage:NAME` names the model of an earlier one."""
+    """Stages in order, each with the sections of its own verb; `stage:NAME` names the model of an earlier one.
+
+    After loading, `defaults` is merged into the entries of `stages` and empty.
+    """
 
     verb: ClassVar = "run"
     unused: ClassVar = _NO_TRAINING
