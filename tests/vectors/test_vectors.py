@@ -1,0 +1,64 @@
+"""The product's formulas give the numbers of the vector files in this folder."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+METHODS = sorted(p.stem for p in HERE.glob("*.json") if p.name != "interface.json")
+
+
+def test_files_adapters_and_interface_name_the_same_methods(
+    adapters: dict[str, Any], vectors: dict[str, Any], interface: dict[str, Any]
+) -> None:
+    assert len(METHODS) >= 20
+    assert sorted(vectors) == METHODS
+    assert sorted(adapters) == METHODS
+    assert sorted(interface) == METHODS
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vectors(
+    method: str, runner: ModuleType, adapters: Any, vectors: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict, computed = runner.check(adapters, method, vectors[method])
+    assert verdict == "passed", capsys.readouterr().err
+    assert [c["name"] for c in computed] == [c["name"] for c in vectors[method]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_defaults_are_those_of_the_interface(
+    method: str, runner: ModuleType, adapters: Any, vectors: Any, interface: Any
+) -> None:
+    """A case that leaves a parameter out and one that gives its documented default compute the same."""
+    for case in vectors[method]:
+        params = {**defaults(interface[method]["params"], case["params"]), **case["params"]}
+        inputs = {**defaults(interface[method]["inputs"], {}), **case["inputs"]}
+        filled = {**case, "params": params, "inputs": inputs}
+        assert runner.compute(adapters, method, filled) == runner.compute(adapters, method, case)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_output_of_the_interface_is_computed(
+    method: str, runner: ModuleType, adapters: Any, vectors: Any, interface: Any
+) -> None:
+    for case in vectors[method]:
+        assert interface[method]["outputs"].keys() <= runner.compute(adapters, method, case).keys()
+
+
+def defaults(described: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """name -> documented default, as JSON. `lo` is the value of epsilon; required ones have none."""
+    found: dict[str, Any] = {}
+    for name, entry in described.items():
+        text = entry.get("default", "required")
+        if text == "lo":
+            found[name] = given["epsilon"]
+        elif text != "required":
+            found[name] = json.loads(json.dumps(ast.literal_eval(text)))
+    return found
