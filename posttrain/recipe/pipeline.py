@@ -15,7 +15,7 @@ from posttrain.recipe.validate import check, resolved, with_preset
 
 MODEL_MAKERS = ("sft", "dpo", "rl", "merge")
 MINUTES = ("run", "max_minutes")  # `stage:NAME` here: as long as that stage trained
-_REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
+REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
 _NAME = re.compile(r"\w[\w.-]*$")
 
 
@@ -123,7 +123,7 @@ def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
     """(path, NAME, FILE) of every value `stage:NAME` or `stage:NAME/FILE`."""
     for path, value in leaves(values):
         for position, item in enumerate(value if isinstance(value, list) else [value]):
-            found = _REFERENCE.match(item) if isinstance(item, str) else None
+            found = REFERENCE.match(item) if isinstance(item, str) else None
             if found:
                 yield (*path, position) if isinstance(value, list) else path, found[1], found[2] or ""
 
@@ -147,7 +147,7 @@ def _check_references(full: Node, head: str, earlier: dict[str, str], problems: 
 def _without_minutes(full: Node) -> Node:
     """The tree with `run.max_minutes: stage:NAME`, which becomes that stage's training time, as a number."""
     node, depth = follow(full, MINUTES)
-    if depth < 2 or not isinstance(node.value, str) or not _REFERENCE.match(node.value):
+    if depth < 2 or not isinstance(node.value, str) or not REFERENCE.match(node.value):
         return full
     number = Node({"max_minutes": Node(1.0, node.origin, node.key_origin)}, node.origin)
     run = layers.merge(full.mapping["run"], number)
