@@ -47,10 +47,10 @@ def render(
 
 
 def turn_end(tokenizer: Any, before: Sequence[Message] = ()) -> TurnEnd:
-    """The end of an assistant turn, found by rendering one: the tail behind its content, cut after its first special token."""
+    """The end of an assistant turn, found by rendering one: what follows its content, up to the first special token."""
     context = list(before) or [{"role": "user", "content": "x"}]
     text = render(tokenizer, [*context, {"role": "assistant", "content": _PROBE}])
-    head, found, tail = text.rpartition(_PROBE)
+    _, found, tail = text.rpartition(_PROBE)
     if not found:
         raise DataError("the chat template does not write the content of the last assistant message")
     return first_special(tokenizer, tail)
@@ -61,9 +61,18 @@ def first_special(tokenizer: Any, tail: str) -> TurnEnd:
     ends = [(tail.find(t) + len(t), t) for t in special_texts(tokenizer) if t and t in tail]
     if not ends:
         return TurnEnd(tail, None)
-    # Two special tokens may begin at the same place (`<|im_end|>`, `<|im_end|>x`): the first to begin, then the longest.
+    # Of two that begin at the same place (`<|im_end|>`, `<|im_end|>x`), the longer one is meant.
     end, token = min(ends, key=lambda e: (e[0] - len(e[1]), -len(e[1])))
     return TurnEnd(tail[:end], tokenizer.convert_tokens_to_ids(token))
+
+
+def last_special(tokenizer: Any, text: str) -> TurnEnd:
+    """`text` up to and including its last special token."""
+    ends = [(text.rfind(t) + len(t), t) for t in special_texts(tokenizer) if t and t in text]
+    if not ends:
+        return TurnEnd(text, None)
+    end, token = max(ends, key=lambda e: (e[0], len(e[1])))
+    return TurnEnd(text[:end], tokenizer.convert_tokens_to_ids(token))
 
 
 def special_texts(tokenizer: Any) -> set[str]:
@@ -73,9 +82,8 @@ def special_texts(tokenizer: Any) -> set[str]:
 
 
 def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
-    """Every id that ends a completion: of the configs (generation config, model config), the tokenizer, and the template's turns.
-
-    One set for generation, masks and metrics. The order is that of the arguments, the tokenizer's own EOS first.
+    """Every id that ends a completion: the tokenizer's EOS first, then those of the configs (generation config, model
+    config), then the token that ends the chat template's turns. One set for generation, masks and metrics.
     """
     found: list[int | None] = [tokenizer.eos_token_id]
     for config in configs:
@@ -93,7 +101,7 @@ def prefilled_think(prompt_text: str, tag: str = "think") -> bool:
 
 
 def clean_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages for a template: null fields (Arrow tables fill them in) left out, tool arguments given as JSON text parsed."""
+    """Messages for a template: null fields left out, tool arguments that are JSON text parsed."""
     return [_clean_message(m) for m in messages]
 
 

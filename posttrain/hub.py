@@ -1,4 +1,4 @@
-"""Is the model hub there? Asked once, so that a machine without network fails in a sentence instead of retrying for long."""
+"""Is the model hub there? Asked once, so that a machine without network fails in a sentence instead of retrying."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0) -> Any:
 
 
 def _prepare_quantized(model: Any) -> Any:
-    """Freeze the 4-bit base and let gradients reach the adapters. Checkpointing is switched on elsewhere, if asked for."""
+    """Freeze the 4-bit base and let gradients reach the adapters. Checkpointing is switched on elsewhere, if at all."""
     from peft import prepare_model_for_kbit_training
 
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -81,7 +81,7 @@ def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
 
 @contextlib.contextmanager
 def as_reference(model: Any) -> Iterator[Any]:
-    """Inside, `model` computes the reference policy: adapters off, or the frozen `reference` adapter where there is one."""
+    """Inside, `model` is the reference policy: adapters off, or the frozen adapter `reference` if there is one."""
     if REFERENCE not in model.peft_config:
         with model.disable_adapter():
             yield model
@@ -124,6 +124,6 @@ def check_same_shape(folder: Path, lora: Lora) -> None:
     for key, (theirs, value) in wanted.items():
         if key in lora.model_fields_set and saved.get(theirs) != value:
             raise ModelError(
-                f"model.lora.{key} is {value}, but the adapter {folder} that training goes on from has {saved.get(theirs)}",
+                f"model.lora.{key} is {value}, but the adapter {folder} that is trained on has {saved.get(theirs)}",
                 hint=f"write {saved.get(theirs)}, or start from the base",
             )

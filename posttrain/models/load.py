@@ -54,7 +54,7 @@ def load(section: Model, base_dir: Path, *, seed: int = 0, training: bool = Fals
     """Model and tokenizer of a recipe. `seed` draws `tiny` and a fresh adapter; `training` puts the adapter on.
 
     An adapter directory is its base plus the adapter. Training LoRA on top of one: the old adapter is merged into the
-    base and a fresh one put on, so that the frozen base is the starting policy; into a 4-bit base nothing is merged, the
+    base and a fresh one put on, so that the frozen base is the starting policy; nothing is merged into a 4-bit base: the
     old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError, MissingExtra.
     """
     place = _checked(section, locate(section.path, base_dir), base_dir)
@@ -224,7 +224,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
 
 
 def _from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
-    """`cls.from_pretrained`, its failures told as ModelError. Weights that the checkpoint lacks are an error, never random."""
+    """`cls.from_pretrained`, failures told as ModelError. Weights that the checkpoint lacks are an error, not random."""
     loads_weights = "dtype" in options
     if loads_weights:
         options["output_loading_info"] = True

@@ -36,7 +36,7 @@ class Place:
 
 
 def locate(name: str, base_dir: Path | None) -> Place:
-    """The place of a model. Looked for beside the recipe, in the working directory, in an installed package, on the hub.
+    """The place of a model: beside the recipe, in the working directory, in an installed package, or on the hub.
 
     Raises ModelError naming everything that was tried.
     """

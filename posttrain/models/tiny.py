@@ -41,7 +41,7 @@ CHAT_TEMPLATE = """\
 
 
 def build(seed: int = 0) -> tuple[Any, Any]:
-    """(model, tokenizer): float32 on the CPU, about 0.11 M parameters. Equal seeds give equal weights; no global RNG moves."""
+    """(model, tokenizer): float32 on the CPU, 0.11 M parameters. Equal seeds, equal weights; no global RNG moves."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     tokenizer = build_tokenizer()

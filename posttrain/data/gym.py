@@ -1,0 +1,58 @@
+"""`gym:TASK`: rows of a reasoning-gym task, made on the spot from a seed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+from posttrain.data.identity import number
+from posttrain.errors import DataError, MissingExtra, nearest
+
+
+def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """`size` rows: prompt, answer, gym_task, gym_entry (JSON text of the whole item, which the task's verifier reads).
+
+    reasoning-gym draws item i from seed + i, so neighbouring seeds share nearly all items. The seed given to it is a
+    hash of ours and the task's name (31 bits: numpy takes 32). Raises DataError naming near tasks or parameters.
+    """
+    dataset = _dataset(task, size, number(seed, "gym", task, bits=31), params)
+    return [_row(task, dataset[i]) for i in range(size)]
+
+
+def _row(task: str, entry: dict[str, Any]) -> dict[str, Any]:
+    answer = entry["answer"]
+    return {
+        "prompt": entry["question"],
+        "answer": answer if answer is None or isinstance(answer, str) else str(answer),
+        "gym_task": task,
+        "gym_entry": json.dumps(entry, ensure_ascii=False, default=str),
+    }
+
+
+def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise MissingExtra("reasoning-gym", f"data gym:{task}", "train")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        near = nearest(task, DATASETS)
+        raise DataError(
+            f"reasoning-gym has no task {task}",
+            allowed=f"it has {len(DATASETS)}: {', '.join(sorted(DATASETS))}",
+            hint=f"did you mean `gym:{near}`?" if near else "",
+        )
+    known = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
+    for key in params:
+        if key not in known:
+            near = nearest(key, known)
+            raise DataError(
+                f"gym:{task} has no parameter {key}",
+                allowed=f"it has: {', '.join(sorted(known))}",
+                hint=f"did you mean `{near}`?" if near else "",
+            )
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
+    except (AssertionError, TypeError, ValueError) as cause:
+        raise DataError(f"gym:{task} refuses its parameters {params}: {cause}") from cause

@@ -1,0 +1,187 @@
+"""All rows of a recipe as tokens, within its length, with an account of every row that was dropped or cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from posttrain.data import render
+from posttrain.data.render import Example, Pair
+from posttrain.data.rows import Row, load_rows
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+
+if TYPE_CHECKING:
+    from posttrain.batch import Prompt
+
+T = TypeVar("T")
+
+TOO_LONG = "longer than max_length"
+ANSWER_TOO_LONG = "trained part alone longer than max_length"
+EMPTY_COMPLETION = "empty completion"
+EMPTY_PROMPT = "empty prompt"
+PROMPT_CUT = "prompt cut to max_length"
+SAME_SIDES = "chosen and rejected are the same"
+KEPT_LONG = "kept although longer than max_length"
+
+
+@dataclass
+class Prepared(Generic[T]):
+    """Items in the order of their rows. `dropped` and `cut` map a cause to the uids of its rows.
+
+    `trained_ratio`: share of all tokens that are trained on (pairs: of both sides; prompts: 0).
+    """
+
+    items: list[T]
+    rows: list[Row]
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    cut: dict[str, list[str]] = field(default_factory=dict)
+    trained_ratio: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def prepare_prompts(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Prompt]:
+    """Prompts to sample from; `max_length` is that of the prompt. Raises DataError where none is left."""
+    from posttrain.batch import Prompt
+
+    rows = load_rows(section, base_dir)
+    texts = [render.prompt_text(row, tokenizer, section) for row in rows]
+    prepared: Prepared[Prompt] = Prepared([], rows)
+    for row, text, ids in zip(rows, texts, render.encode_prompts(texts, tokenizer, section), strict=True):
+        fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids), section, prepared, tokenizer)
+        if fitted is not None:
+            prepared.items.append(fitted)
+    return _checked(prepared)
+
+
+def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Example]:
+    """Training sequences. Raises DataError where none is left, or no token is trained on, or every one is by mistake."""
+    rows = load_rows(section, base_dir)
+    texts = [text for row in rows for text in render.example_texts(row, tokenizer, section)]
+    prepared: Prepared[Example] = Prepared([], rows)
+    for example in render.encode(texts, tokenizer, section):
+        fitted = _fit_example(example, section, prepared, tokenizer)
+        if fitted is not None:
+            prepared.items.append(fitted)
+    prepared.trained_ratio = _ratio((sum(e.trained), len(e.ids)) for e in prepared.items)
+    return _check_ratio(_checked(prepared), section)
+
+
+def prepare_pairs(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Pair]:
+    """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError where none is left."""
+    rows = load_rows(section, base_dir)
+    texts = [text for row in rows for text in render.pair_texts(row, tokenizer, section)]
+    sides = render.encode(texts, tokenizer, section)
+    prepared: Prepared[Pair] = Prepared([], rows)
+    for row, chosen, rejected in zip(rows, sides[::2], sides[1::2], strict=True):
+        pair = render.join_pair(str(row["uid"]), chosen, rejected)
+        fitted = _fit_pair(pair, section, prepared, tokenizer)
+        if fitted is not None:
+            prepared.items.append(fitted)
+    prepared.trained_ratio = _ratio(
+        (len(side), len(p.prompt_ids) + len(side)) for p in prepared.items for side in (p.chosen_ids, p.rejected_ids)
+    )
+    return _checked(prepared)
+
+
+def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: Any) -> Prompt | None:
+    if not prompt.ids:
+        return _drop(into, EMPTY_PROMPT, prompt.uid)
+    keep = _room(prompt.uid, len(prompt.ids), 0, section, into)
+    if keep is None:
+        return None
+    if keep < len(prompt.ids):
+        ids = cut_left(prompt.ids, keep, tokenizer)
+        return dataclasses.replace(prompt, ids=ids, text=tokenizer.decode(list(ids)))
+    return prompt
+
+
+def _fit_example(example: Example, section: Data, into: Prepared[Any], tokenizer: Any) -> Example | None:
+    # The prompt is everything before the first trained token: only that may be cut.
+    prompt = example.trained.index(True) if any(example.trained) else len(example.ids)
+    answer = len(example.ids) - prompt
+    if not answer:
+        return _drop(into, EMPTY_COMPLETION, example.uid)
+    keep = _room(example.uid, prompt, answer, section, into)
+    if keep is None:
+        return None
+    if keep < prompt:
+        ids = cut_left(example.ids[:prompt], keep, tokenizer) + example.ids[prompt:]
+        return dataclasses.replace(example, ids=ids, trained=example.trained[prompt - keep :])
+    return example
+
+
+def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) -> Pair | None:
+    if not pair.chosen_ids or not pair.rejected_ids:
+        return _drop(into, EMPTY_COMPLETION, pair.uid)
+    if pair.chosen_ids == pair.rejected_ids:
+        return _drop(into, SAME_SIDES, pair.uid)
+    if not pair.prompt_ids:
+        return _drop(into, EMPTY_PROMPT, pair.uid)
+    keep = _room(pair.uid, len(pair.prompt_ids), max(len(pair.chosen_ids), len(pair.rejected_ids)), section, into)
+    if keep is None:
+        return None
+    return dataclasses.replace(pair, prompt_ids=cut_left(pair.prompt_ids, keep, tokenizer))
+
+
+def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]) -> int | None:
+    """How many prompt tokens stay; None = the row was dropped. An answer is never cut: it would lose its end."""
+    limit = section.max_length
+    if limit is None or prompt + answer <= limit:
+        return prompt
+    if section.overlong == "error":
+        raise DataError(
+            f"{prompt + answer} tokens, over data.max_length {limit}",
+            where=f"row {uid}",
+            hint="overlong: drop | truncate_prompt | keep",
+        )
+    if section.overlong == "keep":
+        into.cut.setdefault(KEPT_LONG, []).append(uid)
+        return prompt
+    if section.overlong == "truncate_prompt" and answer < limit:
+        into.cut.setdefault(PROMPT_CUT, []).append(uid)
+        return limit - answer
+    return _drop(into, TOO_LONG if answer < limit else ANSWER_TOO_LONG, uid)
+
+
+def cut_left(ids: Sequence[int], keep: int, tokenizer: Any) -> tuple[int, ...]:
+    """The last `keep` tokens of a prompt; a BOS at its beginning stays there."""
+    if keep >= len(ids):
+        return tuple(ids)
+    bos = tokenizer.bos_token_id
+    if keep > 1 and bos is not None and ids[0] == bos:
+        return (ids[0], *ids[len(ids) - keep + 1 :])
+    return tuple(ids[len(ids) - keep :])
+
+
+def _drop(into: Prepared[Any], cause: str, uid: str) -> Any:
+    """Note the drop; the None that is returned is the item that is not there."""
+    into.dropped.setdefault(cause, []).append(uid)
+    return None
+
+
+def _ratio(counts: Iterable[tuple[int, int]]) -> float:
+    trained = total = 0
+    for trained_here, all_here in counts:
+        trained, total = trained + trained_here, total + all_here
+    return trained / max(total, 1)
+
+
+def _checked(prepared: Prepared[T]) -> Prepared[T]:
+    if not prepared.items:
+        causes = "; ".join(f"{cause}: {len(uids)}" for cause, uids in prepared.dropped.items())
+        raise DataError(f"no row is left of {len(prepared.rows)}: {causes}", hint="see `posttrain data inspect RECIPE`")
+    return prepared
+
+
+def _check_ratio(prepared: Prepared[Example], section: Data) -> Prepared[Example]:
+    if prepared.trained_ratio == 0:
+        raise DataError("no token is trained on", hint="see `posttrain data inspect RECIPE`")
+    if prepared.trained_ratio == 1 and section.train_on != "all":
+        raise DataError("every token is trained on, prompts too", hint="write `train_on: all` if that is meant")
+    return prepared

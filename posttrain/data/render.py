@@ -1,0 +1,381 @@
+"""From rows to tokens, and which of them are trained on.
+
+The rule: what is trained on is what the model has to write itself at inference, behind exactly the tokens that it gets
+there. So the text is rendered twice, once as the prompt of the assistant's turn and once with the turn in it; the first
+must be how the second begins, in text and in tokens. The end-of-turn token belongs to the turn and is trained on, even
+where it is also the padding token: masks go by position, never by id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from posttrain import chat
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+
+if TYPE_CHECKING:
+    from posttrain.batch import Prompt
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A training sequence. `trained[i]`: whether the model is trained to write `ids[i]`."""
+
+    uid: str
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.trained), (self.uid, len(self.ids), len(self.trained))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and two completions of it, each with the token that ends it."""
+
+    uid: str
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of text, written by the model (trained) or given to it."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of one sequence in pieces. `ids_behind`: the EOS, where the text itself has no end of turn."""
+
+    uid: str
+    pieces: tuple[Piece, ...]
+    ids_behind: tuple[int, ...] = ()
+
+
+def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
+    """What is sampled from: the row's conversation up to the turn that the model has to write."""
+    from posttrain.batch import Prompt
+
+    text = prompt_text(row, tokenizer, section)
+    return Prompt(str(row["uid"]), row, text, encode_prompts([text], tokenizer, section)[0])
+
+
+def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
+    """The row as one training sequence. Raises DataError where it makes several; see render_examples."""
+    found = render_examples(row, tokenizer, section)
+    if len(found) > 1:
+        raise DataError(
+            "the chat template rewrites earlier turns: this row makes several sequences", where=found[0].uid
+        )
+    return found[0]
+
+
+def render_examples(row: Row, tokenizer: Any, section: Data) -> list[Example]:
+    """The row as training sequences: one; or one an assistant turn where the template shows earlier turns differently
+    from how they were written (thinking removed), so that each turn is trained on in the form that it has when written.
+    """
+    return encode(example_texts(row, tokenizer, section), tokenizer, section)
+
+
+def render_pair(row: Row, tokenizer: Any, section: Data) -> Pair:
+    """A preference row: the prompt's tokens and both completions' tokens."""
+    chosen, rejected = encode(pair_texts(row, tokenizer, section), tokenizer, section)
+    return join_pair(str(row["uid"]), chosen, rejected)
+
+
+def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
+    """Two sequences of one prompt as a pair. Raises DataError where the sides see different prompt tokens."""
+    prompts = {tuple(i for i, t in zip(e.ids, e.trained, strict=True) if not t) for e in (chosen, rejected)}
+    if len(prompts) != 1:
+        raise DataError("the sides begin with different prompt tokens", where=uid)
+    sides = [tuple(i for i, t in zip(e.ids, e.trained, strict=True) if t) for e in (chosen, rejected)]
+    return Pair(uid, prompts.pop(), sides[0], sides[1])
+
+
+# --- text
+
+
+def prompt_text(row: Row, tokenizer: Any, section: Data) -> str:
+    """The prompt as the engine gets it, generation prompt included; without a chat template the prompt's own text."""
+    if not section.chat:
+        return _plain(row, "prompt", section)
+    messages = prompt_messages(row, section)
+    return chat.render(tokenizer, messages, tools=tools(row), generation_prompt=True)
+
+
+def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
+    """The row's sequences in pieces, before tokenisation."""
+    uid = str(row["uid"])
+    if row.get("messages") is None and row.get("prompt") is None:
+        return [_text_only(uid, row, tokenizer, section)]
+    if not section.chat:
+        text = _plain_text(uid, _plain(row, "prompt", section), _plain(row, "completion", section), tokenizer)
+        return [_everything(text) if section.train_on == "all" else text]
+    messages = conversation(row, section)
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not turns:
+        raise DataError(
+            "no assistant message to train on", where=uid, hint="this stage needs `completion` or `messages`"
+        )
+    if section.train_on == "assistant":
+        return _all_turns(uid, messages, turns, tokenizer, tools(row))
+    text = _last_turn(uid, messages[: turns[-1] + 1], tokenizer, tools(row))
+    return [_everything(text) if section.train_on == "all" else text]
+
+
+def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
+    """[chosen, rejected] in pieces."""
+    uid = str(row["uid"])
+    if row.get("chosen") is None:
+        raise DataError("no `chosen` and `rejected`", where=uid, hint="preference stages need both columns")
+    if not section.chat:
+        prompt = _plain(row, "prompt", section)
+        return [_plain_text(uid, prompt, _plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
+    before = prompt_messages(row, section)
+    sides = [[*before, {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
+    return [_last_turn(uid, messages, tokenizer, tools(row)) for messages in sides]
+
+
+def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
+    """The whole conversation of a training row as messages, with the recipe's system message where it has none."""
+    if row.get("messages") is not None and not section.prompt_template:
+        return _with_system(chat.clean_messages(row["messages"]), section.system)
+    completion = row.get("completion")
+    if completion is None:
+        raise DataError(
+            "no `completion` to train on", where=str(row["uid"]), hint="write e.g. columns: {completion: answer}"
+        )
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    return [*prompt_messages(row, section), *chat.clean_messages(answer)]
+
+
+def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
+    """The conversation before the model's turn: the prompt, or the messages without the assistant's closing ones."""
+    prompt = row.get("prompt")
+    if prompt is None:
+        prompt = list(row.get("messages") or ())
+        while prompt and prompt[-1]["role"] == "assistant":
+            prompt.pop()
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat.clean_messages(prompt)
+    if not messages:
+        raise DataError("the prompt is empty", where=str(row["uid"]))
+    return _with_system(messages, section.system)
+
+
+def tools(row: Row) -> list[Any] | None:
+    """The row's tools for the template: a list, or JSON text of one (which no table format can fill with nulls)."""
+    value = row.get("tools")
+    return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+
+
+def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    if system is None or (messages and messages[0]["role"] == "system"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
+    if section.train_on != "all":
+        raise DataError("a row of plain `text` has no prompt to leave out", where=uid, hint="write `train_on: all`")
+    return Text(uid, (Piece(row["text"], True),), _eos(tokenizer))
+
+
+def _plain(row: Row, column: str, section: Data) -> str:
+    """A column as plain text (`chat: false`)."""
+    value = row.get(column)
+    if value is None:
+        raise DataError(
+            f"no `{column}`", where=str(row["uid"]), hint="`chat: false` needs prompt (and completion) texts"
+        )
+    if not isinstance(value, str):
+        raise DataError(f"`{column}` is messages, which `chat: false` cannot write", where=str(row["uid"]))
+    if column == "prompt" and section.system:
+        return f"{section.system}\n\n{value}"
+    return value
+
+
+def _plain_text(uid: str, prompt: str, completion: str, tokenizer: Any) -> Text:
+    if not completion.strip():
+        return _empty(uid, prompt)
+    return Text(uid, (Piece(prompt, False), Piece(completion, True)), _eos(tokenizer))
+
+
+def _empty(uid: str, prompt: str) -> Text:
+    """A row whose answer is empty: nothing is trained on, not even the end of the turn, so that it is dropped."""
+    return Text(uid, (Piece(prompt, False),))
+
+
+def _eos(tokenizer: Any) -> tuple[int, ...]:
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
+    return (int(tokenizer.eos_token_id),)
+
+
+def _everything(text: Text) -> Text:
+    """All of it trained on, unless there is no answer in it."""
+    if not any(p.trained for p in text.pieces):
+        return text
+    return Text(text.uid, tuple(Piece(p.text, True) for p in text.pieces), text.ids_behind)
+
+
+# --- one assistant turn, and all of them
+
+
+def _last_turn(uid: str, messages: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None) -> Text:
+    """The conversation with its last message as the trained turn."""
+    before, turn = messages[:-1], messages[-1]
+    prompt = chat.render(tokenizer, before, tools=tools, generation_prompt=True)
+    content = str(turn.get("content") or "").strip()
+    if not content and not turn.get("tool_calls"):
+        return _empty(uid, prompt)
+    whole = chat.render(tokenizer, messages, tools=tools)
+    written = whole[len(prompt) :]
+    if not whole.startswith(prompt) or content not in written:
+        return _written_by_hand(uid, prompt, before, turn, tokenizer)
+    end = chat.last_special(tokenizer, written) if turn.get("tool_calls") else _end_of_turn(written, content, tokenizer)
+    return _ended(uid, prompt, end, tokenizer)
+
+
+def _end_of_turn(written: str, content: str, tokenizer: Any) -> chat.TurnEnd:
+    """What the model has to write of `written`: all up to the first special token behind the content."""
+    start = written.find(content) + len(content)
+    end = chat.first_special(tokenizer, written[start:])
+    return chat.TurnEnd(written[:start] + end.text, end.id)
+
+
+def _ended(uid: str, prompt: str, answer: chat.TurnEnd, tokenizer: Any) -> Text:
+    """Prompt and answer; a template without an end-of-turn token gets the tokenizer's EOS behind the answer."""
+    if answer.id is not None:
+        return Text(uid, (Piece(prompt, False), Piece(answer.text, True)))
+    return Text(uid, (Piece(prompt, False), Piece(answer.text.rstrip(), True)), _eos(tokenizer))
+
+
+def _written_by_hand(uid: str, prompt: str, before: list[dict[str, Any]], turn: dict[str, Any], tokenizer: Any) -> Text:
+    """Prompt, content, end of turn put behind each other: for templates that write a finished turn differently from how
+    it is generated (thinking cut out; a `<think>` that the generation prompt already opened)."""
+    if turn.get("tool_calls"):
+        raise DataError("the chat template writes a tool call differently from how it is generated", where=uid)
+    content = str(turn["content"])
+    if chat.prefilled_think(prompt):
+        content = content.lstrip().removeprefix("<think>").lstrip("\n")
+        if "</think>" not in content:
+            raise DataError(
+                "the chat template opens <think> before the model's turn, but the answer never closes it",
+                where=uid,
+                hint="give answers with their thinking, or another `model.chat_template`",
+            )
+    end = chat.turn_end(tokenizer, before)
+    return _ended(uid, prompt, chat.TurnEnd(content + end.text, end.id), tokenizer)
+
+
+def _all_turns(
+    uid: str, messages: list[dict[str, Any]], turns: list[int], tokenizer: Any, tools: list[Any] | None
+) -> list[Text]:
+    """Every assistant turn trained on: in one sequence where the template keeps earlier turns as they were written,
+    else one sequence a turn."""
+    each = [_last_turn(uid, messages[: i + 1], tokenizer, tools) for i in turns]
+    last = "".join(p.text for p in each[-1].pieces)
+    pieces: list[Piece] = []
+    done = 0
+    for text in each:
+        prompt, answer = text.pieces[0].text, "".join(p.text for p in text.pieces[1:])
+        if not last.startswith(prompt + answer) or len(prompt) < done or (text is not each[-1] and text.ids_behind):
+            return [Text(f"{uid}.{n}", t.pieces, t.ids_behind) for n, t in enumerate(each)]
+        pieces += [Piece(prompt[done:], False), Piece(answer, True)]
+        done = len(prompt) + len(answer)
+    return [Text(uid, tuple(pieces), each[-1].ids_behind)]
+
+
+# --- tokens
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: Any, section: Data) -> list[tuple[int, ...]]:
+    """Tokens of prompts. A template writes its own special tokens; plain text gets the tokenizer's own start."""
+    bos = _bos(tokenizer, section)
+    return [(*bos.before(text), *ids) for text, ids in zip(texts, _ids(tokenizer, list(texts)), strict=True)]
+
+
+def encode(texts: Sequence[Text], tokenizer: Any, section: Data) -> list[Example]:
+    """Sequences as tokens, all in one call of the tokenizer.
+
+    A sequence is tokenised whole where each piece then ends on a token border, and piece by piece where it does not
+    (a token that spans prompt and answer cannot occur at inference, where the prompt is tokenised alone).
+    """
+    beginnings = list(dict.fromkeys(beginning for t in texts for beginning in _beginnings(t)))
+    ids = dict(zip(beginnings, _ids(tokenizer, beginnings), strict=True))
+    bos = _bos(tokenizer, section)
+    return [_encode_one(t, ids, tokenizer, bos, trained_start=section.train_on == "all") for t in texts]
+
+
+def _beginnings(text: Text) -> Iterator[str]:
+    """The text up to the end of each piece."""
+    so_far = ""
+    for piece in text.pieces:
+        so_far += piece.text
+        yield so_far
+
+
+def _encode_one(
+    text: Text, ids: Mapping[str, tuple[int, ...]], tokenizer: Any, bos: _Bos, *, trained_start: bool
+) -> Example:
+    whole = ids["".join(p.text for p in text.pieces)]
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for piece, beginning in zip(text.pieces, _beginnings(text), strict=True):
+        if whole[: len(ids[beginning])] != ids[beginning]:
+            tokens, trained = _piece_by_piece(text, whole, tokenizer)
+            break
+        trained += [piece.trained] * (len(ids[beginning]) - len(tokens))
+        tokens = list(ids[beginning])
+    start = bos.before(text.pieces[0].text)
+    return Example(
+        text.uid,
+        (*start, *tokens, *text.ids_behind),
+        (*(trained_start for _ in start), *trained, *(True for _ in text.ids_behind)),
+    )
+
+
+def _piece_by_piece(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    parts = _ids(tokenizer, [p.text for p in text.pieces])
+    tokens = [i for part in parts for i in part]
+    if tokenizer.decode(tokens) != tokenizer.decode(list(whole)):
+        raise DataError(
+            "this tokenizer writes a text differently in parts and as a whole, and no token border lies between prompt "
+            "and answer, so what the model would be trained on is not what it sees at inference",
+            where=text.uid,
+        )
+    return tokens, [p.trained for p, part in zip(text.pieces, parts, strict=True) for _ in part]
+
+
+def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
+    if not texts:
+        return []
+    return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+@dataclass(frozen=True)
+class _Bos:
+    """The token before plain text: `always` where the tokenizer puts one, `empty` before an empty prompt."""
+
+    always: tuple[int, ...] = ()
+    empty: tuple[int, ...] = ()
+
+    def before(self, text: str) -> tuple[int, ...]:
+        return self.always if text else self.empty
+
+
+def _bos(tokenizer: Any, section: Data) -> _Bos:
+    if section.chat or tokenizer.bos_token_id is None:
+        return _Bos()
+    bos = (int(tokenizer.bos_token_id),)
+    return _Bos(bos if tuple(tokenizer("a")["input_ids"][:1]) == bos else (), bos)

@@ -1,0 +1,84 @@
+"""From the recipe's `data` section to rows: read, renamed, brought to a known shape, given stable ids, mixed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from posttrain.data import shapes, sources
+from posttrain.data.identity import row_uid
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data, Source
+
+Row = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+# Keys of one source, which say nothing beside `mix`.
+_SOURCE_KEYS = ("split", "config", "skip", "seed", "params", "columns", "weight")
+
+
+def load_rows(section: Data, base_dir: Path) -> list[Row]:
+    """Every row with a stable `uid` (a column of that name gives way to ours), one of messages | prompt (+ completion |
+    answer | chosen/rejected) | text, and all its other columns. The order is the source's, or the mixture's; shuffling
+    is the sampler's. Raises DataError.
+    """
+    if section.mix is None:
+        return _rows(section, section, base_dir)
+    written = [k for k in _SOURCE_KEYS if k in section.model_fields_set]
+    if written:
+        raise DataError(f"data.{written[0]} belongs to one source: write it inside data.mix")
+    parts = [_rows(source, section, base_dir) for source in section.mix]
+    names = [str(source.source) for source in section.mix]
+    return mix(parts, [source.weight for source in section.mix], names, section.size)
+
+
+def _rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
+    rows = []
+    for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
+        row = shapes.normalise(_renamed(record, source.columns, where), where, section.prompt_template)
+        uid = row_uid(record, _stable_name(str(source.source)), position)
+        rows.append({**row, "uid": uid})
+    return rows
+
+
+def _stable_name(source: str) -> str:
+    """A file's name without its folder, so that ids survive a move of the project."""
+    return source if source.startswith("gym:") else source.rpartition("/")[2]
+
+
+def _renamed(record: Row, columns: dict[str, str], where: str) -> Row:
+    for theirs in columns.values():
+        if theirs not in record:
+            raise shapes.unknown_column(theirs, record, where)
+    taken = {theirs: record[theirs] for theirs in columns.values()}
+    rest = {k: v for k, v in record.items() if k not in taken}
+    return {**rest, **{ours: taken[theirs] for ours, theirs in columns.items()}}
+
+
+def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: int | None = None) -> list[Row]:
+    """Rows of all parts, interleaved so that every beginning of the result has the weights' shares as nearly as can be.
+
+    No row is repeated. Without `size` the mixture ends where the shares can no longer be kept; what is left is logged.
+    With it, a part that has too few rows for its share is an error.
+    """
+    shares = [w / sum(weights) for w in weights]
+    taken = [0] * len(parts)
+    mixed: list[Row] = []
+    while size is None or len(mixed) < size:
+        # The part that is furthest behind its share; the first of equals.
+        due = max(range(len(parts)), key=lambda i: (shares[i] * (len(mixed) + 1) - taken[i], -i))
+        if taken[due] == len(parts[due]):
+            if size is not None:
+                raise DataError(
+                    f"data.mix: {names[due]} has {len(parts[due])} rows, not its share {shares[due]:.3g} of {size}",
+                    hint="lower its weight or data.size",
+                )
+            break
+        mixed.append(parts[due][taken[due]])
+        taken[due] += 1
+    for name, part, count in zip(names, parts, taken, strict=True):
+        if count < len(part) and size is None:
+            log.warning("data.mix: %d of %d rows of %s are used, to keep the weights", count, len(part), name)
+    return mixed

@@ -1,0 +1,200 @@
+"""The shapes that data comes in, brought to one of: messages; prompt (+ completion | answer | chosen/rejected); text.
+
+Every other column stays in the row as it is, for rewards and templates to read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import string
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posttrain.errors import DataError, nearest
+
+Row = dict[str, Any]
+
+SHAPES = (
+    "messages; prompt + completion; instruction (+ input) + output; prompt + chosen + rejected; chosen + rejected "
+    "(message lists); prompt (+ answer and any columns); text"
+)
+_MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
+
+
+def normalise(row: Mapping[str, Any], where: str, prompt_template: str | None = None) -> Row:
+    """One record as a row with `messages`, `prompt` (and what answers it) or `text`. Raises DataError naming `where`."""
+    out = dict(row)
+    for column in ("messages", "prompt", "chosen", "rejected", "completion"):
+        if isinstance(out.get(column), list | tuple) or _is_json_list(out.get(column)):
+            out[column] = _messages(out[column], column, where)
+    _shape(out)(out, where)
+    if prompt_template is not None:
+        out["prompt"] = fill(prompt_template, out, where)
+    _check(out, where, templated=prompt_template is not None)
+    return out
+
+
+def _shape(row: Row) -> Callable[[Row, str], None]:
+    if row.get("chosen") is not None or row.get("rejected") is not None:
+        return _pair
+    if row.get("prompt") is None and row.get("instruction") is not None:
+        return _instruction
+    return _as_it_is
+
+
+def _as_it_is(row: Row, where: str) -> None:
+    del row, where
+
+
+def _instruction(row: Row, where: str) -> None:
+    """Alpaca's columns: the input is put under the instruction, the output is the completion."""
+    parts = [_text(row["instruction"], "instruction", where)]
+    if row.get("input"):
+        parts.append(_text(row["input"], "input", where))
+    row["prompt"] = "\n\n".join(parts)
+    if row.get("output") is not None and row.get("completion") is None:
+        row["completion"] = _text(row["output"], "output", where)
+
+
+def _pair(row: Row, where: str) -> None:
+    """chosen and rejected without the prompt in them; a prompt that is only in them is what they begin with alike."""
+    for side in ("chosen", "rejected"):
+        if row.get(side) is None:
+            raise DataError(f"`{side}` is missing beside its counterpart", where=where)
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError("`chosen` and `rejected` are not of the same kind (text, messages)", where=where)
+    if isinstance(chosen, str):
+        if row.get("prompt") is None:
+            start = _common_text(chosen, rejected)
+            row |= {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
+        return
+    start = _common_messages(chosen, rejected)
+    shared = chosen[:start]
+    if row.get("prompt") is None:
+        row["prompt"] = shared
+    row |= {side: _behind_prompt(row[side], start, row["prompt"], side, where) for side in ("chosen", "rejected")}
+
+
+def _behind_prompt(messages: list[Row], shared: int, prompt: Any, side: str, where: str) -> str:
+    """The text of the one assistant message behind the shared beginning."""
+    rest = messages[shared:]
+    if len(rest) != 1 or rest[0]["role"] != "assistant":
+        roles = ", ".join(m["role"] for m in rest) or "nothing"
+        raise DataError(f"`{side}` must be one assistant message behind the prompt, not: {roles}", where=where)
+    if shared and not _same_prompt(messages[:shared], prompt):
+        raise DataError(f"`{side}` begins with another conversation than `prompt`", where=where)
+    if rest[0].get("tool_calls"):
+        raise DataError(f"`{side}` is a tool call; pairs compare texts", where=where)
+    return _text(rest[0].get("content"), side, where)
+
+
+def _same_prompt(shared: list[Row], prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return str(shared[-1].get("content", "")).strip() == prompt.strip()
+    return shared == prompt
+
+
+def _common_messages(chosen: list[Row], rejected: list[Row]) -> int:
+    """Messages that both sides begin with, the last message of a side never counted."""
+    longest = min(len(chosen), len(rejected)) - 1
+    return next((i for i in range(longest) if chosen[i] != rejected[i]), max(longest, 0))
+
+
+def _common_text(chosen: str, rejected: str) -> int:
+    """Characters that both sides begin with, back to the end of a whole word."""
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    common = "".join(a for a, _ in alike)
+    return max(common.rfind(" "), common.rfind("\n")) + 1
+
+
+def _messages(value: Any, column: str, where: str) -> list[Row]:
+    """A list of {role, content, ...} without null fields; ShareGPT's from/value are understood, too."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    cleaned = []
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise DataError(f"`{column}[{i}]` is {_kind(message)}, not a message", where=where)
+        message = {k: v for k, v in message.items() if v is not None}
+        if "role" not in message and "from" in message:
+            roles = {"human": "user", "gpt": "assistant"}
+            message = {"role": roles.get(message["from"], message["from"]), "content": message.get("value", "")}
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"`{column}[{i}]` has no role; it has: {', '.join(message)}", where=where)
+        if not isinstance(message.get("content", ""), str):
+            raise DataError(f"`{column}[{i}].content` is {_kind(message['content'])}, not text", where=where)
+        cleaned.append(message)
+    return cleaned
+
+
+def _check(row: Row, where: str, *, templated: bool) -> None:
+    """The row has one of the shapes, and its columns are of the right kind."""
+    if not any(row.get(c) is not None for c in ("messages", "prompt", "text")):
+        columns = ", ".join(k for k in row)
+        near = [n for c in row for n in [nearest(c.lower(), _MAIN)] if n]
+        hint = f"name the columns, e.g. `columns: {{{near[0] if near else 'prompt'}: THEIR_NAME}}`"
+        problem = f"no shape that is known; columns: {columns}"
+        raise DataError(problem, where=where, allowed=f"shapes: {SHAPES}", hint=hint)
+    for column in ("messages",) if row.get("messages") is not None and not templated else ():
+        if not isinstance(row[column], list) or not row[column]:
+            raise DataError(f"`{column}` is {_kind(row[column])}, not a list of messages", where=where)
+    for column in ("prompt", "completion", "chosen", "rejected"):
+        value = row.get(column)
+        if value is not None and not isinstance(value, str | list):
+            raise DataError(f"`{column}` is {_kind(value)}, not text or messages", where=where)
+    if row.get("text") is not None and row.get("prompt") is None and not isinstance(row["text"], str):
+        raise DataError(f"`text` is {_kind(row['text'])}, not text", where=where)
+
+
+def fill(template: str, row: Mapping[str, Any], where: str = "prompt_template") -> str:
+    """`template` with its {column} fields filled from the row. Raises DataError naming a column that the row lacks."""
+    missing = [f for f in fields(template) if f not in row]
+    if missing:
+        raise unknown_column(missing[0], row, f"{where}, prompt_template")
+    return template.format_map({k: "" if v is None else v for k, v in row.items()})
+
+
+def fields(template: str) -> list[str]:
+    """The column names in a template. Raises DataError for braces that do not fit."""
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as cause:
+        raise DataError(f"data.prompt_template: {cause}", hint="write {{ and }} for braces that are meant") from cause
+    if not all(n.isidentifier() for n in names):
+        bad = next(n for n in names if not n.isidentifier())
+        raise DataError(f"data.prompt_template: `{{{bad}}}` is no column name", hint="write {{ and }} for braces")
+    return names
+
+
+def unknown_column(name: str, row: Mapping[str, Any], where: str) -> DataError:
+    """The error for a column that is not there: the columns there are, and the nearest."""
+    near = nearest(name, row)
+    return DataError(
+        f"no column `{name}`",
+        where=where,
+        allowed=f"columns: {', '.join(k for k in row if k != 'uid')}",
+        hint=f"did you mean `{near}`?" if near else "",
+    )
+
+
+def _is_json_list(value: Any) -> bool:
+    """Whether a text is a JSON list of messages: how they look in a CSV file."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[{")):
+        return False
+    try:
+        messages = json.loads(value)
+    except ValueError:
+        return False
+    return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in messages)
+
+
+def _text(value: Any, column: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"`{column}` is {_kind(value)}, not text", where=where)
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]})"
