@@ -1,0 +1,196 @@
+"""A pipeline: stages in order, each in a run directory of its own, the whole once a seed, then one table.
+
+    runs/quickstart/TIME-HASH/seed-0/sft, seed-0/rl, ..., seed-1/sft, ...
+
+A stage names what an earlier one of its seed made: `stage:rl` is rl's final model, `stage:rollouts/completions.jsonl` a
+file in its directory, and `run.max_minutes: stage:rl` is rl's training time. Finished stages are skipped on resume.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import MissingExtra, PosttrainError, RecipeError, UserError
+from posttrain.recipe.load import Loaded, load_dict
+from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
+from posttrain.recipe.stages import PipelineRecipe, Stage
+from posttrain.run.children import ERROR, MILESTONE, Child, run_children, stop_with_parent
+from posttrain.run.directory import RunDirectory, refuse_other_recipe
+from posttrain.run.durable import read_json, write_json
+from posttrain.run.environment import usable_cpus
+from posttrain.run.jsonl import finite
+from posttrain.run.progress import duration
+from posttrain.run.report import write_report
+
+RUNNERS = {
+    "sft": "posttrain.train.sft:run",
+    "dpo": "posttrain.train.preference:run",
+    "rl": "posttrain.train.rl:run",
+    "merge": "posttrain.merge.run:run",
+    "eval": "posttrain.evaluate.run:run",
+    "generate": "posttrain.evaluate.generate:run",
+    "run": "posttrain.pipeline:run",
+}
+HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")
+
+
+def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
+    """Run one stage in its open directory; write its summary.json (which marks it as finished) and report.html."""
+    module, _, name = RUNNERS[recipe.verb].partition(":")
+    try:
+        runner = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name not in HEAVY:
+            raise
+        raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
+    summary: dict[str, Any] = finite(runner(recipe, directory))
+    write_json(directory.path / "summary.json", summary)
+    write_report(directory.path)
+    return summary
+
+
+def run(recipe: PipelineRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Run what is not finished yet and return the summaries of all stages of all seeds, with the closing table."""
+    if len(recipe.seeds) == 1:
+        run_seed(recipe, directory.path, recipe.seeds[0])
+    else:
+        run_children(_children(recipe, directory), recipe.parallel)
+    return summarise(recipe, directory.path)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished stage of one seed."""
+
+    path: Path
+    summary: Mapping[str, Any]
+    skipped: bool  # it was finished before this start
+
+
+def resolve(values: Any, done: Mapping[str, Done], path: tuple[str, ...] = ()) -> Any:
+    """The same tree with every `stage:NAME` replaced by a path, or by minutes at `run.max_minutes`."""
+    if isinstance(values, Mapping):
+        return {key: resolve(value, done, (*path, key)) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [resolve(value, done, path) for value in values]
+    match = REFERENCE.match(values) if isinstance(values, str) else None
+    if match is None:
+        return values
+    stage = done[match[1]]
+    if path == MINUTES:
+        return _minutes(match[1], stage.summary)
+    return str(stage.path / (match[2] or "final"))
+
+
+def _minutes(name: str, summary: Mapping[str, Any]) -> float:
+    seconds = summary.get("train_seconds")
+    if not isinstance(seconds, (int, float)) or seconds <= 0:
+        raise RecipeError(f"run.max_minutes: stage:{name} has no training time", hint="name a stage that trains")
+    return seconds / 60
+
+
+def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
+    """All stages of one seed in this process, so that heavy libraries are imported once."""
+    done: dict[str, Done] = {}
+    for stage in recipe.stages:
+        name = stage["name"]
+        values = resolve({**stage, "run": {**stage.get("run", {}), "seed": seed}}, done)
+        loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")
+        folder = path.resolve() / f"seed-{seed}" / name
+        summary = read_json(folder / "summary.json")
+        if summary is not None:
+            again = [needed for _, needed, _ in references(stage) if not done[needed].skipped]
+            _refuse_stale(folder, loaded, again)
+            done[name] = Done(folder, summary, skipped=True)
+            continue
+        started = time.perf_counter()
+        summary = _run_in(folder, loaded, name)
+        took = duration(time.perf_counter() - started)
+        print(f"{MILESTONE}{name} in {took}  {headline(summary)}", file=sys.stderr, flush=True)
+        done[name] = Done(folder, summary, skipped=False)
+        gc.collect()  # the stage's model goes before the next one is loaded
+    return done
+
+
+def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
+    text = json.dumps(loaded.resolved, indent=2) + "\n"  # JSON is YAML: the file is a recipe that runs alone
+    begun = folder.exists() and any(folder.iterdir())
+    try:
+        with RunDirectory.open(folder, name=name, text=text, resolved=loaded.resolved, resume=begun) as directory:
+            return run_stage(loaded.recipe, directory)
+    except PosttrainError:
+        print(f"stage {name} did not finish; its directory is {folder}", file=sys.stderr)
+        raise
+
+
+def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
+    """A finished stage is taken as it is only if its recipe and the stages that it builds on are still the same."""
+    refuse_other_recipe(folder, read_json(folder / "resolved.json"), loaded.resolved, may_change={"run.output"})
+    if rerun:
+        raise UserError(
+            f"{folder} was made from an older run of {', '.join(rerun)}, which ran again",
+            hint=f"remove it (rm -r {folder}) and resume",
+        )
+
+
+def headline(summary: Mapping[str, Any]) -> str:
+    """The few numbers of a summary that fit on a line."""
+    shown = ("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last")
+    found = {key: summary[key] for key in shown if isinstance(summary.get(key), (int, float))}
+    return "  ".join(f"{key.replace('_', ' ')} {value:.3g}" for key, value in found.items())
+
+
+def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
+    """One process a seed, each with its share of the cores."""
+    request = directory.logs / "pipeline.json"
+    write_json(request, {"stages": recipe.stages, "base_dir": str(recipe.base_dir.resolve())})
+    threads = max(1, usable_cpus() // min(recipe.parallel, len(recipe.seeds)))
+    return [
+        Child(
+            name=f"seed {seed}",
+            command=[sys.executable, "-m", "posttrain.pipeline", str(request), str(directory.path), str(seed)],
+            log=directory.logs / f"seed-{seed}.log",
+            env={"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
+        )
+        for seed in recipe.seeds
+    ]
+
+
+def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
+    """`seeds`: {seed: {stage: its summary}}; `table`: the compared evaluations, if the recipe names any."""
+    names = [stage["name"] for stage in recipe.stages]
+    seeds = {
+        str(seed): {name: read_json(path / f"seed-{seed}" / name / "summary.json") for name in names}
+        for seed in recipe.seeds
+    }
+    return {"seeds": seeds}
+
+
+def main(request: str, path: str, seed: str) -> int:
+    """The child of `_children`: one seed; errors are told on stderr in one piece for the parent to show."""
+    stop_with_parent()
+    asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    try:
+        loaded = load_dict(
+            {"stage": "pipeline", "stages": asked["stages"]}, base_dir=Path(asked["base_dir"]), where="pipeline"
+        )
+        assert isinstance(loaded.recipe, PipelineRecipe)
+        run_seed(loaded.recipe, Path(path), int(seed))
+    except PosttrainError as error:
+        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
