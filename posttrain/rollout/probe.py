@@ -1,0 +1,37 @@
+"""Do engine and trainer compute the same? Log-probs of one fixed sequence from both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.rollout.hf import evaluating
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+TEXT = "Question: what is 12 + 30? Let us add: 12 + 30 = 42. The answer is 42."
+
+# Mean absolute gap in nats that rounding explains, with room: measured 2e-6 in fp32 and 0.02 to 0.05 in bf16.
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.1}
+
+
+def probe_ids(tokenizer: Any, limit: int) -> tuple[int, ...]:
+    """The fixed sequence, at most `limit` tokens of it."""
+    return tuple(tokenizer.encode(TEXT, add_special_tokens=False)[:limit])
+
+
+@torch.no_grad()
+def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int]) -> list[float]:
+    """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
+    row = torch.tensor([list(ids)], device=loaded.device)
+    with evaluating(model), loaded.autocast():
+        logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1).tolist()
+
+
+def mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
+    """Mean |a - b|. Raises ValueError if lengths differ."""
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)

@@ -1,0 +1,129 @@
+"""Starting vLLM inside this process: environment, arguments, and start-up failures as sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError
+from posttrain.recipe.sections import Vllm
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
+
+
+def require_vllm() -> None:
+    """Raise MissingExtra if vLLM cannot be found. Imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtra("vllm", "rollout.engine: vllm", "vllm")
+
+
+def prepare_environment() -> None:
+    """Settings that vLLM reads from the environment. Those that the user made stay, but for the first."""
+    # The engine core must live in this process: weights are handed over as tensors, not through a file or a pipe.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about its own choices
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is data
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer shares these threads
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; without it vLLM takes a share of the host's memory
+    if importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def start(section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora_rank: int | None) -> Any:
+    """A vllm.LLM on the model in `folder`. lora_rank None: weights are left random, to be pushed by the first sync.
+
+    Raises RecipeError or EngineError with what to change.
+    """
+    require_vllm()
+    check_settings(section)
+    prepare_environment()
+    threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        from vllm import LLM
+
+        with undisturbed_randomness():
+            return LLM(**arguments(section, folder, dtype=dtype, max_len=max_len, lora_rank=lora_rank))
+    except PosttrainError:
+        raise
+    except Exception as cause:
+        raise explain(cause, section, "did not start") from cause
+    finally:
+        # The CPU worker replaces torch.set_num_threads by a function that refuses; the trainer needs the real one.
+        torch.set_num_threads = threads[1]
+        torch.set_num_threads(threads[0])
+
+
+@contextlib.contextmanager
+def undisturbed_randomness() -> Iterator[None]:
+    """Global random states afterwards are what they were before: vLLM seeds all of them when it starts."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+
+
+def check_settings(section: Vllm) -> None:
+    """Refuse what this machine cannot do, before the seconds that a start takes."""
+    if section.sleep and not torch.cuda.is_available():
+        raise RecipeError(
+            "rollout.vllm.sleep needs a GPU", hint="leave it out: on a CPU there is no memory to hand over"
+        )
+    if not 0 < section.gpu_memory <= 1:
+        raise RecipeError("rollout.vllm.gpu_memory must be above 0 and at most 1")
+
+
+def arguments(
+    section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora_rank: int | None
+) -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM."""
+    values: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_len,
+        "gpu_memory_utilization": section.gpu_memory,
+        "enforce_eager": section.enforce_eager,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": section.sleep,
+        "logprobs_mode": "processed_logprobs",  # after the temperature; see VllmEngine for top-p and top-k
+        "generation_config": "vllm",  # no sampling defaults from the model's folder: the recipe says it all
+        "disable_log_stats": True,
+    }
+    if lora_rank is None:
+        values["load_format"] = "dummy"
+    else:
+        values |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(lora_rank)}
+    return values
+
+
+def lora_slot(rank: int) -> int:
+    """The smallest adapter rank that vLLM can be started with and that holds `rank`. Raises RecipeError."""
+    for slot in LORA_RANKS:
+        if rank <= slot:
+            return slot
+    raise RecipeError(f"model.lora.rank {rank} is more than vLLM serves", allowed=f"at most {LORA_RANKS[-1]}")
+
+
+def explain(cause: Exception, section: Vllm, what: str) -> EngineError:
+    """What vLLM's exception means for the recipe."""
+    text = str(cause)
+    first = text.strip().splitlines()[0] if text.strip() else type(cause).__name__
+    hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
+    if "head_dim" in text or "head size" in text.lower():
+        hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
+    elif isinstance(cause, torch.OutOfMemoryError) or "memory" in text.lower() or "cache blocks" in text.lower():
+        hint = (
+            f"rollout.vllm.gpu_memory is {section.gpu_memory}: raise it if vLLM says that its share is too small,"
+            " lower it if it says that less is free; a lower max_new_tokens or vllm.max_model_len needs less"
+        )
+    return EngineError(f"vLLM {what}: {type(cause).__name__}: {first}", hint=hint)

@@ -1,0 +1,82 @@
+"""The trainer's weights in the form that vLLM loads: checkpoint names, dense tensors, no needless copies."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+SHARED_MEMORY = Path("/dev/shm")
+PEFT_PREFIX = "base_model.model."
+
+
+def dense_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of every weight of the model, or of the base under its adapters. Streams.
+
+    Tied weights come once, under their first name. 4-bit weights come dequantised, so that the engine holds the very
+    base that the trainer computes with and not the one it was rounded from.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    seen: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if ".lora_" in name or ".quant_state." in name or _is_quantisation_detail(name) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        yield name.replace(".base_layer.", "."), _dense(tensor, base.dtype)
+
+
+def _is_quantisation_detail(name: str) -> bool:
+    return name.endswith((".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")) or ".quant_state" in name
+
+
+def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    state = getattr(tensor, "quant_state", None)
+    if state is None:
+        return tensor.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(tensor.detach(), state).to(dtype)
+
+
+def write_config(loaded: LoadedModel, folder: Path) -> Path:
+    """config.json and the tokenizer in `folder`: all that vLLM needs of a model whose weights are pushed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    config = copy.deepcopy(loaded.model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what vLLM gets is dense
+    base = loaded.model.get_base_model() if loaded.is_lora else loaded.model
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
+    """The dense base under the adapter as a model folder, in `dtype`. vLLM cannot be pushed a base under adapters."""
+    from huggingface_hub import save_torch_state_dict
+
+    write_config(loaded, folder)
+    state = {
+        name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()
+        for name, tensor in dense_weights(loaded.model)
+    }
+    save_torch_state_dict(state, folder)
+    return folder
+
+
+def write_adapter(model: Any, version: int) -> Path:
+    """The trained adapter in a new folder of its own, in /dev/shm where there is one. The caller removes it."""
+    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix=f"posttrain-adapter-{version}-", dir=root))
+    model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+    return folder
