@@ -171,7 +171,22 @@ def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
         str(seed): {name: read_json(path / f"seed-{seed}" / name / "summary.json") for name in names}
         for seed in recipe.seeds
     }
-    return {"seeds": seeds}
+    if not recipe.table:
+        return {"seeds": seeds}
+    from posttrain.evaluate.table import closing_table, findings
+
+    labels = _labels(recipe)
+    rows = closing_table({labels[name]: {s: path / f"seed-{s}" / name for s in seeds} for name in recipe.table})
+    return {"seeds": seeds, "table": rows, "findings": findings(rows)}
+
+
+def _labels(recipe: PipelineRecipe) -> dict[str, str]:
+    """What the table calls an eval stage: the stage whose model it measures; itself where several measure the same."""
+    stages = {stage["name"]: stage for stage in recipe.stages}
+    found = {name: REFERENCE.fullmatch(str(stages[name]["model"]["path"])) for name in recipe.table}
+    labels = {name: match[1] if match and not match[2] else name for name, match in found.items()}
+    once = {name for name in labels if list(labels.values()).count(labels[name]) == 1}
+    return {name: labels[name] if name in once else name for name in labels}
 
 
 def main(request: str, path: str, seed: str) -> int:

@@ -1,0 +1,88 @@
+"""The closing table of a pipeline: several evaluations of the same problems, once a seed, against the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.evaluate.compare import problem_values
+from posttrain.evaluate.estimators import Interval, bootstrap_ci, paired_difference
+
+Values = Mapping[tuple[str, int], float]
+Seeds = Mapping[str, Values]  # seed -> value of each problem
+
+
+def closing_table(evaluations: Mapping[str, Mapping[str, Path]], *, level: float = 0.95) -> list[dict[str, Any]]:
+    """One row an entry of `evaluations` (model's name -> seed -> directory of the eval run), in that order.
+
+    A row: `model`; `seeds` {seed: {mean, low, high}}; `pooled`, the same over seeds; `mean_tokens`; `difference` to the
+    first row, pooled and per seed (None in the first row). Seeds are pooled by averaging each problem over them: one
+    problem counts once. Differences are over problems that both have. Intervals are over problems, not over seeds.
+    """
+    rows: list[dict[str, Any]] = []
+    baseline: tuple[str, Seeds] | None = None
+    for name, runs in evaluations.items():
+        seeds = {seed: problem_values(path) for seed, path in runs.items()}
+        lengths = pooled({seed: problem_values(path, "tokens") for seed, path in runs.items()})
+        rows.append(
+            {
+                "model": name,
+                "seeds": {seed: _bounds(bootstrap_ci(list(v.values()), level=level)) for seed, v in seeds.items()},
+                "pooled": _bounds(bootstrap_ci(list(pooled(seeds).values()), level=level)),
+                "mean_tokens": sum(lengths.values()) / len(lengths) if lengths else None,
+                "difference": difference(*baseline, seeds, level) if baseline else None,
+                "level": level,
+            }
+        )
+        baseline = baseline or (name, seeds)
+    return rows
+
+
+def pooled(seeds: Seeds) -> dict[tuple[str, int], float]:
+    """Each problem's mean over the seeds that have it."""
+    gathered: dict[tuple[str, int], list[float]] = {}
+    for values in seeds.values():
+        for key, value in values.items():
+            gathered.setdefault(key, []).append(value)
+    return {key: sum(values) / len(values) for key, values in gathered.items()}
+
+
+def difference(name: str, before: Seeds, after: Seeds, level: float) -> dict[str, Any]:
+    """after minus before, problem by problem: `to`, mean, low, high, and `seeds` with the same of each seed."""
+    by_seed = {seed: _bounds(_paired(before[seed], after[seed], level)) for seed in after if seed in before}
+    return {"to": name, **_bounds(_paired(pooled(before), pooled(after), level)), "seeds": by_seed}
+
+
+def _paired(before: Values, after: Values, level: float) -> Interval:
+    shared = [key for key in before if key in after]
+    return paired_difference([before[key] for key in shared], [after[key] for key in shared], level=level)
+
+
+def _bounds(interval: Interval) -> dict[str, float | None]:
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
+
+
+def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A plain sentence for each row that is compared: how far from the first, and whether its interval excludes 0."""
+    return [_finding(row) for row in rows if row["difference"] and row["difference"]["mean"] is not None]
+
+
+def _finding(row: Mapping[str, Any]) -> str:
+    found = row["difference"]
+    level = f"{100 * row['level']:g}% interval"
+    side = _side(found)
+    place = "above" if found["mean"] > 0 else "below"
+    start = f"{row['model']} is {abs(found['mean']):.3f} {place} {found['to']}"
+    if side == 0:
+        return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] includes 0, no difference is shown."
+    agree = sum(_side(seed) == side for seed in found["seeds"].values())
+    seeds = f", for {agree} of {len(found['seeds'])} seeds on its own" if len(found["seeds"]) > 1 else ""
+    return f"{start}: the {level} [{found['low']:+.3f}, {found['high']:+.3f}] excludes 0{seeds}."
+
+
+def _side(bounds: Mapping[str, Any]) -> int:
+    """1 above 0, -1 below, 0 where the interval includes 0 or nothing was measured."""
+    if bounds["low"] is None:
+        return 0
+    return 1 if bounds["low"] > 0 else -1 if bounds["high"] < 0 else 0
