@@ -232,7 +232,7 @@ def _trust(data: np.ndarray) -> tuple[bool, str]:
     if data.size == 1:
         return False, "not informative: one problem"
     if (data == data[0]).all():
-        return False, "not informative: every problem has the same value"
+        return False, "not informative: all values are equal"
     if data.size < FEW_PROBLEMS:
         return True, f"coarse: only {data.size} problems"
     return True, ""

@@ -1,0 +1,26 @@
+"""The generate stage: completions of prompts, ungraded, in completions.jsonl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.evaluate.sampling import COMPLETIONS, prepare, sample
+from posttrain.recipe.stages import GenerateRecipe
+from posttrain.run.directory import RunDirectory
+
+
+def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Sample, write completions.jsonl (one object a completion) and return counts."""
+    prepared = prepare(recipe)
+    records = sample(recipe, directory, prepared.items, recipe.samples, lambda rollouts: [{} for _ in rollouts])
+    return {
+        "model": recipe.model.path,
+        "prompts": len(prepared.items),
+        "samples": recipe.samples,
+        "mean_tokens": sum(r["tokens"] for r in records) / len(records),
+        "truncated": sum(r["finish"] == "length" for r in records) / len(records),
+        "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
+        "sampling": recipe.sampling.model_dump(),
+        "seed": recipe.run.seed,
+        "completions": str(directory.path / COMPLETIONS),
+    }

@@ -1,0 +1,139 @@
+"""The eval stage: sample, grade with the reward scripts of training, sum up with intervals over problems."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.batch import Rollout
+from posttrain.errors import RecipeError
+from posttrain.evaluate.answers import voted_answer
+from posttrain.evaluate.sampling import COMPLETIONS, Record, prepare, sample
+from posttrain.evaluate.summary import problem_rows, summarise
+from posttrain.recipe.stages import EvalRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.run.durable import write_text
+from posttrain.run.jsonl import to_lines
+from posttrain.verify.load import check_columns, load_reward
+from posttrain.verify.score import Sample, Scorer
+
+PROBLEMS = "problems.jsonl"
+
+
+def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Evaluate and return the summary.
+
+    completions.jsonl holds every completion with its scores, problems.jsonl one row a problem, samples.jsonl the
+    completions of the first problems for the report. With the same recipe, data and weights the numbers are the same,
+    also after a stop and `--resume`. Raises RecipeError for a k above `eval.samples`.
+    """
+    started = time.perf_counter()
+    n, settings = recipe.eval.samples, recipe.eval
+    if max(settings.k, default=1) > n:
+        raise RecipeError(f"k = {max(settings.k)} needs as many samples, but eval.samples is {n}", where="eval.k")
+    prepared = prepare(recipe)
+    rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
+    check_columns(rewards, {column for row in prepared.rows for column in row})
+    with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
+        records = sample(recipe, directory, prepared.items, n, lambda rollouts: grade(scorer, rollouts), ("correct",))
+    write_text(directory.path / PROBLEMS, to_lines(problem_rows(records)))
+    _write_samples(directory, records, recipe.run.samples_per_step)
+    summary = {
+        "model": recipe.model.path,
+        **summarise(records, settings, recipe.run.seed),
+        "samples": n,
+        "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
+        "sampling": recipe.sampling.model_dump(),
+        "engine": recipe.engine.engine,
+        "seed": recipe.run.seed,
+        "seconds": round(time.perf_counter() - started, 2),  # of this attempt
+        "records": str(directory.path / COMPLETIONS),
+    }
+    show(summary)
+    return summary
+
+
+def grade(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+    """Scores, reward, correctness and the answer that is voted for, of each rollout."""
+    scores = scorer.score(
+        [
+            Sample(
+                completion=r.text,
+                row=r.prompt.row,
+                prompt=r.prompt.text,
+                finish=r.finish,
+                token_count=len(r.ids),
+                group=r.group,
+            )
+            for r in rollouts
+        ]
+    )
+    for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):
+        for name, count in found.items():
+            if count:
+                print(
+                    f"reward {name}: {count} of {len(rollouts)} calls {what}; they count as unscored", file=sys.stderr
+                )
+    return [
+        {
+            "scores": {name: column[i] for name, column in scores.components.items()},
+            "reward": scores.rewards[i],
+            "correct": scores.correct[i],
+            "answer": voted_answer(r.text, finished=r.finish == "stop"),
+        }
+        for i, r in enumerate(rollouts)
+    ]
+
+
+def _write_samples(directory: RunDirectory, records: Sequence[Record], count: int) -> None:
+    log = directory.samples(resume_after=None)
+    log.write(0, [{k: v for k, v in r.items() if k != "step"} for r in records if r["sample"] == 0][:count])
+    log.close()
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """The closing table, on stderr: the numbers, and what they rest on."""
+    console = Console(stderr=True, markup=False, highlight=False)
+    console.print(result_table(summary))
+    for line in remarks(summary):
+        console.print(line, soft_wrap=True)
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Metric, mean, interval and note."""
+    level = next(iter(summary["intervals"].values()))["level"]
+    shown = Table("", "mean", f"{100 * level:g}% interval", "", box=None, pad_edge=False)
+    for name, found in summary["intervals"].items():
+        digits = 1 if name == "tokens" else 3
+        if found["mean"] is None:
+            shown.add_row(name, "-", "-", found["note"])
+        else:
+            bounds = f"{found['low']:.{digits}f} to {found['high']:.{digits}f}"
+            shown.add_row(name, f"{found['mean']:.{digits}f}", bounds, found["note"])
+    return shown
+
+
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """Sentences about problems, sampling, truncation and unscored completions."""
+    sampling = summary["sampling"]
+    lines = [
+        f"{summary['problems']} problems x {summary['samples']} samples, temperature {sampling['temperature']:g}, "
+        f"top_p {sampling['top_p']:g}, top_k {sampling['top_k']}, at most {sampling['max_new_tokens']} new tokens, "
+        f"seed {summary['seed']}",
+    ]
+    if summary["truncated"]:
+        lines.append(
+            f"{100 * summary['truncated']:.1f}% of the completions hit the limit and count as wrong; "
+            f"{summary['truncated_right']} of them held the right answer"
+        )
+    if summary["unscored"]:
+        lines.append(
+            f"{summary['unscored']} completions could not be judged and are left out "
+            f"({summary['unscored_problems']} problems entirely)"
+        )
+    return lines

@@ -1,0 +1,158 @@
+"""Sample every prompt of a data section, chunk by chunk, into completions.jsonl; a run that was stopped goes on there.
+
+A chunk is a fixed run of prompts with a seed of its own, and it counts only when all of its rows are written. So what a
+resumed run samples is what an unbroken one would have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.data.prepare import Prepared, prepare_prompts
+from posttrain.errors import Interrupted
+from posttrain.models.load import load, load_tokenizer
+from posttrain.recipe.sections import EngineSection
+from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
+from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.run.directory import RunDirectory
+from posttrain.run.interrupt import GracefulStop
+from posttrain.run.jsonl import StepLog, read_rows
+from posttrain.run.progress import Progress
+from posttrain.run.seeds import derive
+
+COMPLETIONS = "completions.jsonl"
+VLLM_CHUNK = 4096  # sequences: long chunks keep vLLM's batch full, and a stop loses at most one of them
+
+Record = dict[str, Any]
+Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
+
+
+def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
+    """The prompts, in the order of their rows, with the tokenizer alone: data errors come before the model loads."""
+    prepared = prepare_prompts(recipe.data, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    for cause, uids in [*prepared.dropped.items(), *prepared.cut.items()]:
+        print(f"{len(uids)} prompts: {cause}", file=sys.stderr)
+    return prepared
+
+
+def sample(
+    recipe: EvalRecipe | GenerateRecipe,
+    directory: RunDirectory,
+    prompts: Sequence[Prompt],
+    n: int,
+    grade: Grade,
+    columns: Sequence[str] = (),
+) -> list[Record]:
+    """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl.
+
+    grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
+    its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`.
+    columns: keys of numbers in records whose running mean the display shows. Raises Interrupted after Ctrl-C; every
+    finished chunk is kept.
+    """
+    path = directory.path / COMPLETIONS
+    chunks = split(len(prompts), n, recipe.engine)
+    records = finished(read_rows(path), chunks, n)
+    done = len({record["step"] for record in records})
+    log = StepLog(path, done - 1 if done else None, directory.logs)
+    try:
+        if done < len(chunks):
+            if done:
+                print(f"resumed: {len(records)} completions are there already", file=sys.stderr)
+            records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns)
+    finally:
+        log.close()
+    return records
+
+
+def split(prompts: int, n: int, engine: EngineSection) -> list[range]:
+    """Positions of the prompts of each chunk: as many as fill the engine's batch with n completions each."""
+    sequences = max(engine.batch_size, VLLM_CHUNK) if engine.engine == "vllm" else engine.batch_size
+    size = max(1, sequences // n)
+    return [range(start, min(start + size, prompts)) for start in range(0, prompts, size)]
+
+
+def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Record]:
+    """The rows of the chunks that are complete, from the first one on."""
+    found: list[Record] = []
+    for number, chunk in enumerate(chunks):
+        own = [row for row in rows if row["step"] == number]
+        if len(own) != len(chunk) * n:
+            break
+        found += own
+    return found
+
+
+def _generate(
+    recipe: EvalRecipe | GenerateRecipe,
+    directory: RunDirectory,
+    prompts: Sequence[Prompt],
+    n: int,
+    grade: Grade,
+    chunks: Sequence[range],
+    done: int,
+    log: StepLog,
+    columns: Sequence[str],
+) -> list[Record]:
+    """Load the model and sample the chunks that are left."""
+    loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+    longest = needed_length(prompts, recipe.sampling)
+    engine = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
+    records: list[Record] = []
+    try:
+        check_fits(prompts, recipe.sampling, engine.window)
+        with GracefulStop() as stop, Progress(recipe.verb, len(chunks), ("tokens", "truncated", *columns)) as progress:
+            for number in range(done, len(chunks)):
+                part = chunks[number]
+                rollouts = engine.generate(
+                    [prompts[i] for i in part],
+                    n,
+                    recipe.sampling,
+                    seed=derive(recipe.run.seed, "eval", number),
+                    first_group=part.start,
+                    logprobs=False,
+                )
+                rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_paired(rollouts, grade))]
+                log.append(rows)
+                records += rows
+                progress.update(number + 1, _means(records, columns))
+                if stop.requested and number + 1 < len(chunks):
+                    raise Interrupted(
+                        f"stopped after {number + 1} of {len(chunks)} chunks; their completions are kept",
+                        where=str(directory.path),
+                    )
+    finally:
+        engine.close()
+    return records
+
+
+def _paired(rollouts: Sequence[Rollout], grade: Grade) -> list[tuple[Rollout, Mapping[str, Any]]]:
+    return list(zip(rollouts, grade(rollouts), strict=True))
+
+
+def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
+    return {
+        "step": chunk,
+        "problem": rollout.group,
+        "uid": rollout.prompt.uid,
+        "prompt": rollout.prompt.text,
+        "sample": sample,
+        "completion": rollout.text,
+        "finish": rollout.finish,
+        "tokens": len(rollout.ids),
+    }
+
+
+def _means(records: Sequence[Record], columns: Sequence[str]) -> dict[str, float | None]:
+    """Running means over everything sampled since the start of this attempt."""
+    means: dict[str, float | None] = {
+        "tokens": sum(r["tokens"] for r in records) / len(records),
+        "truncated": sum(r["finish"] == "length" for r in records) / len(records),
+    }
+    for column in columns:
+        values = [float(r[column]) for r in records if r.get(column) is not None]
+        means[column] = sum(values) / len(values) if values else None
+    return means

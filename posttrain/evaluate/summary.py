@@ -1,0 +1,112 @@
+"""From graded completions to numbers with intervals. Pure: records in, values out, so a resumed run sums up the same.
+
+A truncated completion counts as wrong, whatever was graded, and is reported apart. A completion whose correctness could
+not be judged (None) is left out of its problem and counted; it is never a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from posttrain.evaluate.estimators import Interval, avg_at_k, bootstrap_ci, cons_at_k, pass_contributions, scored
+from posttrain.recipe.sections import EvalSettings
+
+Record = Mapping[str, Any]
+
+
+def by_problem(records: Sequence[Record]) -> list[list[Record]]:
+    """Records of each problem, in the order of the prompts and their samples."""
+    problems: dict[int, list[Record]] = {}
+    for record in sorted(records, key=lambda r: (r["problem"], r["sample"])):
+        problems.setdefault(record["problem"], []).append(record)
+    return list(problems.values())
+
+
+def verdict(record: Record) -> bool | None:
+    """Right, wrong, or not judged. What was cut off is wrong."""
+    if record["correct"] is None:
+        return None
+    return bool(record["correct"]) and record["finish"] != "length"
+
+
+def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """One row a problem, what problems.jsonl holds and runs are compared by."""
+    rows = []
+    for samples in by_problem(records):
+        verdicts = [verdict(r) for r in samples]
+        consensus = _consensus([samples], None)
+        rows.append(
+            {
+                "uid": samples[0]["uid"],
+                "samples": len(samples),
+                "scored": sum(v is not None for v in verdicts),
+                "right": sum(v is True for v in verdicts),
+                "accuracy": avg_at_k([verdicts]).avg,
+                "tokens": sum(r["tokens"] for r in samples) / len(samples),
+                "truncated": sum(r["finish"] == "length" for r in samples),
+                "majority": consensus.majority[0],
+                "majority_share": consensus.share[0],
+                "consensus": consensus.per_problem[0],
+            }
+        )
+    return rows
+
+
+def estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Interval]:
+    """accuracy, pass@k, cons@k and tokens, each with its interval; all are resampled with the same problems."""
+    rows = problem_rows(records)
+    problems = by_problem(records)
+    values: dict[str, Sequence[float] | None] = {"accuracy": scored([row["accuracy"] for row in rows])}
+    judged = [row for row in rows if row["scored"]]
+    for k in settings.k:
+        n, c = [row["scored"] for row in judged], [row["right"] for row in judged]
+        values[f"pass@{k}"] = pass_contributions(n, c, k)
+    for k in settings.k:
+        values[f"cons@{k}"] = _consensus(problems, k).per_problem
+    values["tokens"] = [row["tokens"] for row in rows]
+    return {name: _interval(per_problem, settings, seed) for name, per_problem in values.items()}
+
+
+def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Any:
+    """Votes by the extracted answer. A class is right if the verifier said so of its first judged voter."""
+    answers = [[r["answer"] for r in samples] for samples in problems]
+    right = [[None if r["correct"] is None else bool(r["correct"]) for r in samples] for samples in problems]
+    return cons_at_k(answers, right=right, k=k)
+
+
+def _interval(values: Sequence[float] | None, settings: EvalSettings, seed: int) -> Interval:
+    if values is None:
+        return Interval(None, None, None, settings.level, 0, False, "some problems have fewer scored samples than k")
+    return bootstrap_ci(values, level=settings.level, resamples=settings.bootstrap, seed=seed)
+
+
+def counts(records: Sequence[Record]) -> dict[str, Any]:
+    """What was left out or cut, and the mean of every reward component over the completions it applies to."""
+    cut = [r for r in records if r["finish"] == "length"]
+    components: dict[str, Any] = {}
+    for name in dict.fromkeys(name for r in records for name in r["scores"]):
+        values = [r["scores"].get(name) for r in records]
+        there = scored(values)
+        components[name] = {"mean": sum(there) / len(there) if there else None, "none": len(values) - len(there)}
+    return {
+        "completions": len(records),
+        "truncated": len(cut) / len(records),
+        "truncated_right": sum(r["correct"] is True for r in cut),
+        "unscored": sum(r["correct"] is None for r in records),
+        "unscored_problems": sum(all(r["correct"] is None for r in p) for p in by_problem(records)),
+        "rewards": components,
+    }
+
+
+def summarise(records: Sequence[Record], settings: EvalSettings, seed: int) -> dict[str, Any]:
+    """Every number of an evaluation that follows from its records."""
+    found = estimates(records, settings, seed)
+    return {
+        "accuracy": found["accuracy"].mean,
+        "mean_tokens": found["tokens"].mean,
+        "problems": len(by_problem(records)),
+        **counts(records),
+        "intervals": {name: asdict(interval) for name, interval in found.items()},
+    }

@@ -1,0 +1,197 @@
+"""The eval stage on scripted completions whose numbers can be done by hand, and on the tiny model for real."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import Interrupted, RecipeError, RewardError, UserError
+from posttrain.evaluate.compare import compare
+from posttrain.evaluate.run import remarks
+from posttrain.run.jsonl import read_rows
+
+Evaluate = Callable[..., dict[str, Any]]
+TIMES = ("seconds", "records")
+
+
+def right_for(count: int) -> Callable[[str, int], str]:
+    """The first `count` samples are right, the others say 0."""
+
+    def script(prompt: str, sample: int) -> str:
+        return f"<answer>{sum(map(int, prompt.split('+'))) if sample < count else 0}</answer>"
+
+    return script
+
+
+def without_times(summary: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in summary.items() if key not in TIMES}
+
+
+def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Problems 1+1 .. 1+3: 3 of 4 right, 1+4 .. 1+6: 0 right (four different wrong answers).
+
+    accuracy (3 * .75 + 0) / 6 = .375 = pass@1; pass@2: 1 - C(1,2)/C(4,2) = 1 for the first three -> .5; cons@4: 1 for
+    the first three -> .5; cons@1: the first sample is right for them -> .5. `<answer>2</answer>` and EOS: 4 tokens (the
+    tags are one token each).
+    """
+
+    three = right_for(3)
+    scripted(lambda p, i: three(p, i) if int(p[-1]) <= 3 else f"<answer>{'abcd'[i]}</answer>")
+    summary = evaluate()
+    assert summary["accuracy"] == pytest.approx(0.375)
+    means = {name: found["mean"] for name, found in summary["intervals"].items()}
+    assert means == pytest.approx(
+        {
+            "accuracy": 0.375,
+            "pass@1": 0.375,
+            "pass@2": 0.5,
+            "pass@4": 0.5,
+            "cons@1": 0.5,
+            "cons@2": 0.5,
+            "cons@4": 0.5,
+            "tokens": 4.0,
+        }
+    )
+    found = summary["intervals"]["accuracy"]
+    assert 0 <= found["low"] < 0.375 < found["high"] <= 0.75 and "6 problems" in found["note"]
+    assert (summary["problems"], summary["samples"], summary["completions"]) == (6, 4, 24)
+    assert summary["rewards"] == {"exact": {"mean": 0.375, "none": 0}}
+    told = capsys.readouterr()
+    assert told.out == "" and "pass@4" in told.err and "0.375" in told.err
+
+    rows = read_rows(folder / "run" / "problems.jsonl")
+    assert [row["right"] for row in rows] == [3, 3, 3, 0, 0, 0]
+    assert rows[0]["majority"] == "2" and rows[0]["majority_share"] == 0.75
+    records = read_rows(folder / "run" / "completions.jsonl")
+    assert len(records) == 24 and records[0]["completion"] == "<answer>2</answer>"
+    assert len(read_rows(folder / "run" / "samples.jsonl")) == 4
+
+
+def test_truncated_is_wrong_and_told_apart(scripted, evaluate: Evaluate) -> None:
+    """Sample 0 holds the right answer and then runs into the limit of 24 tokens; the other three stop, right."""
+    right = right_for(4)
+    scripted(lambda p, i: right(p, i) + (" and so on" * 9 if i == 0 else ""))
+    summary = evaluate()
+    assert (summary["accuracy"], summary["truncated"], summary["truncated_right"]) == (0.75, 0.25, 6)
+    assert any("25.0% of the completions hit the limit" in line for line in remarks(summary))
+
+
+def test_unscored_is_left_out_and_never_wrong(scripted, evaluate: Evaluate) -> None:
+    """Of each problem one sample crashes the reward, one gets None, two are right: accuracy 1, pass@4 not available."""
+    right = right_for(4)
+    scripted(lambda p, i: ("crash", "abstain", right(p, i), right(p, i))[i])
+    summary = evaluate()
+    assert (summary["accuracy"], summary["unscored"], summary["unscored_problems"]) == (1.0, 12, 0)
+    assert summary["intervals"]["pass@2"]["mean"] == 1.0
+    assert summary["intervals"]["pass@4"]["mean"] is None
+    assert summary["rewards"]["exact"] == {"mean": 1.0, "none": 12}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_anywhere_and_resumed_gives_the_same(evaluate: Evaluate, folder: Path, seed: int) -> None:
+    """The real tiny model at temperature 1. A kill leaves completions.jsonl cut at any byte; after a resume every record
+    and every number is that of the unbroken run.
+    """
+    whole = evaluate("whole")
+    text = (folder / "whole" / "completions.jsonl").read_bytes()
+    evaluate("run")
+    (folder / "run" / "completions.jsonl").write_bytes(text[: random.Random(seed).randrange(len(text))])
+    (folder / "run" / "problems.jsonl").unlink()
+    resumed = evaluate("run", resume=True)
+    assert without_times(resumed) == without_times(whole)
+    assert (folder / "run" / "completions.jsonl").read_bytes() == text
+    for name in ("problems.jsonl", "samples.jsonl"):
+        assert (folder / "run" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
+def test_another_seed_samples_something_else(evaluate: Evaluate, folder: Path) -> None:
+    evaluate("one")
+    evaluate("two", run={"seed": 1})
+    texts = [[r["completion"] for r in read_rows(folder / name / "completions.jsonl")] for name in ("one", "two")]
+    assert texts[0] != texts[1]
+    assert len(set(texts[0])) > 12  # samples of one prompt differ, and so do chunks
+
+
+def test_ctrl_c_keeps_finished_chunks(
+    scripted, evaluate: Evaluate, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.run.interrupt import GracefulStop
+
+    engine = scripted(right_for(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(GracefulStop, "__enter__", lambda self: setattr(self, "requested", True) or self)
+        with pytest.raises(Interrupted, match="after 1 of 3 chunks"):
+            evaluate()
+    assert len(read_rows(folder / "run" / "completions.jsonl")) == 8
+    summary = evaluate(resume=True)
+    assert summary["accuracy"] == 0.5
+    assert [call["first_group"] for call in engine.calls] == [0, 2, 4]  # no chunk was sampled twice
+
+
+def test_a_finished_run_is_summed_up_again_without_the_model(
+    scripted, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(right_for(1))
+    before = evaluate()
+    monkeypatch.setattr("posttrain.evaluate.sampling.load", None)
+    assert without_times(evaluate(resume=True)) == without_times(before)
+
+
+def test_compare_pairs_problems(scripted, evaluate: Evaluate, folder: Path) -> None:
+    """3 of 4 right against 1 of 4 in every problem: the difference is .5 in each, so the interval has no width."""
+    scripted(right_for(1))
+    evaluate("before")
+    scripted(right_for(3))
+    evaluate("after")
+    result = compare(folder / "before", folder / "after")
+    assert (result["diff"], result["low"], result["high"], result["problems"]) == (0.5, 0.5, 0.5, 6)
+    assert not result["informative"]
+    with pytest.raises(UserError, match="no metric speed"):
+        compare(folder / "before", folder / "after", metric="speed")
+    with pytest.raises(UserError, match="no finished evaluation"):
+        compare(folder / "before", folder / "nowhere")
+
+
+def test_compare_leaves_out_what_only_one_run_has(scripted, evaluate: Evaluate, folder: Path) -> None:
+    scripted(right_for(1))
+    evaluate("before")
+    evaluate("after", data={"source": "problems.jsonl", "size": 4})
+    result = compare(folder / "before", folder / "after")
+    assert (result["problems"], result["only_in_a"], result["only_in_b"]) == (4, 2, 0)
+    (folder / "other.jsonl").write_text(json.dumps({"prompt": "5+5", "answer": "10"}) + "\n")
+    evaluate("other", data={"source": "other.jsonl"})
+    with pytest.raises(UserError, match="no problem"):
+        compare(folder / "before", folder / "other")
+
+
+def test_k_above_the_samples(evaluate: Evaluate) -> None:
+    with pytest.raises(RecipeError, match=r"eval\.k  k = 8 needs"):
+        evaluate(eval={"samples": 4, "k": [8]})
+
+
+def test_a_column_that_the_reward_misses(evaluate: Evaluate, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posttrain.evaluate.sampling.load", None)  # it must be told before a model is loaded
+    (folder / "problems.jsonl").write_text(json.dumps({"prompt": "1+1", "solution": "2"}) + "\n")
+    with pytest.raises(RewardError, match="no column `answer`"):
+        evaluate()
+
+
+def test_generate_writes_completions(scripted, evaluate: Evaluate) -> None:
+    scripted(right_for(1))
+    summary = evaluate(
+        stage="generate",
+        model={"path": "tiny"},
+        data={"source": "problems.jsonl"},
+        sampling={"max_new_tokens": 24},
+        engine={"batch_size": 8},
+        samples=2,
+    )
+    records = read_rows(Path(summary["completions"]))
+    assert [(r["problem"], r["sample"]) for r in records] == [(p, s) for p in range(6) for s in range(2)]
+    assert (records[1]["completion"], records[1]["finish"], records[1]["tokens"]) == ("<answer>0</answer>", "stop", 4)
+    assert (summary["prompts"], summary["samples"], summary["mean_tokens"]) == (6, 2, 4.0)

@@ -1,0 +1,23 @@
+"""Chunks: how prompts are divided, and which of them count after a stop."""
+
+from __future__ import annotations
+
+from posttrain.evaluate.sampling import finished, split
+from posttrain.recipe.sections import EngineSection
+
+
+def test_chunks_fill_the_batch() -> None:
+    """10 prompts x 4 samples in batches of 12 sequences: 3 prompts a chunk, the last has 1."""
+    chunks = split(10, 4, EngineSection(batch_size=12))
+    assert [list(c) for c in chunks] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    assert [len(c) for c in split(3, 64, EngineSection(batch_size=12))] == [1, 1, 1]
+    assert [len(c) for c in split(5000, 1, EngineSection(engine="vllm", batch_size=12))] == [4096, 904]
+
+
+def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
+    chunks = [range(0, 1), range(1, 2), range(2, 3)]
+    rows = [{"step": step, "sample": sample} for step in range(3) for sample in range(2)]
+    assert finished(rows, chunks, 2) == rows
+    assert finished(rows[:3], chunks, 2) == rows[:2]
+    assert finished([r for r in rows if r["step"] != 1], chunks, 2) == rows[:2]
+    assert finished([], chunks, 2) == []
