@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class PosttrainError(Exception):
         super().__init__(str(self.problems[0]))
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> PosttrainError:
+    def of(cls, problems: Sequence[Problem]) -> Self:
         """One error that carries several problems, told together."""
         error = cls(problems[0].what)
         error.problems = tuple(problems)

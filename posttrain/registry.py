@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import json
 import pkgutil
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ def _annotation(hint: Any) -> str:
 
 
 def get(kind: Kind, name: str) -> Component:
-    """The component of that kind and name; imports only the module that holds it. Raises UserError with a suggestion."""
+    """The component of that kind and name; imports only the module that holds it. UserError with a suggestion."""
     if (kind, name) not in _components:
         entry = index().get(kind, {}).get(name)
         if entry is None:
@@ -113,7 +114,7 @@ def get(kind: Kind, name: str) -> Component:
 
 
 def resolve(kind: Kind, use: str, base_dir: Path | None = None) -> Component:
-    """A registered name, `path/file.py:function` (beside the recipe or in the working directory) or `package.module:function`."""
+    """A registered name, `file.py:function` (beside the recipe or in the working directory), or `module:function`."""
     if split_function(use) is None:
         return get(kind, use)
     function = load_function(use, base_dir, what=kind)
@@ -124,13 +125,13 @@ def resolve(kind: Kind, use: str, base_dir: Path | None = None) -> Component:
 def load_function(
     use: str, base_dir: Path | None, *, what: str, error: type[UserError] = UserError
 ) -> Callable[..., Any]:
-    """Import `file.py:name` by path under a private module name (its folder never enters sys.path), or `module:name`."""
+    """Import `file.py:name` by path under a private module name (its folder stays off sys.path), or `module:name`."""
     split = split_function(use)
     if split is None:
         raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
     left, name = split
     if left.endswith(".py"):
-        module = _module_at(find(left, base_dir, f"{what} script", error))
+        module = load_module(find(left, base_dir, f"{what} script", error))
     else:
         try:
             module = importlib.import_module(left)
@@ -149,21 +150,24 @@ def load_function(
 
 
 @functools.cache
-def _module_at(path: Path) -> Any:
+def load_module(path: Path) -> Any:
+    """The script at `path` as a module under a private name, run once a process. Raises UserError if it fails."""
     private = f"posttrain_script_{path.stem}_{abs(hash(str(path))):x}"
     spec = importlib.util.spec_from_file_location(private, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
+    sys.modules[private] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
+        del sys.modules[private]
         raise UserError(f"{path} cannot be imported: {type(cause).__name__}: {cause}") from cause
     return module
 
 
 @functools.cache
 def index() -> dict[str, dict[str, dict[str, Any]]]:
-    """kind -> name -> {module, params: {key: [type, default?]}, paper, needs, note, doc}; reads components.json only."""
+    """kind -> name -> {module, params: {key: [type, default?]}, paper, needs, note, doc}, from components.json only."""
     return json.loads(INDEX.read_text()) if INDEX.exists() else {}
 
 

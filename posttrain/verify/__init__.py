@@ -1,0 +1,1 @@
+"""Rewards: answer extraction and comparison, running reward scripts safely, combining scores. No torch here."""

@@ -1,0 +1,120 @@
+"""Does the reward know a right answer when it sees one? Asked before training, on the run's own rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import Problem, RewardError
+from posttrain.verify.load import check_columns, load_script
+from posttrain.verify.score import Scorer, score_of
+from posttrain.verify.variants import WRITERS, Row, Writer, variants
+
+AUDITED_ROWS = 64
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What became of the gold answers. checked: rows that have one; bad: uid -> what is wrong; skipped: why."""
+
+    checked: int
+    bad: Mapping[str, str]
+    writer: str = ""
+    skipped: str = ""
+
+    @property
+    def summary(self) -> str:
+        if self.skipped:
+            return f"gold not audited: {self.skipped}"
+        return f"gold scores best on {self.checked - len(self.bad)} of {self.checked} rows (as {self.writer})"
+
+
+def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
+    """Check that gold is right, and scores above every wrong completion, by the correctness component.
+
+    Up to 64 rows, evenly spaced. Raises RewardError when a column is missing, the contract is broken, or gold is not
+    best on a larger share of rows than scoring.max_bad_gold. A correctness component that reads no data column cannot
+    know gold and is not audited.
+    """
+    check_columns(scorer.rewards, {column for row in rows for column in row})
+    reward = scorer.rewards[scorer.correctness]
+    if not (reward.columns or reward.optional_columns or reward.all_columns):
+        return Audit(0, {}, skipped=f"{reward.name} reads no data column")
+    chosen = spread(rows, AUDITED_ROWS)
+    name, write = choose_writer(scorer, chosen)
+    found = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
+    if not found:
+        return Audit(0, {}, skipped="no row has an answer")
+    scores = grade(scorer, list(found.values()))
+    bad = {
+        str(chosen[i].get("uid", i)): wrong
+        for i, by_name in zip(found, scores, strict=True)
+        if (wrong := what_is_wrong(by_name, scorer.scoring.correct_at))
+    }
+    audit = Audit(len(found), bad, name)
+    if len(bad) > scorer.scoring.max_bad_gold * len(found):
+        raise _refusal(audit, reward.name, scorer.scoring.max_bad_gold)
+    return audit
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """At most `count` rows, evenly spaced."""
+    if len(rows) <= count:
+        return list(rows)
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
+    """The script's own `GOLD(row) -> completion`, or the way of marking an answer that does best on four rows."""
+    own = own_writer(scorer.rewards[scorer.correctness].target)
+    if own is not None:
+        return "GOLD of the script", own
+    sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
+    ranks = dict.fromkeys(WRITERS, 0)
+    for name, write in WRITERS.items():
+        written = [v for row in sample if (v := variants(row, write)) is not None]
+        scores = grade(scorer, written)
+        ranks[name] = sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores)
+    best = max(ranks, key=lambda name: ranks[name])
+    return best, WRITERS[best]
+
+
+def own_writer(target: str) -> Writer | None:
+    """`GOLD` of the script that holds `target`."""
+    left = target.rpartition(":")[0]
+    module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
+    write = module.get("GOLD")
+    return write if callable(write) else None
+
+
+def grade(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None]]:
+    """Name of a variant -> its score by the correctness component, for each row."""
+    samples = [sample for by_name in written for sample in by_name.values()]
+    results = iter(scorer.results(samples, only=[scorer.correctness])[0])
+    return [{name: score_of(next(results)) for name in by_name} for by_name in written]
+
+
+def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
+    """Why gold does not score best, or ''. A variant without a score (None, error, time-out) is no rival."""
+    gold = scores["gold"]
+    if gold is None:
+        return "gold has no score"
+    if gold < correct_at:
+        return f"gold scores {gold:g}, right is {correct_at:g}"
+    rivals = [name for name, score in scores.items() if name != "gold" and score is not None and score >= gold]
+    return f"{' and '.join(rivals)} score{'s' if len(rivals) == 1 else ''} as much as gold" if rivals else ""
+
+
+def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
+    shown = [Problem(f"row {uid}", what) for uid, what in list(audit.bad.items())[:SHOWN]]
+    head = Problem(
+        f"reward {name}",
+        f"gold does not score best on {len(audit.bad)} of {audit.checked} rows (scoring.max_bad_gold {limit:g})",
+        f"gold was written as: {audit.writer}",
+        "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`",
+    )
+    return RewardError.of([head, *shown])

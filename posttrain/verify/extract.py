@@ -1,0 +1,100 @@
+"""Where the answer stands in a completion. Pure functions of text; each returns None when nothing is found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
+
+THINK_END = "</think>"
+
+_BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_HASH = re.compile(r"####[ \t]*([^\n]+)")
+_ANCHOR = re.compile(r"answer\s+is[ \t]*:?", re.IGNORECASE)
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[-+])?\.\d+")
+
+
+def after_think(text: str, delimiter: str = THINK_END) -> str:
+    r"""What follows the last `delimiter`; the whole text if there is none."""
+    return text.rpartition(delimiter)[2]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{..}` or `\fbox{..}` whose braces close. Nested braces count, `\{` and `\}` do not.
+
+    An unclosed last box falls back to the previous closed one. One pass over the text, whatever it holds.
+    """
+    opened: list[tuple[bool, int]] = []  # (is a box, where its content starts) for every brace still open
+    last: tuple[int, int] | None = None
+    for match in _BRACES.finditer(text):
+        if match["box"] or match["open"]:
+            opened.append((match["box"] is not None, match.end()))
+        elif match["close"] and opened:
+            is_box, start = opened.pop()
+            if is_box and (last is None or start > last[0]):
+                last = (start, match.start())
+    return text[last[0] : last[1]] if last else None
+
+
+def last_tag(text: str, tag: str) -> str | None:
+    """Content of the last complete `<tag>..</tag>` pair; an opening tag pairs with the first closing one after it."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found, position = None, 0
+    while (start := text.find(opening, position)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            break
+        found, position = text[start + len(opening) : end], end + len(closing)
+    return found
+
+
+def answer_tag(text: str) -> str | None:
+    r"""Content of the last `<answer>` block, or of the last `\boxed{..}` inside it."""
+    content = last_tag(text, "answer")
+    if content is None:
+        return None
+    box = last_boxed(content)
+    return content if box is None else box
+
+
+def hash_line(text: str) -> str | None:
+    """x of the last `#### x` (GSM8K's form), up to the end of its line."""
+    found = _HASH.findall(text)
+    return found[-1].strip() if found else None
+
+
+def anchor(text: str) -> str | None:
+    """x of the last `answer is x`, up to the line end, without outer blanks, `*`, `$` and one final full stop."""
+    found = list(_ANCHOR.finditer(text))
+    if not found:
+        return None
+    line = text[found[-1].end() :].partition("\n")[0].strip(" \t\r*$")
+    return line.removesuffix(".").strip(" \t\r*$")
+
+
+def last_number(text: str) -> str | None:
+    """The last integer or decimal, with its sign and thousands commas: `cost 1,234.50 in all` -> `1,234.50`."""
+    found = _NUMBER.findall(text)
+    return found[-1] if found else None
+
+
+EXTRACTORS: dict[str, Callable[[str], str | None]] = {
+    "boxed": last_boxed,
+    "answer_tag": answer_tag,
+    "hash": hash_line,
+    "anchor": anchor,
+    "last_number": last_number,
+}
+
+
+def extract(text: str, order: Sequence[Extractor]) -> str | None:
+    """What the first extractor of `order` that finds something finds; None if none does."""
+    for name in order:
+        if name not in EXTRACTORS:
+            raise ValueError(f"unknown extractor {name!r}; known: {', '.join(EXTRACTORS)}")
+        found = EXTRACTORS[name](text)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,231 @@
+"""Reward scripts: found, loaded by path, and their signatures matched with the data before any model loads.
+
+A reward is any callable `f(completion, ...)`: a function, partial, callable object or coroutine function. Its other
+arguments are, in this order of precedence: what the recipe's `params` fix; built-ins (see `BUILT_INS`); parameters
+(keyword-only with a default); data columns (optional if they have a default). Scripts are loaded under a private module
+name; their folder never enters sys.path, so a script may be called `math.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import Problem, RewardError, UserError, nearest
+from posttrain.places import find, known_files, split_function
+from posttrain.recipe.sections import Reward
+from posttrain.registry import load_function, load_module
+
+# prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
+# truncated: finish_reason is length. token_count: of the completion. step: of the training run. correct: what the
+# correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`.
+BUILT_INS = (
+    "prompt",
+    "messages",
+    "finish_reason",
+    "truncated",
+    "token_count",
+    "step",
+    "correct",
+    "prefilled_think",
+)
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward function and what a call needs.
+
+    target: `file.py:name` (absolute) or `module:name`, for loading it again in a worker. columns must be in the data,
+    optional_columns may be. all_columns: it takes `**kwargs`, so it gets every column. batched: it has the form
+    `f(completions, ...) -> list`, and is called with lists of one row, so that a list is never stretched over rows.
+    """
+
+    name: str
+    target: str
+    function: Callable[..., Any]
+    columns: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
+    built_ins: tuple[str, ...] = ()
+    params: dict[str, Any] = field(default_factory=dict)
+    all_columns: bool = False
+    batched: bool = False
+    is_async: bool = False
+
+
+def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
+    """Load the function that `section.use` names and check `section.params` against it. Raises RewardError."""
+    target = locate(section.use, base_dir)
+    function = _load(target)
+    return describe(function, target, section.params, section.name or target.rpartition(":")[2])
+
+
+def locate(use: str, base_dir: Path | None) -> str:
+    """`math.accuracy` (shipped), `file.py:name` or `module:name` -> `absolute/file.py:name` or `module:name`."""
+    split = split_function(use)
+    if split is None:
+        return _locate_shipped(use)
+    left, name = split
+    if left.endswith(".py"):
+        return f"{find(left, base_dir, 'reward script', RewardError)}:{name}"
+    return use
+
+
+def _locate_shipped(use: str) -> str:
+    files = known_files("rewards", [".py"])
+    script, dot, name = use.rpartition(".")
+    if dot and script in files:
+        return f"{files[script]}:{name}"
+    if use.endswith(".py"):
+        raise RewardError(f"reward `{use}` names no function", hint=f"write {use}:FUNCTION")
+    near = nearest(script or use, files)
+    raise RewardError(
+        f"unknown reward: {use}",
+        allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; or path/file.py:function",
+        hint=f"did you mean `{near}.{name}`?" if near and dot else "",
+    )
+
+
+def shipped_function(use: str) -> Callable[..., Any]:
+    """The function behind a shipped reward's name, e.g. `length.cosine`."""
+    return _load(_locate_shipped(use))
+
+
+def describe(function: Callable[..., Any], target: str, params: dict[str, Any], name: str) -> LoadedReward:
+    """Read a callable's signature. Raises RewardError if it cannot be a reward or `params` do not fit it."""
+    if not callable(function):
+        raise RewardError(f"reward {target} is {type(function).__name__}, not a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as cause:
+        raise RewardError(f"reward {target}: its signature cannot be read: {cause}") from cause
+    arguments = list(signature.parameters.values())
+    batched = "completions" in signature.parameters
+    if not batched:
+        if not arguments or arguments[0].kind not in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            raise RewardError(f"reward {target}{signature} takes no completion", hint="its first argument is the text")
+        arguments = arguments[1:]
+    groups = _sort_arguments([a for a in arguments if a.name not in ("completions", "prompts") or not batched], params)
+    _check_params(function, target, params, groups)
+    built_ins = groups["built_ins"] + (["prompts"] if batched and "prompts" in signature.parameters else [])
+    return LoadedReward(
+        name=name,
+        target=target,
+        function=function,
+        columns=tuple(groups["columns"]),
+        optional_columns=tuple(groups["optional"]),
+        built_ins=tuple(built_ins),
+        params=dict(params),
+        all_columns=bool(groups["rest"]),
+        batched=batched,
+        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+    )
+
+
+def _sort_arguments(arguments: Sequence[inspect.Parameter], params: dict[str, Any]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {k: [] for k in ("fixed", "built_ins", "params", "optional", "columns", "rest")}
+    for argument in arguments:
+        has_default = argument.default is not inspect.Parameter.empty
+        if argument.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        if argument.kind is inspect.Parameter.VAR_KEYWORD:
+            kind = "rest"
+        elif argument.name in params:
+            kind = "fixed"
+        elif argument.name in BUILT_INS:
+            kind = "built_ins"
+        elif argument.kind is inspect.Parameter.KEYWORD_ONLY and has_default:
+            kind = "params"
+        else:
+            kind = "optional" if has_default else "columns"
+        groups[kind].append(argument.name)
+    return groups
+
+
+def _check_params(
+    function: Callable[..., Any], target: str, params: dict[str, Any], groups: dict[str, list[str]]
+) -> None:
+    known = [n for kind in ("fixed", "params", "built_ins", "optional", "columns") for n in groups[kind]]
+    problems = []
+    for key in params:
+        if key not in known and not groups["rest"]:
+            near = nearest(key, known)
+            hint = f"did you mean `{near}`?" if near else ""
+            problems.append(
+                Problem(f"reward {target}", f"unknown parameter `{key}`", f"known: {', '.join(known)}", hint)
+            )
+    hints = _annotations(function)
+    for key in groups["fixed"]:
+        if message := _wrong_type(hints.get(key), params[key]):
+            problems.append(Problem(f"reward {target}", f"parameter `{key}`: {message}, got {params[key]!r}"))
+    if problems:
+        raise RewardError.of(problems)
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """Types of the arguments where they can be resolved; others are the script's own business."""
+    inner = getattr(function, "func", function)  # a partial's
+    inner = inner if inspect.isroutine(inner) else type(inner).__call__
+    try:
+        return typing.get_type_hints(inner)
+    except Exception:
+        return {}
+
+
+def _wrong_type(annotation: Any, value: Any) -> str:
+    """Why `value` does not fit `annotation`, or ''. Annotations that pydantic does not know fit everything."""
+    if annotation is None:
+        return ""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+    from pydantic_core import SchemaError
+
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError as error:
+        return error.errors(include_url=False)[0]["msg"]
+    except (PydanticUserError, SchemaError):
+        return ""
+    return ""
+
+
+def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str]) -> None:
+    """Raise RewardError if a reward reads a column that the data does not have; all missing ones are told at once."""
+    known = sorted(set(known_columns))
+    problems = []
+    for reward in rewards:
+        for column in reward.columns:
+            if column not in known:
+                near = nearest(column, known)
+                problems.append(
+                    Problem(
+                        f"reward {reward.name}",
+                        f"the data has no column `{column}`",
+                        f"columns: {', '.join(known)}; always there: {', '.join(BUILT_INS)}",
+                        f"did you mean `{near}`? map it: data.columns: {{{column}: {near}}}"
+                        if near
+                        else f"if `{column}` is a setting, write it under params",
+                    )
+                )
+    if problems:
+        raise RewardError.of(problems)
+
+
+def load_script(path: Path) -> dict[str, Any]:
+    """Everything at the top level of the script at `path`. Raises RewardError if it cannot be imported."""
+    try:
+        return vars(load_module(path))
+    except UserError as error:
+        raise RewardError(error.problems[0].what) from error
+
+
+def _load(target: str) -> Callable[..., Any]:
+    file = target.rpartition(":")[0]
+    if file.endswith(".py"):
+        load_script(Path(file))
+    return load_function(target, None, what="reward", error=RewardError)

@@ -1,0 +1,255 @@
+"""Worker processes for reward calls: a call over its limit costs its own row and nothing else.
+
+Workers are fresh interpreters (no fork of a process that holds a GPU, no re-import of the parent's main module), each
+the leader of its own session: Ctrl-C does not reach them and whatever a script starts ends with its worker. They end by
+themselves when their connection closes, so also when the parent is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RewardError, RunError
+from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
+
+CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
+CONCURRENT_CALLS = 32  # coroutines that one worker runs together
+LOAD_SECONDS = 120.0  # for importing a script and its setup()
+STARTLESS_DEATHS = 3  # workers that may die one after the other outside any call
+
+_ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker import start; start({fds})"
+
+
+class Worker:
+    """One process, its connection, and the calls that it has not yet answered."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        ours, theirs = Pipe()
+        with tempfile.TemporaryFile() as page, theirs:
+            page.truncate(SLOT_BYTES)
+            self.slot = mmap.mmap(page.fileno(), SLOT_BYTES)
+            SLOT.pack_into(self.slot, 8, IDLE)
+            fds = (theirs.fileno(), page.fileno())
+            entry = _ENTRY.format(root=str(Path(__file__).resolve().parents[2]), fds=f"{fds[0]}, {fds[1]}")
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", entry],  # -P: the working directory stays off sys.path
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a script prints is talk, not our data
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                start_new_session=True,
+            )
+        self.connection: Connection = ours
+        self.connection.send(([p or os.getcwd() for p in sys.path], list(targets)))
+        self.ready = False
+        self.unanswered: dict[int, Call] = {}
+        self.since = time.monotonic()
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.unanswered
+
+    def give(self, chunk: Sequence[Call]) -> None:
+        """Send a chunk. Only to an idle worker: it reads at once, so this never blocks on a hung call."""
+        try:
+            data = pickle.dumps(list(chunk), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as cause:
+            raise RewardError(f"a data column that a reward reads cannot be sent to its worker: {cause}") from cause
+        self.since = time.monotonic()
+        self.unanswered = {call.number: call for call in chunk}
+        with contextlib.suppress(OSError):  # it has just died: found out when its end of the connection is read
+            self.connection.send_bytes(data)
+
+    def current(self) -> tuple[int | None, float]:
+        """(call that runs, its start). Coroutines that run together: (-2, start). Between calls: (None, when given)."""
+        start, number = SLOT.unpack_from(self.slot, 0)[0], SLOT.unpack_from(self.slot, 8)[0]
+        if number == CONCURRENT or int(number) in self.unanswered:
+            return int(number), start
+        return None, self.since
+
+    def kill(self) -> int:
+        """End the process and everything it started; returns its exit code. Its last messages can still be read."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+
+class Pool:
+    """`workers` processes that know `targets`. Started by `start` or the first `run`, reused until `close`."""
+
+    def __init__(self, targets: Sequence[Target], workers: int) -> None:
+        self.targets, self.size = list(targets), workers
+        self.workers: list[Worker] = []
+        self.call_seconds = CHUNK_SECONDS / 4  # moving average, for the size of chunks
+        self.startless_deaths = 0
+
+    def start(self) -> None:
+        """Start the missing workers; does not wait until they have loaded their scripts."""
+        while len(self.workers) < self.size:
+            self.workers.append(Worker(self.targets))
+
+    def close(self) -> None:
+        """End all workers. Safe to call twice."""
+        for worker in self.workers:
+            worker.kill()
+            worker.connection.close()
+        self.workers = []
+
+    def run(self, calls: Sequence[Call]) -> list[Result]:
+        """The result of each call, in order; their numbers are unique. RewardError if a script fails to load."""
+        work = _Work(calls, self.targets)
+        try:
+            while work.open:
+                self.start()
+                for worker in self.workers:
+                    if worker.idle and (chunk := work.take(self.call_seconds, self.size)):
+                        worker.give(chunk)
+                self._hear(work)
+                self._end_overdue(work)
+        except BaseException:
+            self.close()  # calls are under way whose answers nobody would read
+            raise
+        return [work.results[call.number] for call in calls]
+
+    def _hear(self, work: _Work) -> None:
+        """Wait for messages, at most until the next limit could be passed."""
+        waiting = [w for w in self.workers if not w.idle]
+        limit = min((self._deadline(w) for w in waiting), default=0.0) - time.monotonic()
+        heard = wait([w.connection for w in waiting], timeout=min(max(limit, 0.0) + 0.002, 1.0))
+        for worker in waiting:
+            if worker.connection in heard:
+                self._receive(worker, work)
+            elif worker.process.poll() is not None:  # its connection is held open by something it started
+                self._replace(worker, work, overdue=False)
+
+    def _receive(self, worker: Worker, work: _Work) -> None:
+        try:
+            kind, content = worker.connection.recv()
+        except (EOFError, OSError):
+            self._replace(worker, work, overdue=False)
+            return
+        if kind == "failed":
+            raise RewardError(f"a reward script cannot be loaded in its worker:\n{content}")
+        if kind == "ready":
+            worker.ready = True
+        else:
+            self._record(worker, work, content)
+
+    def _record(self, worker: Worker, work: _Work, content: Sequence[tuple[Any, ...]]) -> None:
+        self.startless_deaths = 0
+        for result in map(Result._make, content):
+            del worker.unanswered[result.number]
+            work.finish(result)
+            self.call_seconds = 0.9 * self.call_seconds + 0.1 * result.seconds
+
+    def _deadline(self, worker: Worker) -> float:
+        number, start = worker.current()
+        if number is None:
+            return worker.since + LOAD_SECONDS
+        if number == CONCURRENT:  # coroutines are first cancelled by their own loop
+            return start + 1.0 + max((self._limit(c) for c in worker.unanswered.values()), default=0.0)
+        return start + self._limit(worker.unanswered[number])
+
+    def _limit(self, call: Call) -> float:
+        return self.targets[call.target].limit
+
+    def _end_overdue(self, work: _Work) -> None:
+        for worker in [w for w in self.workers if not w.idle]:
+            if time.monotonic() >= self._deadline(worker):
+                self._replace(worker, work, overdue=True)
+
+    def _replace(self, worker: Worker, work: _Work, *, overdue: bool) -> None:
+        """Take out a worker that is late or dead. Its current call is a time-out or an error; the rest is redone."""
+        killed_at = time.monotonic()
+        code = worker.kill()
+        self.workers.remove(worker)
+        if not worker.ready:
+            raise RunError(f"a reward worker could not load its scripts: {_cause(code)}")
+        self._read_rest(worker, work)
+        number, _ = worker.current()
+        left = worker.unanswered
+        if number == CONCURRENT and len(left) > 1:
+            work.requeue(left.values(), alone=True)  # which of them it was shows when each has a worker for itself
+            return
+        if number == CONCURRENT:
+            number = next(iter(left), None)
+        if number is None:
+            self._count_startless(code, bool(left))
+        elif not overdue or killed_at >= self._deadline(worker):  # else it had gone on to the next call in time
+            call = left.pop(number)
+            late = overdue or code == -signal.SIGALRM
+            cause = None if late else f"the worker process ended: {_cause(code)}"
+            work.finish(Result(number, "timeout" if late else "error", cause, self._limit(call) if late else 0.0))
+        work.requeue(left.values())
+
+    def _read_rest(self, worker: Worker, work: _Work) -> None:
+        """What a killed worker had sent before."""
+        with contextlib.suppress(EOFError, OSError), worker.connection:
+            while True:
+                _, content = worker.connection.recv()
+                self._record(worker, work, content)
+
+    def _count_startless(self, code: int, had_calls: bool) -> None:
+        self.startless_deaths += had_calls
+        if self.startless_deaths > STARTLESS_DEATHS:
+            raise RunError(f"reward workers end before they begin a call: {_cause(code)}")
+
+
+class _Work:
+    """The calls of one `run`: those waiting, by the way they are run, and the results so far."""
+
+    def __init__(self, calls: Sequence[Call], targets: Sequence[Target]) -> None:
+        self.targets = targets
+        self.total = len(calls)
+        self.results: dict[int, Result] = {}
+        self.alone: deque[Call] = deque()
+        self.single: deque[Call] = deque(c for c in calls if not targets[c.target].is_async)
+        self.concurrent: deque[Call] = deque(c for c in calls if targets[c.target].is_async)
+
+    @property
+    def open(self) -> bool:
+        return len(self.results) < self.total
+
+    def take(self, call_seconds: float, workers: int) -> list[Call]:
+        """The next chunk: about CHUNK_SECONDS of work, less near the end so that all workers finish together."""
+        if self.alone:
+            return [self.alone.popleft()]
+        if self.concurrent:
+            return _pop(self.concurrent, min(CONCURRENT_CALLS, math.ceil(len(self.concurrent) / workers)))
+        share = math.ceil(len(self.single) / (2 * workers))
+        return _pop(self.single, min(share, max(1, int(CHUNK_SECONDS / max(call_seconds, 1e-6)))))
+
+    def requeue(self, calls: Iterable[Call], *, alone: bool = False) -> None:
+        """Put calls that were not answered back in front."""
+        for call in reversed(list(calls)):
+            queue = self.concurrent if self.targets[call.target].is_async else self.single
+            (self.alone if alone else queue).appendleft(call)
+
+    def finish(self, result: Result) -> None:
+        self.results[result.number] = result
+
+
+def _pop(queue: deque[Call], count: int) -> list[Call]:
+    return [queue.popleft() for _ in range(count)]
+
+
+def _cause(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name} (out of memory?)" if name == "SIGKILL" else name

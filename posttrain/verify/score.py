@@ -1,0 +1,250 @@
+"""Scoring completions with the recipe's reward scripts, in worker processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from posttrain.errors import RewardError, RunError
+from posttrain.recipe.sections import Reward, Scoring
+from posttrain.verify.combine import combine
+from posttrain.verify.load import LoadedReward, load_reward
+from posttrain.verify.pool import Pool
+from posttrain.verify.worker import Call, Result, Target
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion and what a reward may ask about it. Rows of one `group` are completions of one prompt."""
+
+    completion: str
+    row: Mapping[str, Any]  # the data row with all its columns
+    prompt: str = ""  # as the model saw it
+    finish: Literal["stop", "length"] = "stop"
+    token_count: int = 0
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of N samples, in their order. errors, timeouts and abstained count calls by component.
+
+    components: name -> [N], None where a component does not apply or failed; parts of a component that returns several
+    numbers are there as `name/part`. rewards: the weighted sum, None = not scored. correct: what the correctness
+    component says, None = unknown.
+    """
+
+    components: dict[str, list[float | None]]
+    rewards: list[float | None]
+    correct: list[bool | None]
+    errors: dict[str, int]
+    timeouts: dict[str, int]
+    abstained: dict[str, int]
+    first_traceback: str | None
+    seconds: float
+    call_seconds: dict[str, float] = field(default_factory=dict)  # mean over the calls of a component
+
+
+class Scorer:
+    """A context manager that holds the worker processes. Scripts are loaded, and their parameters checked, at once."""
+
+    def __init__(self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None) -> None:
+        self.sections, self.scoring = list(rewards), scoring
+        self.rewards = [load_reward(section, base_dir) for section in rewards]
+        self.correctness = _correctness(self.sections, self.rewards)
+        self.pool = Pool(
+            [
+                Target(r.target, r.params, r.batched, r.is_async, s.timeout_s)
+                for r, s in zip(self.rewards, self.sections, strict=True)
+            ],
+            scoring.workers,
+        )
+
+    def __enter__(self) -> Self:
+        self.pool.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes. They start again if `score` is called."""
+        self.pool.close()
+
+    def score(self, samples: Sequence[Sample], step: int = 0) -> Scores:
+        """Score all samples. Raises RewardError when a script breaks its contract or `on_none: error` is met, RunError
+        when more calls of a component than scoring.max_error_rate failed or timed out."""
+        started = time.monotonic()
+        results = self.results(samples, step)
+        self._limit_failures(results)
+        components = {
+            name: values
+            for reward, column in zip(self.rewards, results, strict=True)
+            for name, values in _columns(reward.name, column).items()
+        }
+        names = [r.name for r in self.rewards]
+        rewards = combine(
+            {name: components[name] for name in names},
+            {r.name: s.weight for r, s in zip(self.rewards, self.sections, strict=True)},
+            {r.name: s.on_none for r, s in zip(self.rewards, self.sections, strict=True)},
+            [s.group for s in samples],
+            failed={n: [r.kind != "value" for r in column] for n, column in zip(names, results, strict=True)},
+            uids=[_uid(s, i) for i, s in enumerate(samples)],
+        )
+        return Scores(
+            components=components,
+            rewards=rewards,
+            correct=self._correct(results[self.correctness]),
+            errors=_count(names, results, "error"),
+            timeouts=_count(names, results, "timeout"),
+            abstained={
+                name: sum(r.kind == "value" and score_of(r) is None for r in column)
+                for name, column in zip(names, results, strict=True)
+            },
+            first_traceback=_first_traceback(results),
+            seconds=time.monotonic() - started,
+            call_seconds={
+                name: math.fsum(r.seconds for r in column) / max(1, len(column))
+                for name, column in zip(names, results, strict=True)
+            },
+        )
+
+    def results(
+        self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
+    ) -> list[list[Result]]:
+        """What each component's calls did, [component][sample]. Raises RewardError only for a broken contract.
+
+        Components that read `correct` run after the one that says it. only: the indices of the components to run.
+        """
+        which = range(len(self.rewards)) if only is None else only
+        late = [i for i in which if "correct" in self.rewards[i].built_ins]
+        early = [i for i in which if i not in late]
+        if late and self.correctness not in early:
+            early.append(self.correctness)
+        found = self._run(early, samples, step, [None] * len(samples))
+        if late:
+            found |= self._run(late, samples, step, self._correct(found[self.correctness]))
+        return [found[i] for i in which]
+
+    def _run(
+        self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
+    ) -> dict[int, list[Result]]:
+        calls = [
+            Call(number, i, sample.completion, arguments(self.rewards[i], sample, step, right))
+            for number, (i, sample, right) in enumerate(
+                (i, sample, right) for i in which for sample, right in zip(samples, correct, strict=True)
+            )
+        ]
+        results = self.pool.run(calls)
+        for call, result in zip(calls, results, strict=True):
+            if result.kind == "broken":
+                row, reward = call.number % len(samples), self.rewards[call.target]
+                raise RewardError(f"row {_uid(samples[row], row)}: {result.value}", where=f"reward {reward.name}")
+        n = len(samples)
+        return {i: results[k * n : (k + 1) * n] for k, i in enumerate(which)}
+
+    def _correct(self, results: Sequence[Result]) -> list[bool | None]:
+        scores = [score_of(r) for r in results]
+        return [None if x is None else x >= self.scoring.correct_at for x in scores]
+
+    def _limit_failures(self, results: Sequence[Sequence[Result]]) -> None:
+        limit = self.scoring.max_error_rate
+        for reward, column in zip(self.rewards, results, strict=True):
+            if sum(r.kind != "value" for r in column) > limit * len(column):
+                raise _too_many(reward, column, limit)
+
+
+def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | None) -> dict[str, Any]:
+    """The named arguments of one call. A column that this row lacks is None, or left out if it is optional."""
+    row = sample.row
+    given = {name: built_in(name, sample, step, correct) for name in reward.built_ins}
+    given |= {name: row.get(name) for name in reward.columns if name not in reward.params}
+    given |= {name: row[name] for name in reward.optional_columns if row.get(name) is not None}
+    if reward.all_columns:
+        given = {**{k: v for k, v in row.items() if k not in reward.params}, **given}
+    return given
+
+
+def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
+    """The value of a built-in argument; `load.BUILT_INS` says what each means."""
+    match name:
+        case "prompt" | "prompts":
+            return sample.prompt
+        case "messages":
+            return sample.row.get("messages") or [{"role": "user", "content": sample.row.get("prompt")}]
+        case "finish_reason":
+            return sample.finish
+        case "truncated":
+            return sample.finish == "length"
+        case "token_count":
+            return sample.token_count
+        case "step":
+            return step
+        case "correct":
+            return correct
+        case "prefilled_think":
+            return sample.prompt.rstrip().endswith("<think>")
+    raise ValueError(name)
+
+
+def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
+    """Index of the component that says whether an answer is right: the marked one, else the first that can."""
+    names = [r.name for r in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise RewardError(f"two rewards are called `{name}`", hint="give one of them another `name:`")
+    marked = [i for i, s in enumerate(sections) if s.correct]
+    if len(marked) > 1:
+        raise RewardError(f"several rewards have `correct: true`: {', '.join(names[i] for i in marked)}")
+    able = [i for i, r in enumerate(rewards) if "correct" not in r.built_ins]
+    if marked and marked[0] not in able:
+        raise RewardError(f"reward {names[marked[0]]} reads `correct` and cannot say it")
+    if not able:
+        raise RewardError(
+            f"rewards {', '.join(names)} read `correct`, but none says it",
+            hint="add e.g. {use: math.accuracy, weight: 0, correct: true}",
+        )
+    return marked[0] if marked else able[0]
+
+
+def score_of(result: Result) -> float | None:
+    """The score itself; None if the call abstained or failed."""
+    if result.kind != "value":
+        return None
+    return result.value["reward"] if isinstance(result.value, dict) else result.value
+
+
+def _columns(name: str, results: Sequence[Result]) -> dict[str, list[float | None]]:
+    """The component's scores and those of its parts, as `name/part`."""
+    columns = {name: [score_of(r) for r in results]}
+    dicts = [r.value if r.kind == "value" and isinstance(r.value, dict) else {} for r in results]
+    parts = dict.fromkeys(part for values in dicts for part in values if part != "reward")
+    return columns | {f"{name}/{part}": [values.get(part) for values in dicts] for part in parts}
+
+
+def _count(names: Sequence[str], results: Sequence[Sequence[Result]], kind: str) -> dict[str, int]:
+    return {name: sum(r.kind == kind for r in column) for name, column in zip(names, results, strict=True)}
+
+
+def _first_traceback(results: Sequence[Sequence[Result]]) -> str | None:
+    return next((r.value for column in results for r in column if r.kind == "error"), None)
+
+
+def _too_many(reward: LoadedReward, column: Sequence[Result], limit: float) -> RunError:
+    errors, timeouts = (sum(r.kind == kind for r in column) for kind in ("error", "timeout"))
+    trace = next((r.value for r in column if r.kind == "error"), None)
+    return RunError(
+        f"reward {reward.name}: {errors} errors and {timeouts} time-outs in {len(column)} calls,"
+        f" more than scoring.max_error_rate {limit:g}",
+        where=reward.target,
+        allowed=f"the first error:\n{trace}" if trace else "",
+        hint="try it with `posttrain reward test`" if errors else "raise `timeout_s` of this reward or make it faster",
+    )
+
+
+def _uid(sample: Sample, index: int) -> str:
+    return str(sample.row.get("uid", index))

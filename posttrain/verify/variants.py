@@ -1,0 +1,118 @@
+"""Completions that a reward must tell apart: the gold answer, a near miss, and what models write when they fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posttrain.verify.score import Sample
+
+Row = Mapping[str, Any]
+Writer = Callable[[Row], str | None]  # row -> a completion that answers it with row["answer"], or None if it has none
+
+THOUGHT = "<think>\nso\n</think>\n"
+OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+
+
+def _wrapped(before: str, after: str) -> Writer:
+    def write(row: Row) -> str | None:
+        answer = answer_text(row.get("answer"))
+        return None if answer is None else f"{before}{answer}{after}"
+
+    return write
+
+
+# The ways in which an answer may be marked, for scripts that do not say (`GOLD`).
+WRITERS: dict[str, Writer] = {
+    "boxed": _wrapped(THOUGHT + "\\boxed{", "}"),
+    "answer_tag": _wrapped(THOUGHT + "<answer>", "</answer>"),
+    "hash": _wrapped(THOUGHT + "#### ", ""),
+    "plain": _wrapped("", ""),
+}
+
+
+def answer_text(answer: Any) -> str | None:
+    """A gold answer as text: of several the first; None if there is none or it is blank."""
+    if isinstance(answer, list | tuple):
+        answer = answer[0] if answer else None
+    if answer is None or not str(answer).strip():
+        return None
+    return json.dumps(answer) if isinstance(answer, Mapping) else str(answer)
+
+
+def near_miss(answer: Any) -> Any:
+    """An answer of the same form that is wrong: a digit, a letter or a word is changed."""
+    if isinstance(answer, Mapping | list | tuple):
+        return _change_first_leaf(answer)[0]
+    if isinstance(answer, bool):
+        return not answer
+    if isinstance(answer, int | float):
+        return answer + 1
+    text = str(answer)
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(_change_first_leaf(json.loads(text))[0])
+        except ValueError:
+            pass  # a set or an interval, not JSON
+    return _near_text(text)
+
+
+def _near_text(text: str) -> str:
+    if digits := list(re.finditer(r"\d", text)):
+        at = digits[-1].start()
+        return f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
+    if text.strip().lower() in OPPOSITES:
+        return OPPOSITES[text.strip().lower()]
+    if option := re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])", text):
+        letter = chr(ord("A") + (ord(option[0]) - ord("A") + 1) % 26)
+        return text[: option.start()] + letter + text[option.end() :]
+    if "\\" in text or len(text.strip()) == 1 or not (letters := list(re.finditer(r"[A-Za-z]", text))):
+        return f"{text} + 1"
+    at = letters[-1].start()  # not a permutation: a verifier that reads words as products of letters would accept it
+    return text[:at] + ("a" if text[at] in "zZ" else chr(ord(text[at]) + 1)) + text[at + 1 :]
+
+
+def _change_first_leaf(value: Any) -> tuple[Any, bool]:
+    """A copy of a JSON value with its first text or number changed, and whether there was one."""
+    if isinstance(value, Mapping):
+        changed, done = {}, False
+        for key, item in value.items():
+            changed[key], done = (item, True) if done else _change_first_leaf(item)
+        return changed, done
+    if isinstance(value, list | tuple):
+        items, done = [], False
+        for item in value:
+            item, done = (item, True) if done else _change_first_leaf(item)
+            items.append(item)
+        return items, done
+    return (value, False) if value is None or isinstance(value, bool) else (near_miss(value), True)
+
+
+def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | None:
+    """Name -> sample of this row; None if the row has no gold. Token counts are a quarter of the characters."""
+    gold = write(row)
+    if gold is None:
+        return None
+    texts = {
+        "gold": gold,
+        "near miss": write({**row, "answer": near_miss(row.get("answer"))}) or "",
+        "empty": "",
+        "truncated": gold[: len(gold) // 2],
+        "very long": THOUGHT + "Wait, let me think about that again. " * 1000,
+        "unicode": "答えは分かりません 🤔 \u202e é \x00 ﷽",
+        "garbage": "}{ \\boxed{ <answer> $$ \\frac{1}{0} </think> #### \n <tool_call>",
+    }
+    prompt = row.get("prompt")
+    return {
+        name: Sample(
+            completion=text,
+            row=row,
+            prompt=prompt if isinstance(prompt, str) else "",
+            finish="length" if name in ("truncated", "very long") else "stop",
+            token_count=-(-len(text) // 4),
+            group=group,
+        )
+        for name, text in texts.items()
+    }

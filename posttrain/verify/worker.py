@@ -1,0 +1,196 @@
+"""The process that runs reward functions. Started by `pool.py`; imports nothing heavy but what the scripts import.
+
+It gets chunks of calls over a connection and sends results back. Before each call it writes the call's number and
+start into a page shared with its parent, who kills it when a call is over its limit: no timer inside this process could
+stop a C loop that holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.verify.contract import BrokenContract, checked
+
+SLOT = struct.Struct("<d")
+SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
+IDLE, CONCURRENT = -1.0, -2.0  # instead of a call's number: none, or several coroutines
+FLUSH_SECONDS = 0.01
+ORPHAN_SECONDS = 2.0  # a call this far over its limit means that the parent is gone
+TRACEBACK_CHARS = 8000
+
+
+class Target(NamedTuple):
+    """One reward function, as the worker finds and calls it."""
+
+    use: str  # absolute/file.py:name or module:name
+    params: dict[str, Any]
+    batched: bool
+    is_async: bool
+    limit: float  # seconds a call
+
+
+class Call(NamedTuple):
+    """One call: its number, the index of its target, the completion and the other arguments by name."""
+
+    number: int
+    target: int
+    completion: str
+    arguments: dict[str, Any]
+
+
+class Result(NamedTuple):
+    """kind: value (a number, None or parts) | error (value: traceback) | timeout | broken (value: what was wrong)."""
+
+    number: int
+    kind: str
+    value: Any
+    seconds: float
+
+
+def main(connection_fd: int, slot_fd: int) -> None:
+    """Serve calls until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    connection = Connection(connection_fd)
+    slot = mmap.mmap(slot_fd, SLOT_BYTES)
+    try:
+        sys_path, targets = connection.recv()
+        sys.path.extend(p for p in sys_path if p not in sys.path)
+        try:
+            functions = [_load(target) for target in targets]
+        except BaseException:
+            connection.send(("failed", traceback.format_exc()))
+            return
+        connection.send(("ready", None))
+        runner = Runner(connection, slot, targets, functions)
+        while True:
+            runner.run(connection.recv())
+    except (EOFError, ConnectionError, BrokenPipeError):
+        return  # the parent is done with us, or gone
+
+
+def _load(target: Target) -> Callable[..., Any]:
+    """The function, after the `setup()` of its script if it has one."""
+    from posttrain.registry import load_function, load_module
+
+    file = target.use.rpartition(":")[0]
+    if file.endswith(".py") and callable(setup := getattr(load_module(Path(file)), "setup", None)):
+        setup()
+    return load_function(target.use, None, what="reward")
+
+
+class Runner:
+    """Runs chunks of calls and sends their results, several in a message while calls are fast."""
+
+    def __init__(
+        self, connection: Connection, slot: mmap.mmap, targets: list[Target], functions: list[Callable[..., Any]]
+    ) -> None:
+        self.connection, self.slot, self.targets, self.functions = connection, slot, targets, functions
+        self.results: list[Result] = []
+        self.sent_at = 0.0
+        self.loop = asyncio.new_event_loop() if any(t.is_async for t in targets) else None
+
+    def run(self, chunk: list[Call]) -> None:
+        """All calls of a chunk: coroutines together, everything else one after the other."""
+        self.sent_at = time.monotonic()
+        if self.targets[chunk[0].target].is_async:
+            self._occupy(CONCURRENT, self.sent_at, max(self.targets[c.target].limit for c in chunk))
+            assert self.loop is not None
+            self.loop.run_until_complete(self._together(chunk))
+        else:
+            for call in chunk:
+                self.results.append(self._one(call))
+                if time.monotonic() - self.sent_at > FLUSH_SECONDS:
+                    self._send("results")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        SLOT.pack_into(self.slot, 8, IDLE)
+        self._send("done")
+
+    def _one(self, call: Call) -> Result:
+        start = time.monotonic()
+        self._occupy(call.number, start, self.targets[call.target].limit)
+        try:
+            value = self._invoke(call)
+            if inspect.isawaitable(value):
+                value = asyncio.run(_await(value))
+            kind, value = "value", checked(value, batched=self.targets[call.target].batched)
+        except BrokenContract as error:
+            kind, value = "broken", str(error)
+        except BaseException:  # also sys.exit in a script: the worker goes on
+            kind, value = "error", _traceback()
+        SLOT.pack_into(self.slot, 8, IDLE)  # a finished call must never look as if it were running
+        return Result(call.number, kind, value, time.monotonic() - start)
+
+    async def _together(self, chunk: list[Call]) -> None:
+        async def one(call: Call) -> None:
+            self.results.append(await self._one_async(call))
+            self._send("results")
+
+        await asyncio.gather(*map(one, chunk))
+
+    async def _one_async(self, call: Call) -> Result:
+        start, target = time.monotonic(), self.targets[call.target]
+        try:
+            value = await asyncio.wait_for(_await(self._invoke(call)), target.limit)
+            kind, value = "value", checked(value, batched=target.batched)
+        except BrokenContract as error:
+            kind, value = "broken", str(error)
+        except TimeoutError:
+            late = time.monotonic() - start >= target.limit
+            kind, value = ("timeout", None) if late else ("error", _traceback())
+        except BaseException:
+            kind, value = "error", _traceback()
+        return Result(call.number, kind, value, time.monotonic() - start)
+
+    def _invoke(self, call: Call) -> Any:
+        target, function = self.targets[call.target], self.functions[call.target]
+        if not target.batched:
+            return function(call.completion, **call.arguments, **target.params)
+        listed = {name: [value] for name, value in call.arguments.items()}
+        return function(completions=[call.completion], **listed, **target.params)
+
+    def _occupy(self, number: float, start: float, limit: float) -> None:
+        # The start goes first: a parent that reads between the two writes sees an old call that has just begun.
+        SLOT.pack_into(self.slot, 0, start)
+        SLOT.pack_into(self.slot, 8, float(number))
+        signal.setitimer(signal.ITIMER_REAL, limit + ORPHAN_SECONDS)
+
+    def _send(self, kind: str) -> None:
+        self.connection.send((kind, [tuple(r) for r in self.results]))
+        self.results.clear()
+        self.sent_at = time.monotonic()
+
+
+async def _await(value: Awaitable[Any]) -> Any:
+    try:
+        return await value
+    except SystemExit as error:  # would end the event loop and with it the calls beside this one
+        raise RuntimeError(f"sys.exit({error.code!r}) in a reward") from error
+
+
+def _traceback() -> str:
+    """The current exception without the frames of this file."""
+    kind, error, trace = sys.exc_info()
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(kind, error, trace))
+    return text if len(text) <= TRACEBACK_CHARS else text[:2000] + "\n...\n" + text[-TRACEBACK_CHARS + 2000 :]
+
+
+def start(connection_fd: int, slot_fd: int) -> None:
+    """Entry of the process."""
+    main(connection_fd, slot_fd)
+    sys.stdout.flush()
+    os._exit(0)  # threads that a script started must not keep us

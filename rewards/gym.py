@@ -1,0 +1,64 @@
+"""reasoning-gym's own score of its own tasks, in [0, 1]; many give part credit.
+
+rewards:
+  - use: gym.score                # reads `gym_task` and `gym_entry`, which rows of `source: gym:TASK` carry
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.verify.extract import Extractor, after_think
+from posttrain.verify.extract import extract as find_answer
+
+
+def score(
+    completion: str,
+    gym_task: str | None,
+    gym_entry: str | Mapping[str, Any] | None,
+    *,
+    extract: Sequence[Extractor] = ("answer_tag", "boxed"),
+    whole_text: bool = False,
+) -> float | None:
+    """The task's score of the extracted answer; 0 if there is none; None for a row that is not from reasoning-gym.
+
+    whole_text: without a marked answer, all text after the thought is the answer.
+    """
+    if gym_task is None or gym_entry is None:
+        return None
+    text = after_think(completion)
+    answer = find_answer(text, extract)
+    if answer is None and whole_text:
+        answer = text
+    if answer is None or not answer.strip():
+        return 0.0
+    entry = json.loads(gym_entry) if isinstance(gym_entry, str) else gym_entry
+    return float(scorer(gym_task)(answer.strip(), entry))
+
+
+@functools.cache
+def scorer(task: str) -> Callable[[str, Any], float]:
+    """reasoning-gym's scoring function of a task, with the task's default configuration."""
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)
+
+
+def setup() -> None:
+    """Called once in each worker, outside the time limit of a call: importing reasoning-gym takes a second."""
+    import reasoning_gym  # noqa: F401
+
+
+_SUM = {"gym_task": "chain_sum", "gym_entry": json.dumps({"question": "2 + 3 =", "answer": "5", "metadata": {}})}
+
+EXAMPLES = [
+    ("<think>2 + 3</think><answer>5</answer>", _SUM, 1.0),
+    (r"So \boxed{5}", _SUM, 1.0),
+    ("<answer>6</answer>", _SUM, 0.0),
+    ("5", _SUM, 0.0),
+    ("5", _SUM, 1.0, {"whole_text": True}),
+    ("<answer>5", _SUM, 0.0),
+    ("", _SUM, 0.0),
+    ("<answer>5</answer>", {"gym_task": None, "gym_entry": None}, None),
+]
