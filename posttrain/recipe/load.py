@@ -60,11 +60,14 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
     return _finish(tree, model, document, problems, path)
 
 
-def load_dict(values: dict[str, Any], *, base_dir: Path, where: str) -> Loaded:
-    """Check a recipe that was made in code; `where` stands for the file in messages. The stage is values["stage"]."""
+def load_dict(values: dict[str, Any], *, base_dir: Path, where: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Check a recipe that was made in code; `where` stands for the file in messages. The stage is values["stage"].
+
+    A pipeline's entry may keep its `name`, which becomes the recipe's.
+    """
     given = {key: value for key, value in values.items() if key != "name"}
-    tree = from_plain(given, Origin("file", where))
     problems: list[Problem] = []
+    tree = layers.apply(from_plain(given, Origin("file", where)), overrides, problems)
     model = _stage_of(tree, None, where, problems)
     document = Document("", tree, problems, set())
     return _finish(tree, model, document, problems, base_dir / str(values.get("name", where)))

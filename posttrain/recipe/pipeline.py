@@ -33,6 +33,7 @@ def resolve(tree: Node, problems: list[Problem]) -> tuple[Node, list[dict[str, A
         full, told = _entry(entry, defaults, position, earlier, problems)
         merged.append(full)
         values += [told] if told else []
+    _refuse_seed(defaults, "defaults.run", problems)
     _check_defaults(defaults, set(earlier.values()), problems)
     _check_table(tree.mapping.get("table"), earlier, problems)
     if node is None or not entries:
@@ -65,15 +66,19 @@ def _entry(
         if all((problem.where, problem.what) != (told.where, told.what) for told in problems):
             problems.append(problem)
     _check_references(full, head, earlier, problems)
-    if "seed" in own.mapping.get("run", Node({}, own.origin)).mapping:
-        where = own.mapping["run"].mapping["seed"].at_key.mark
-        problems.append(Problem(where, f"{head}.run.seed: the pipeline's `seeds` decide", hint="remove it"))
+    _refuse_seed(entry, f"{head}.run", problems)
     earlier[name] = stage
     values = {"name": name, **resolved(recipe)} if recipe else {}
     if recipe and _without_minutes(full) is not full:
         values["run"]["max_minutes"] = follow(full, MINUTES)[0].value
     named = {"name": entry.value["name"]} if "name" in entry.value else {}
     return Node({**named, **full.mapping}, entry.origin, entry.key_origin), values
+
+
+def _refuse_seed(above: Node, head: str, problems: list[Problem]) -> None:
+    node, depth = follow(above, ("run", "seed"))
+    if depth == 2:
+        problems.append(Problem(node.at_key.mark, f"{head}.seed: the pipeline's `seeds` decide", hint="remove it"))
 
 
 def for_stage(defaults: Node, model: type[Stage]) -> Node:

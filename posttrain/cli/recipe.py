@@ -1,0 +1,120 @@
+"""`posttrain recipe`: list, show, validate, copy, schema. None of these loads torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.guard import say
+from posttrain.cli.show import print_json, print_recipe
+from posttrain.cli.stage import Json, Overrides, Recipe
+from posttrain.errors import PosttrainError, Problem, RewardError, UserError
+
+app = typer.Typer(no_args_is_help=True)
+MODELINE = "# yaml-language-server: $schema="
+
+
+@app.command("list")
+def list_recipes(as_json: Json = False) -> None:
+    """The shipped recipes."""
+    from posttrain.places import known_files, shipped
+
+    root = shipped("recipes")
+    found = []
+    for path in sorted(set(known_files("recipes", [".yaml"]).values())):
+        text = path.read_text(encoding="utf-8")
+        stage = re.search(r"^stage:\s*(\w+)", text, re.MULTILINE)
+        name = path.relative_to(root).with_suffix("").as_posix()
+        found.append({"name": name, "stage": stage[1] if stage else "", "about": headline(text), "path": str(path)})
+    if as_json:
+        print_json(found)
+        return
+    width = max((len(item["name"]) for item in found), default=0)
+    for item in found:
+        typer.echo(f"{item['name']:<{width}}  {item['stage']:<8}  {item['about']}")
+
+
+def headline(text: str) -> str:
+    """The first sentence-like comment of a recipe."""
+    for line in text.splitlines():
+        if line.startswith("#") and not line.startswith(MODELINE):
+            return line.lstrip("# ").strip()
+        if line and not line.startswith("#"):
+            break
+    return ""
+
+
+@app.command()
+def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Every value that a recipe means, and where it comes from: default, preset, file:line, command line."""
+    from posttrain.recipe.load import load
+
+    print_recipe(load(recipe, overrides or []), as_json)
+
+
+@app.command()
+def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Check a recipe: keys, types, values that must fit together, and the reward scripts that it names."""
+    from posttrain.recipe.load import load
+
+    loaded = load(recipe, overrides or [])
+    rewards = _load_rewards(loaded.resolved, loaded.path.parent)
+    if as_json:
+        print_json({"valid": True, "stage": loaded.resolved["stage"], "path": str(loaded.path), "rewards": rewards})
+        return
+    told = f"; rewards: {', '.join(rewards)}" if rewards else ""
+    typer.echo(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
+
+
+def _load_rewards(resolved: dict, base_dir: Path) -> list[str]:
+    """Import every reward function that a recipe names; all that fail are told together."""
+    from posttrain.recipe.sections import Reward
+    from posttrain.verify.load import load_reward
+
+    names: list[str] = []
+    problems: list[Problem] = []
+    for section in [resolved, *resolved.get("stages", [])]:
+        for values in section.get("rewards", []):
+            try:
+                names.append(load_reward(Reward(**values), base_dir).name)
+            except PosttrainError as error:
+                problems.extend(p for p in error.problems if p not in problems)
+    if problems:
+        raise RewardError.of(problems)
+    return list(dict.fromkeys(names))
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="The name of a shipped recipe, or a recipe file.")],
+    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Default: NAME.yaml here.")] = None,
+) -> None:
+    """Copy a shipped recipe, to make it your own."""
+    from posttrain.places import shipped
+    from posttrain.recipe.load import locate
+
+    source = locate(name)
+    target = to or Path(source.name)
+    if target.is_dir():
+        target = target / source.name
+    if target.exists():
+        raise UserError(f"{target} exists and is not overwritten", hint="give another FILE")
+    if not target.parent.is_dir():
+        raise UserError(f"there is no directory {target.parent}")
+    schema = shipped("recipes") / "schema.json"
+    lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and lines[0].startswith(MODELINE):
+        lines[0] = f"{MODELINE}{schema}\n"
+    target.write_text("".join(lines), encoding="utf-8")
+    say(f"copied {source} to {target}")
+
+
+@app.command()
+def schema() -> None:
+    """The JSON Schema of all recipes, for editors."""
+    from posttrain.recipe.schema import build
+
+    print_json(build())

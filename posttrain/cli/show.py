@@ -1,0 +1,97 @@
+"""What commands print: recipes with the origin of every value, summaries as small tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from posttrain.recipe.load import Loaded
+
+
+def print_json(value: Any) -> None:
+    """Data for programs, on stdout."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_recipe(loaded: Loaded, as_json: bool) -> None:
+    """A resolved recipe as YAML that can be used again, the origin of each value behind it."""
+    if as_json:
+        origins = {key: str(origin) for key, origin in loaded.origins.items()}
+        print_json({"recipe": loaded.resolved, "origins": origins, "path": str(loaded.path)})
+        return
+    origins = {key: str(origin) for key, origin in loaded.origins.items()}
+    lines = list(_lines(loaded.resolved, origins, "", ""))
+    width = min(max(len(text) for text, _ in lines), 60)
+    for text, origin in lines:
+        typer.echo(f"{text:<{width}}  # {origin}" if origin else text)
+
+
+def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, indent: str) -> Iterator[tuple[str, str]]:
+    """(text, origin) of each line of a mapping."""
+    for key, below in value.items():
+        here = f"{path}.{key}" if path else key
+        if isinstance(below, dict) and below:
+            yield f"{indent}{key}:", ""
+            yield from _lines(below, origins, here, f"{indent}  ")
+        elif isinstance(below, list) and any(isinstance(item, dict) for item in below):
+            yield f"{indent}{key}:", ""
+            for position, item in enumerate(below):
+                for number, (text, origin) in enumerate(_lines(item, origins, f"{here}.{position}", "")):
+                    yield f"{indent}{'  ' if number else '- '}{text}", origin
+        else:
+            yield f"{indent}{key}: {yaml_value(below)}", origins.get(here, "")
+
+
+def yaml_value(value: Any) -> str:
+    """A scalar, a list of scalars or an empty section in one line of YAML."""
+    if isinstance(value, str):
+        from posttrain.recipe.yaml import scalar
+
+        simple = value and value.isprintable() and value == value.strip() and isinstance(scalar(value), str)
+        free = simple and value[0] not in "!&*-?|>@`\"'%#{}[],:=<" and not any(c in value for c in ("#", ": ", "${"))
+        return value if free and not value.endswith(":") else json.dumps(value, ensure_ascii=False).replace("${", "$${")
+    if isinstance(value, list):
+        return f"[{', '.join(yaml_value(item) for item in value)}]"
+    return json.dumps(value)
+
+
+def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
+    """A run's summary: a line a number, or JSON."""
+    if as_json:
+        print_json(summary)
+        return
+    rows = summary.get("table")
+    if isinstance(rows, list) and rows:
+        _print_closing_table(rows)
+        return
+    plain = {key: text for key, value in summary.items() if (text := _cell(value)) is not None}
+    width = max((len(key) for key in plain), default=0)
+    for key, text in plain.items():
+        typer.echo(f"{key:<{width}}  {text}")
+
+
+def _print_closing_table(rows: list[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+
+    from posttrain.run.table import rich_table
+
+    Console().print(rich_table(rows))
+
+
+def _cell(value: Any) -> str | None:
+    """A number or a text as it is shown; an interval with its mean; None for what has no place in a small table."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "-"
+    if isinstance(value, int | float):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, Mapping) and {"mean", "low", "high"} <= value.keys() and value["mean"] is not None:
+        return f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
+    return None
