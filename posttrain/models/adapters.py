@@ -1,10 +1,8 @@
-"""LoRA: put one on, start from one, and show the reference policy that it leaves frozen."""
+"""LoRA: put an adapter on a model, go on from one, merge one."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +75,6 @@ def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
         return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except (ValueError, RuntimeError, OSError) as cause:
         raise ModelError(f"the adapter {folder} does not fit its base: {cause}") from cause
-
-
-@contextlib.contextmanager
-def as_reference(model: Any) -> Iterator[Any]:
-    """Inside, `model` is the reference policy: adapters off, or the frozen adapter `reference` if there is one."""
-    if REFERENCE not in model.peft_config:
-        with model.disable_adapter():
-            yield model
-        return
-    model.set_adapter(REFERENCE)
-    try:
-        yield model
-    finally:
-        model.set_adapter("default")
-        for name, parameter in model.named_parameters():
-            if f".{REFERENCE}." in name:
-                parameter.requires_grad_(False)
 
 
 def is_adapter(folder: Path) -> bool:

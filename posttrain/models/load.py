@@ -54,13 +54,13 @@ def load(section: Model, base_dir: Path, *, seed: int = 0, training: bool = Fals
     """Model and tokenizer of a recipe. `seed` draws `tiny` and a fresh adapter; `training` puts the adapter on.
 
     An adapter directory is its base plus the adapter. Training LoRA on top of one: the old adapter is merged into the
-    base and a fresh one put on, so that the frozen base is the starting policy; nothing is merged into a 4-bit base: the
+    base and a fresh one put on, so that the frozen base is the starting policy. Nothing is merged into 4 bits; the
     old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError, MissingExtra.
     """
     place = _checked(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
     base = _base_of(place, base_dir)
-    with _quiet():
+    with quiet():
         model = _base_model(section, base, base_dir, seed)
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
     _check_vocabulary(model, tokenizer, section.path)
@@ -224,7 +224,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
 
 
 def _from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
-    """`cls.from_pretrained`, failures told as ModelError. Weights that the checkpoint lacks are an error, not random."""
+    """`cls.from_pretrained`, failures told as ModelError. Weights that are not in the checkpoint are an error."""
     loads_weights = "dtype" in options
     if loads_weights:
         options["output_loading_info"] = True
@@ -285,13 +285,24 @@ def _settle_tokens(tokenizer: Any, model: Any, eos: tuple[int, ...], name: str) 
         tokenizer.pad_token_id = eos[0] if configured is None else configured
     if tokenizer.eos_token_id is None:
         tokenizer.eos_token_id = eos[0]
-    model.generation_config.eos_token_id = eos[0] if len(eos) == 1 else list(eos)
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config = generation_config(tokenizer, eos)
     return int(tokenizer.pad_token_id)
 
 
+def generation_config(tokenizer: Any, eos: tuple[int, ...]) -> Any:
+    """Only what ends and pads a completion. How to sample is the recipe's business: a penalty or temperature that came
+    with the model would change rollouts unseen."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        eos_token_id=eos[0] if len(eos) == 1 else list(eos),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars of transformers on stderr."""
     from transformers.utils import logging
 

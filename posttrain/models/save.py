@@ -1,0 +1,206 @@
+"""Save a model so that it works elsewhere, and prove it: reload with plain transformers, same logits, generates.
+
+Written beside the target, checked there, and only then given its name: a kill leaves the old folder or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain import chat
+from posttrain.errors import RunError
+from posttrain.models import adapters
+from posttrain.models.load import LoadedModel, dense, generation_config, quiet
+from posttrain.run.durable import sync_file, sync_folder, told_when_full
+
+PROBE = "What is 17 + 25? Say why."
+NEW_TOKENS = 24
+
+# Largest accepted gap between logits before and after, as a share of the largest logit. A save and a reload in the same
+# dtype are exact; a merged adapter is rounded once more.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str, Any]:
+    """Write weights (safetensors), tokenizer, chat template and generation config; replaces `folder` in one step.
+
+    An adapter whose base stands in a directory or on the hub is saved as an adapter; over any other base (`tiny`, GGUF,
+    an older adapter merged in) the whole model is saved, with the adapter in `adapter/`. Nothing is merged into 4-bit
+    weights: the dense base is loaded again for that. The result says `kind`, `bytes`, and with `verify`
+    `max_logit_gap` and `probe_end`. Raises RunError if the saved model is not the one in memory.
+    """
+    partial = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    with told_when_full(partial), quiet():
+        partial.mkdir(parents=True)
+        kind, expected = _write(loaded, partial)
+        loaded.tokenizer.save_pretrained(partial)
+        generation_config(loaded.tokenizer, loaded.eos_ids).save_pretrained(partial)
+        report = {"path": str(folder), "kind": kind, "bytes": _sync(partial)}
+    if verify:
+        with quiet():
+            report |= _verify(loaded, partial, expected)
+    _rename(partial, folder)
+    return report
+
+
+def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
+    """Write the weights; returns what they are and the probe logits that they must give."""
+    model = loaded.model
+    if not loaded.is_lora:
+        model.save_pretrained(folder)
+        return "full", probe_logits(model, loaded.tokenizer)
+    if _base_is_elsewhere(loaded):
+        _write_adapter(loaded, folder, with_base=True)
+        return "adapter", probe_logits(model, loaded.tokenizer)
+    _write_adapter(loaded, folder / "adapter", with_base=_reproducible_base(loaded))
+    return "merged", _write_merged(loaded, folder)
+
+
+def _base_is_elsewhere(loaded: LoadedModel) -> bool:
+    """Whether plain transformers finds the adapter's base, unchanged, in a directory or on the hub."""
+    origin = loaded.origin
+    return origin is not None and origin.base.kind in ("directory", "hub") and not origin.base_changed
+
+
+def _reproducible_base(loaded: LoadedModel) -> bool:
+    """Whether the base can be loaded again by its name. `tiny` depends on a seed, a merged base is nowhere."""
+    origin = loaded.origin
+    return origin is not None and origin.base.kind == "gguf" and not origin.base_changed
+
+
+def _write_adapter(loaded: LoadedModel, folder: Path, *, with_base: bool) -> None:
+    """The trained adapter alone. Its config names the base only where that name leads to the same weights."""
+    loaded.model.save_pretrained(folder, selected_adapters=["default"])
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    base = loaded.origin.base if loaded.origin else None
+    config["base_model_name_or_path"] = str(base.path or base.name) if with_base and base else None
+    if base and base.kind == "hub" and loaded.origin:
+        config["revision"] = loaded.origin.section.revision
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
+    """The dense base with the adapter added in float32, as a plain model. Returns the logits before the merge."""
+    origin = loaded.origin
+    if origin is None or origin.section.quantize is None:
+        peft = loaded.model
+    else:
+        peft = adapters.load_frozen(dense(origin.section, origin.base, origin.base_dir), folder / "adapter")
+        peft = peft.to(loaded.device)
+    peft.get_base_model().save_pretrained(folder, state_dict=merged_state(peft))
+    return probe_logits(peft, loaded.tokenizer)
+
+
+def merged_state(peft: Any, adapter: str = "default") -> dict[str, Tensor]:
+    """Every weight of the base under its own name, LoRA's product added in float32. The model itself is not changed."""
+    base = peft.get_base_model()
+    layers = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    state = {}
+    for name, weight in base.state_dict().items():
+        if ".lora_" in name or "lora_magnitude" in name:
+            continue
+        layer, _, leaf = name.rpartition(".base_layer.")
+        if layer in layers and leaf == "weight":
+            delta = layers[layer].get_delta_weight(adapter)
+            weight = (weight.float() + delta.float()).to(weight.dtype)
+        state[f"{layer}.{leaf}" if layer else name] = weight
+    return state
+
+
+@torch.no_grad()
+def probe_logits(model: Any, tokenizer: Any) -> Tensor:
+    """Logits [T, vocabulary] of a fixed text, float32 on the CPU."""
+    was_training = model.training
+    model.eval()
+    try:
+        logits = model(input_ids=_probe_ids(tokenizer).to(next(model.parameters()).device)).logits
+    finally:
+        model.train(was_training)
+    return logits[0].float().cpu()
+
+
+def _probe_ids(tokenizer: Any) -> Tensor:
+    text = PROBE
+    if tokenizer.chat_template:
+        text = chat.render(tokenizer, [{"role": "user", "content": PROBE}], generation_prompt=True)
+    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+
+def _verify(loaded: LoadedModel, folder: Path, expected: Tensor) -> dict[str, Any]:
+    """Reload with plain transformers and compare. Raises RunError; the folder stays for a look at it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not torch.equal(_probe_ids(tokenizer), _probe_ids(loaded.tokenizer)):
+        raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded))
+    gap = _gap(probe_logits(model, tokenizer), expected)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    if not gap <= TOLERANCE.get(dtype, 5e-2):
+        raise RunError(f"the saved model gives other logits than the one in memory (gap {gap:.2g})", where=str(folder))
+    return {"max_logit_gap": gap, "probe_end": _generate(model, tokenizer, loaded.eos_ids, folder)}
+
+
+def _reload_options(loaded: LoadedModel) -> dict[str, Any]:
+    """Device, dtype and, for an adapter over a 4-bit base, its quantisation: the dense base gives other logits."""
+    options: dict[str, Any] = {"device_map": {"": str(loaded.device)}, "dtype": "auto"}
+    origin = loaded.origin
+    if origin is not None:
+        options["trust_remote_code"] = origin.section.trust_remote_code
+        if loaded.is_lora and _base_is_elsewhere(loaded):
+            options["dtype"] = next(p.dtype for n, p in loaded.model.named_parameters() if "lora_" not in n)
+            quantization = getattr(loaded.model.config, "quantization_config", None)
+            options |= {"quantization_config": quantization} if quantization else {}
+    return options
+
+
+def _gap(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference of two logit tables, as a share of the largest logit; NaN counts as infinite."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    gap = float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return gap if gap == gap else float("inf")
+
+
+@torch.no_grad()
+def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path) -> str:
+    """Greedy from the probe with the saved generation config: it must end at EOS or at the limit, never run past EOS."""
+    saved = model.generation_config.eos_token_id
+    if set([saved] if isinstance(saved, int) else saved or ()) != set(eos_ids):
+        raise RunError(f"the saved generation config ends at {saved}, not at {list(eos_ids)}", where=str(folder))
+    ids = _probe_ids(tokenizer).to(next(model.parameters()).device)
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+    )[0, ids.shape[1] :].tolist()
+    if any(i in eos_ids for i in out[:-1]):
+        raise RunError("the saved model generates on behind its end-of-sequence token", where=str(folder))
+    return "stop" if out and out[-1] in eos_ids else "length"
+
+
+def _sync(folder: Path) -> int:
+    """Bring all files to the disk; returns their size in bytes."""
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    for path in files:
+        sync_file(path)
+    for inner in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+        sync_folder(inner)
+    return sum(p.stat().st_size for p in files)
+
+
+def _rename(partial: Path, folder: Path) -> None:
+    """Give the finished folder its name; an older one of that name goes only then."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
