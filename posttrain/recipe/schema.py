@@ -1,0 +1,174 @@
+"""The JSON Schema of recipes, for editors: completion, hover texts and red lines while typing.
+
+`python -m posttrain.recipe.schema` rewrites recipes/schema.json, which shipped recipes name in their first line. The
+loader is stricter: it also knows which values fit together.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from pydantic import BaseModel
+
+from posttrain import registry
+from posttrain.recipe import keys, presets
+from posttrain.recipe.section import ComponentSection, params_model
+from posttrain.recipe.stages import PipelineRecipe, Stage
+
+Schema = dict[str, Any]
+VARIABLE = {"type": "string", "pattern": r"\$\{[A-Za-z_]", "description": "${NAME} of the environment"}
+MINUTES = {"type": "string", "pattern": "^stage:", "description": "stage:NAME, as long as that stage trained"}
+
+
+def build() -> Schema:
+    """One schema: `stage` decides which sections there are, `use` which keys a component section has."""
+    definitions: dict[str, Schema] = {}
+    stages = {name: _stage(model, definitions) for name, model in keys.BY_NAME.items()}
+    for name, schema in stages.items():
+        definitions[f"stage_{name}"] = schema
+        definitions[f"entry_{name}"] = _without_requirements(schema)
+    definitions.pop("entry_pipeline")
+    definitions["stage_pipeline"]["properties"]["stages"]["items"] = _entry(list(stages))
+    definitions["stage_pipeline"]["properties"]["defaults"] = _defaults(stages)
+    named = {"type": "object", "required": ["stage"], "properties": {"stage": {"enum": list(stages)}}}
+    choices = [_when("stage", name, f"stage_{name}") for name in stages]
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "posttrain recipe",
+        **named,
+        "allOf": choices,
+        "definitions": definitions,
+    }
+
+
+def _when(key: str, value: str, definition: str) -> Schema:
+    condition = {"required": [key], "properties": {key: {"const": value}}}
+    return {"if": condition, "then": {"$ref": f"#/definitions/{definition}"}}
+
+
+def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
+    """One stage's sections. What is required may come from an extended recipe, so it is asked for only without one."""
+    schema = model.model_json_schema(by_alias=True, ref_template="#/definitions/{model}")
+    own = schema.pop("$defs", {})
+    stage = schema["properties"]["stage"]["const"]
+    renamed = {name: f"{stage}_{name}" for name in own}
+    for name, definition in own.items():
+        definitions[renamed[name]] = _tidy(definition, renamed)
+    schema = _tidy(schema, renamed)
+    for key, section in keys.components_of(stage).items():
+        definitions[f"{stage}_{key}"] = _component(section)
+        description = schema["properties"][key].get("description", "")
+        schema["properties"][key] = _optional(f"#/definitions/{stage}_{key}", model, key, description)
+    for path in model.unused:
+        key, _, last = path.partition(".")
+        for name in {renamed[m.__name__] for m in keys.models(model.model_fields[key].annotation)}:
+            definitions[name]["properties"].pop(last, None)
+    if "algorithm" in schema["properties"]:
+        schema["properties"]["algorithm"] |= {"enum": presets.names(stage)}
+        schema["properties"]["algorithm"].pop("anyOf", None)
+    required = [key for key in schema.pop("required", []) if key != "stage"]
+    schema["anyOf"] = [{"required": ["extends"]}, {"required": required}]
+    return schema
+
+
+def _optional(reference: str, model: type[Stage], key: str, description: str) -> Schema:
+    choices: list[Schema] = [{"$ref": reference}]
+    if model.model_fields[key].default is None:
+        choices.append({"type": "null"})
+    return {"anyOf": choices, **({"description": description} if description else {})}
+
+
+def _tidy(schema: Any, renamed: dict[str, str]) -> Any:
+    """Definitions renamed, generated titles out, environment variables allowed for numbers, nothing required."""
+    if isinstance(schema, list):
+        return [_tidy(item, renamed) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    tidy = {
+        key: _tidy(value, renamed) for key, value in schema.items() if not (key == "title" and isinstance(value, str))
+    }
+    if "$ref" in tidy:
+        tidy["$ref"] = "#/definitions/" + renamed[tidy["$ref"].rpartition("/")[2]]
+    if isinstance(tidy.get("properties"), dict):
+        tidy["properties"] = {key: _with_variable(key, value) for key, value in tidy["properties"].items()}
+        if "stage" not in tidy["properties"]:
+            tidy.pop("required", None)
+    return tidy
+
+
+def _with_variable(key: str, schema: Schema) -> Schema:
+    """The same for a number, a boolean or a word, or a `${NAME}` that becomes one."""
+    text = json.dumps(schema)
+    strings = any(part.get("type") == "string" and "enum" not in part for part in [schema, *schema.get("anyOf", [])])
+    if strings or "$ref" in text or '"array"' in text or '"object"' in text or "const" in schema:
+        return schema
+    outside = {name: schema[name] for name in ("description", "default") if name in schema}
+    inside = {name: value for name, value in schema.items() if name not in outside}
+    choices = inside.pop("anyOf", None) or [inside]
+    return {**outside, "anyOf": [*choices, VARIABLE, *([MINUTES] if key == "max_minutes" else [])]}
+
+
+def _component(section: type[ComponentSection]) -> Schema:
+    """A component section: the name alone, or `use` with the keys of that component; any keys for a user's function."""
+    own = _tidy(section.model_json_schema(by_alias=True), {})["properties"]
+    known = registry.index().get(section.kind, {})
+    branches = [_branch(section, name, described, own) for name, described in known.items()]
+    user = {"type": "object", "required": ["use"], "properties": {**own, "use": {"type": "string", "pattern": ":"}}}
+    short = {"anyOf": [{"enum": list(known)}, {"type": "string", "pattern": ":"}]}
+    return {"description": section.__doc__, "anyOf": [short, *branches, user]}
+
+
+def _branch(section: type[ComponentSection], name: str, described: Schema, own: Schema) -> Schema:
+    params = _tidy(_params(section.kind, name), {}).get("properties", {})
+    properties = copy.deepcopy(own) | params | {"use": {"const": name, "description": described["doc"]}}
+    branch = {"type": "object", "properties": properties, "additionalProperties": False}
+    return branch if name == section.default_use() else {**branch, "required": ["use"]}
+
+
+def _params(kind: str, name: str) -> Schema:
+    model: type[BaseModel] = params_model(kind, name)
+    return model.model_json_schema()
+
+
+def _entry(stages: list[str]) -> Schema:
+    """An entry of a pipeline: a stage with a name; what it lacks may stand in the pipeline's defaults."""
+    names = [name for name in stages if name != PipelineRecipe.model_fields["stage"].default]
+    base = {
+        "type": "object",
+        "required": ["name", "stage"],
+        "properties": {"name": {"type": "string"}, "stage": {"enum": names}},
+    }
+    return {**base, "allOf": [_when("stage", name, f"entry_{name}") for name in names]}
+
+
+def _without_requirements(stage: Schema) -> Schema:
+    entry = {key: value for key, value in stage.items() if key != "anyOf"}
+    return {**entry, "properties": {"name": {"type": "string"}, **stage["properties"]}}
+
+
+def _defaults(stages: dict[str, Schema]) -> Schema:
+    """Sections under all stages: each in the shape of one of the stages that take it."""
+    properties: dict[str, Schema] = {}
+    for name, schema in stages.items():
+        for key, value in schema["properties"].items():
+            if name != "pipeline" and key not in ("stage", "extends"):
+                properties.setdefault(key, {"anyOf": []})["anyOf"].append(value)
+    unique = {
+        k: {"anyOf": [v for n, v in enumerate(s["anyOf"]) if v not in s["anyOf"][:n]]} for k, s in properties.items()
+    }
+    return {"type": "object", "properties": unique, "additionalProperties": False}
+
+
+def text() -> str:
+    """What recipes/schema.json must hold."""
+    return json.dumps(build(), indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    from posttrain.places import shipped
+
+    target = shipped("recipes") / "schema.json"
+    target.write_text(text(), encoding="utf-8")
+    print(f"wrote {target}")
