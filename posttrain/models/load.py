@@ -16,6 +16,7 @@ from posttrain import chat, hub
 from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import adapters, tiny
 from posttrain.models.places import Place, locate, not_found
+from posttrain.models.precision import keep_master_weights
 from posttrain.places import find
 from posttrain.recipe.sections import Model
 
@@ -40,6 +41,11 @@ class LoadedModel:
     pad_id: int
     source: str
     origin: Origin | None = None
+    half: torch.dtype | None = None  # trained weights are float32, products are computed in this; None: nothing to cast
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The context of every forward pass in training."""
+        return torch.autocast(self.device.type, dtype=self.half) if self.half else contextlib.nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +77,8 @@ def load(section: Model, base_dir: Path, *, seed: int = 0, training: bool = Fals
         if section.lora:
             model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
     model.train(training)
-    return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed))
+    half = keep_master_weights(model) if training else None
+    return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed), half)
 
 
 def load_tokenizer(section: Model, base_dir: Path) -> Any:

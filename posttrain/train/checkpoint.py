@@ -1,4 +1,4 @@
-"""What an RL run needs to go on as if it had never stopped: weights, optimiser, schedule, and a few counters.
+"""What an RL run needs to go on as if it had never stopped: weights, optimiser, and a few counters.
 
 A checkpoint folder is also a model folder (or an adapter folder under LoRA): `posttrain generate` loads it as it is.
 It counts only when its manifest is sealed; older ones go only after that.
@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
@@ -33,14 +32,14 @@ class State:
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
 
 
-def save(root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, scheduler: LambdaLR, keep: int) -> Path:
+def save(root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int) -> Path:
     """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder."""
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
     with checkpoints.saving(root, state.step) as partial:
         loaded.model.save_pretrained(partial)
         loaded.tokenizer.save_pretrained(partial)
-        torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, partial / "optimizer.pt")
+        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     if not checkpoints.verify(folder):
         raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")
@@ -48,15 +47,13 @@ def save(root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, sc
     return folder
 
 
-def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, scheduler: LambdaLR) -> State | None:
+def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer) -> State | None:
     """Load the newest complete checkpoint under `root` in place and return its State; None if there is none."""
     folder = checkpoints.latest(root)
     if folder is None:
         return None
     load_weights(loaded, folder)
-    saved = torch.load(folder / "optimizer.pt", map_location=loaded.device, weights_only=True)
-    optimizer.load_state_dict(saved["optimizer"])
-    scheduler.load_state_dict(saved["scheduler"])
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=loaded.device, weights_only=True))
     return State(**json.loads((folder / "state.json").read_text()))
 
 
@@ -76,7 +73,7 @@ def load_weights(loaded: LoadedModel, folder: Path) -> None:
         missing = [k for k in result.missing_keys if k not in tied]
     if missing or result.unexpected_keys:
         raise RunError(
-            f"checkpoint {folder} does not fit the model: missing {missing[:3]}, unexpected {result.unexpected_keys[:3]}"
+            f"checkpoint {folder} does not fit: missing {missing[:3]}, unexpected {result.unexpected_keys[:3]}"
         )
 
 

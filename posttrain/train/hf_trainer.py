@@ -8,7 +8,6 @@ every stage, and a resumed run computes what an unbroken run computes.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import shutil
 import time
@@ -17,9 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,7 +24,7 @@ from transformers import PrinterCallback, TrainingArguments
 
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, PosttrainError, RunError
+from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.stages import DpoRecipe, SftRecipe
@@ -319,15 +316,6 @@ def arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def quiet() -> None:
-    """Silence what the libraries print about themselves; their errors, and all of our own lines, stay."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    for name in ("trl", "accelerate", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def rows_note(prepared: Prepared[Any], what: str) -> str:
     """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
     causes = {**prepared.dropped, **prepared.cut}
@@ -343,9 +331,3 @@ def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
             f"row {uid} has {length} tokens; the model's window is {window}",
             hint=f"set data.max_length to {window} or less",
         )
-
-
-def check_trainable(loaded: LoadedModel) -> None:
-    """Raises ModelError for weights in float16: small gradients vanish and there is no loss scaling here."""
-    if any(p.dtype == torch.float16 for p in loaded.model.parameters() if p.requires_grad):
-        raise ModelError("float16 weights cannot be trained", hint="set model.dtype to auto, bfloat16 or float32")

@@ -7,21 +7,27 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.recipe.sections import Optim
 
 
-def build(model: nn.Module, section: Optim, total_updates: int) -> tuple[Optimizer, LambdaLR]:
-    """AdamW over the trainable parameters (no weight decay on vectors: norms and biases) and its schedule."""
+def build(model: nn.Module, section: Optim) -> Optimizer:
+    """AdamW over the trainable parameters, without weight decay on vectors (norms and biases)."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     beta1, beta2 = section.betas
-    optimizer = AdamW([g for g in groups if g["params"]], lr=section.lr, betas=(beta1, beta2), eps=section.eps)
-    return optimizer, LambdaLR(optimizer, lambda update: lr_factor(update, section, total_updates))
+    return AdamW([g for g in groups if g["params"]], lr=section.lr, betas=(beta1, beta2), eps=section.eps)
+
+
+def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:
+    """Set and return the learning rate of optimiser update 0, 1, ...; a pure function of it, so nothing to resume."""
+    lr = section.lr * lr_factor(update, section, total_updates)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
 
 
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:

@@ -32,6 +32,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import sync_file, told_when_full
 from posttrain.train import hf_trainer
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.quiet import quiet
 
 COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
 SIDES = ("chosen", "rejected")
@@ -47,10 +48,9 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     if recipe.batch.packing:
         raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
-    hf_trainer.quiet()
+    quiet()
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
-    hf_trainer.check_trainable(loaded)
     prepared = prepare_pairs(recipe.data, loaded.tokenizer, recipe.base_dir)
     longest = max(prepared.items, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))

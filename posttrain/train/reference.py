@@ -20,7 +20,7 @@ ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 def reference_policy(loaded: LoadedModel) -> ReferencePolicy:
     """A function that opens a context in which the yielded model is the reference, gradients off, in eval mode."""
     if loaded.is_lora:
-        return lambda: _without_adapter(loaded.model)
+        return lambda: _adapter_off(loaded.model)
     frozen = copy.deepcopy(loaded.model).eval().requires_grad_(False)
     return lambda: _frozen(frozen)
 
@@ -32,7 +32,8 @@ def _frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _without_adapter(model: nn.Module) -> Iterator[nn.Module]:
+def _adapter_off(model: nn.Module) -> Iterator[nn.Module]:
+    """The PEFT model with its trained adapter off, or with the frozen adapter `reference` in its place."""
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -45,7 +46,8 @@ def _without_adapter(model: nn.Module) -> Iterator[nn.Module]:
                     yield model
         finally:
             if "reference" in model.peft_config:
-                model.set_adapter("default")
+                model.set_adapter("default")  # also makes it trainable again
                 for name, parameter in model.named_parameters():
-                    parameter.requires_grad_(".default." in name)
+                    if ".reference." in name:
+                        parameter.requires_grad_(False)
             model.train(training)

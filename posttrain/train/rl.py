@@ -2,7 +2,7 @@
 
 prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser -> engine sync.
 
-All randomness is derived from (seed, purpose, step), so a run resumed from a checkpoint draws what an unbroken run draws.
+All randomness is derived from (seed, purpose, step): a resumed run draws what an unbroken run draws.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.data.prepare import prepare_prompts
@@ -29,7 +28,6 @@ from posttrain.models import load as models
 from posttrain.models.save import save
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine, check_fits, make_engine, needed_length
-from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
@@ -39,7 +37,7 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import Sequences, check_head, completion_logprobs, micro_batches
 from posttrain.train.objective import Objective
-from posttrain.train.precision import keep_master_weights
+from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, reference_policy
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note, update_metrics
 from posttrain.verify.audit import audit_gold
@@ -60,17 +58,16 @@ class Pieces:
     prompts: Sequence[Prompt]
     objective: Objective
     optimizer: Optimizer
-    scheduler: LambdaLR
+    updates: int  # optimiser updates of the whole run
     reference: ReferencePolicy | None
-    autocast: Callable[[], AbstractContextManager[None]]
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     dump: Path  # where a batch that broke the run is written
 
 
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
-    """Train, save the final model and return the summary. Resumes from the newest complete checkpoint if there is one."""
+    """Train, save the final model, return the summary. Resumes from the newest complete checkpoint, if any."""
+    quiet()
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
-    autocast = keep_master_weights(loaded.model)
     prepared = prepare_prompts(recipe.data, loaded.tokenizer, recipe.base_dir)
     check_fits(prepared.items, recipe.rollout, model_window(loaded))
     steps = total_steps(recipe, len(prepared.items))
@@ -91,8 +88,6 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         max_len = needed_length(prepared.items, recipe.rollout)
         engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
         try:
-            updates = steps * recipe.batch.epochs * recipe.batch.minibatches
-            optimizer, scheduler = optim.build(loaded.model, recipe.optim, updates)
             pieces = Pieces(
                 recipe=recipe,
                 loaded=loaded,
@@ -103,10 +98,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 ),
                 prompts=prepared.items,
                 objective=objective,
-                optimizer=optimizer,
-                scheduler=scheduler,
+                optimizer=optim.build(loaded.model, recipe.optim),
+                updates=steps * recipe.batch.epochs * recipe.batch.minibatches,
                 reference=reference_policy(loaded) if "ref_logp" in objective.needs else None,
-                autocast=autocast,
                 packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
                 dump=directory.path / "failed",
             )
@@ -118,7 +112,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
 def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, stop: GracefulStop) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples."""
     settings = p.recipe.run
-    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.scheduler) or checkpoint.State()
+    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer) or checkpoint.State()
     metrics, samples = directory.metrics(resume_after=state.step), directory.samples(resume_after=state.step)
     if state.step:
         p.engine.sync(p.loaded.model, state.step)
@@ -142,7 +136,7 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
             progress.note(warning)
         due = settings.save_every is not None and state.step % settings.save_every == 0
         if due or stop.requested:
-            checkpoint.save(directory.checkpoints, state, p.loaded, p.optimizer, p.scheduler, settings.keep_checkpoints)
+            checkpoint.save(directory.checkpoints, state, p.loaded, p.optimizer, settings.keep_checkpoints)
         if stop.requested:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
     report = save(p.loaded, directory.final)
@@ -190,7 +184,7 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
     while True:
         drawn = p.sampler.take(state.position, settings.prompts_per_step)
         state.position += len(drawn)
-        with p.autocast() if settings.engine == "transformers" else nullcontext():
+        with p.loaded.autocast() if settings.engine == "transformers" else nullcontext():
             fresh = p.engine.generate(
                 [p.prompts[i] for i in drawn],
                 settings.group_size,
@@ -239,14 +233,16 @@ def update(p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int) -> d
         batch = fill_logprobs(p, batch, sequences, active)
     sums: dict[str, float] = {}
     norms: list[float] = []
+    done = step * settings.epochs * settings.minibatches
     for epoch in range(settings.epochs):
         seed = derive(p.recipe.run.seed, "minibatch", step, epoch)
         for rows in minibatches(batch.group_ids, settings.minibatches, seed):
+            lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.updates)
+            done += 1
             norm = update_once(p, batch, sequences, rows, step, sums)
             if norm is not None:
                 norms.append(norm)
-            p.scheduler.step()
-    return update_metrics(sums, norms, lr=p.optimizer.param_groups[0]["lr"])
+    return update_metrics(sums, norms, lr=lr)
 
 
 def update_once(
@@ -302,7 +298,7 @@ def _logprobs_of(
 
 def logprobs(p: Pieces, model: torch.nn.Module, sequences: Sequences, width: int) -> tuple[Tensor, Tensor]:
     """(logp, entropy) [N,width] at the rollouts' temperature, in the run's precision."""
-    with p.autocast():
+    with p.loaded.autocast():
         return completion_logprobs(model, sequences, width, p.recipe.rollout.temperature, packed=p.packed)
 
 
@@ -355,14 +351,14 @@ def model_window(loaded: models.LoadedModel) -> int:
 
 
 def check_start(p: Pieces) -> None:
-    """Before the first step: our log-probs are the model's own, packed is padded, the reference is the starting policy."""
+    """Before step 1: our log-probs are the model's own, packed is padded, the reference is the starting policy."""
     shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
     if not shortest:
         return
     probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest))
     width = max(probe.lengths) - 1
     p.loaded.model.eval()
-    with torch.no_grad(), p.autocast():
+    with torch.no_grad(), p.loaded.autocast():
         gap = check_head(p.loaded.model, probe)
     if gap > 0.05:
         raise NonFiniteError(

@@ -24,6 +24,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.train import hf_trainer
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.quiet import quiet
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
 Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
@@ -32,9 +33,8 @@ IGNORED = -100  # the label of a token that is not trained on
 
 def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
-    hf_trainer.quiet()
+    quiet()
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
-    hf_trainer.check_trainable(loaded)
     prepared = prepare_examples(recipe.data, loaded.tokenizer, recipe.base_dir)
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
@@ -133,7 +133,7 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
         loaded.model.train(training)
     scale = float(alone.abs().max())
     leak, shift = float((packed - other).abs().max()) / scale, float((packed - alone).abs().max()) / scale
-    half = loaded.model.dtype != torch.float32
+    half = loaded.half is not None or loaded.model.dtype != torch.float32
     if leak > 1e-4 or shift > (3e-2 if half else 1e-3):
         raise ModelError(
             f"packing is not exact for {loaded.source}: logits of a row change by {max(leak, shift):.1%} with what is"
