@@ -95,9 +95,9 @@ def oversample(
     """Dynamic sampling over given metrics [batches][groups][rows]; reads no more batches than it needs."""
     refill = Refill(want, max_batches)
     for table in batches:
+        refill = refill.add([_group_differs(row, tol) for row in table])
         if refill.status != "open":
             return refill
-        refill = refill.add([_group_differs(row, tol) for row in table])
     return refill.end()
 
 

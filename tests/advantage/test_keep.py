@@ -1,0 +1,108 @@
+"""Dynamic sampling: which groups stay, and how missing ones are refilled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from posttrain.advantage.keep import Refill, differs, dynamic_sampling, oversample
+from posttrain.batch import RolloutBatch
+
+NAN = float("nan")
+
+
+def batch(correct: list[float], groups: list[int], rewards: list[float] | None = None) -> RolloutBatch:
+    return RolloutBatch(
+        group_ids=torch.tensor(groups),
+        mask=torch.ones(len(groups), 1, dtype=torch.bool),
+        correct=torch.tensor(correct, dtype=torch.float64),
+        rewards=None if rewards is None else torch.tensor(rewards, dtype=torch.float64),
+    )
+
+
+def test_groups_that_are_all_right_or_all_wrong_go() -> None:
+    """Groups 3 (mixed), 8 (right), 1 (wrong), rows not in order."""
+    rows = batch([1, 1, 0, 1, 0, 0], [3, 8, 1, 8, 3, 1])
+    assert dynamic_sampling(rows).tolist() == [True, False, False, False, True, False]
+
+
+def test_correctness_decides_and_not_the_shaped_reward() -> None:
+    """An all-wrong group whose rewards differ by a length term."""
+    rows = batch([0, 0, 1, 0], [0, 0, 1, 1], rewards=[-0.1, -0.5, 1.0, 1.0])
+    assert dynamic_sampling(rows).tolist() == [False, False, True, True]
+    assert dynamic_sampling(rows, metric="reward").tolist() == [True, True, False, False]
+
+
+def test_equal_numbers_with_a_floating_point_std_go() -> None:
+    """torch's std of three times 0.1 is not 0."""
+    assert not differs(torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64), torch.zeros(3, dtype=torch.long)).any()
+
+
+def test_tol_is_exceeded_or_not() -> None:
+    metric, groups = torch.tensor([0.0, 0.25, 0.0, 0.5]), torch.tensor([0, 0, 1, 1])
+    assert differs(metric, groups, tol=0.25).tolist() == [False, False, True, True]
+
+
+def test_a_group_of_one_row_stays() -> None:
+    assert dynamic_sampling(batch([0, 1, 1], [0, 1, 1])).tolist() == [True, False, False]
+
+
+def test_an_unknown_metric_raises() -> None:
+    with pytest.raises(ValueError, match=r"NaN in groups \[4\]"):
+        dynamic_sampling(batch([1, 0, NAN, 1], [2, 2, 4, 4]))
+    with pytest.raises(ValueError, match="has no correct"):
+        dynamic_sampling(batch([1], [0]).replace(correct=None))
+
+
+def test_unscored_rows_have_no_say() -> None:
+    """Group 0 differs among its scored rows; group 1 only by the unscored one; groups 2 and 3 have too few left."""
+    correct = [1, 0, NAN, 1, 1, NAN, 1, NAN, NAN, NAN]
+    rows = batch(correct, [0, 0, 0, 1, 1, 1, 2, 2, 3, 3], rewards=correct)
+    assert dynamic_sampling(rows).tolist() == [True] * 3 + [False] * 7
+
+
+def test_refill_collects_in_order_of_arrival_and_cuts_the_surplus() -> None:
+    refill = Refill(want=3)
+    assert refill.status == "open"
+    refill = refill.add([False, True, False])
+    assert (refill.status, refill.selected) == ("open", [(0, 1)])
+    refill = refill.add([True, True, True])
+    assert (refill.status, refill.batches) == ("full", 2)
+    assert refill.selected == [(0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("tables", "max_batches", "status", "batches"),
+    [
+        ([[[0, 1], [1, 0]]], 0, "full", 1),
+        ([[[0, 1], [1, 1]]], 0, "short", 1),
+        ([[[0, 1], [1, 1]], [[1, 1]]], 2, "error", 2),
+        ([[[0, 1], [1, 1]], [[1, 0]]], 2, "full", 2),
+        ([[[0, 0]], [[0, 1], [0, 1]]], 1, "error", 1),
+        ([], 0, "short", 0),
+    ],
+)
+def test_oversample_stops_for_a_reason(
+    tables: list[list[list[float]]], max_batches: int, status: str, batches: int
+) -> None:
+    found = oversample(tables, want=2, max_batches=max_batches)
+    assert (found.status, found.batches) == (status, batches)
+
+
+def test_oversample_reads_no_more_than_it_needs() -> None:
+    read = []
+
+    def source() -> Iterator[list[list[float]]]:
+        for number in range(5):
+            read.append(number)
+            yield [[0.0, 1.0]]
+
+    assert oversample(source(), want=2).selected == [(0, 0), (1, 0)]
+    assert read == [0, 1]
+
+
+def test_oversample_refuses_an_unknown_metric() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        oversample([[[1.0, NAN]]], want=1)

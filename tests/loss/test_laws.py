@@ -1,0 +1,95 @@
+"""What every policy loss and every KL estimator in the registry must obey."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain import registry
+from posttrain.batch import RolloutBatch
+
+NAMES = [(kind, name) for kind in ("loss", "kl") for name in sorted(registry.index()[kind])]
+LENGTHS = torch.tensor([4, 1, 0, 3])
+MASK = torch.arange(4) < LENGTHS[:, None]
+
+
+def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBatch, torch.Tensor]:
+    """Four rows of uneven length, one empty; every cell with mask 0 holds `garbage`."""
+    generator = torch.Generator().manual_seed(1)
+
+    def matrix() -> torch.Tensor:
+        return torch.where(MASK, -torch.rand(4, 4, generator=generator, dtype=torch.float64) * 2, garbage).to(dtype)
+
+    rows = RolloutBatch(
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        mask=MASK,
+        old_logp=matrix(),
+        ref_logp=matrix(),
+        rollout_logp=matrix(),
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=dtype),
+    )
+    return rows, matrix().requires_grad_()
+
+
+def evaluate(kind: Any, name: str, garbage: float, dtype: torch.dtype = torch.float64) -> tuple[Any, torch.Tensor]:
+    rows, logp = batch(garbage, dtype)
+    found = registry.get(kind, name).function(rows, logp)
+    found.values.sum().backward()
+    assert logp.grad is not None
+    return found, logp.grad
+
+
+def test_there_is_something_to_test() -> None:
+    assert ("loss", "clip") in NAMES
+    assert ("kl", "k3") in NAMES
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+@pytest.mark.parametrize("garbage", [7.0, 1e30, float("inf"), float("nan")])
+def test_garbage_under_the_mask_changes_nothing(kind: str, name: str, garbage: float) -> None:
+    (clean, clean_gradient), (dirty, dirty_gradient) = evaluate(kind, name, 0.0), evaluate(kind, name, garbage)
+    torch.testing.assert_close(dirty.values, clean.values, rtol=0, atol=0)
+    torch.testing.assert_close(dirty_gradient, clean_gradient, rtol=0, atol=0)
+    assert bool(clean_gradient[MASK].any())
+    for stat in clean.stats:
+        torch.testing.assert_close(dirty.stats[stat][MASK], clean.stats[stat][MASK], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_masked_cells_and_empty_rows_are_zero(kind: str, name: str) -> None:
+    found, gradient = evaluate(kind, name, float("nan"))
+    assert found.values.shape == MASK.shape
+    assert bool((found.values[~MASK] == 0).all())
+    assert bool((gradient[~MASK] == 0).all())
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_rows_do_not_depend_on_each_other(kind: str, name: str) -> None:
+    """A micro-batch of any rows gives these rows' values."""
+    rows, logp = batch(7.0)
+    function = registry.get(kind, name).function
+    whole = function(rows, logp).values
+    for part in ([0], [1, 3], [2]):
+        torch.testing.assert_close(function(rows.select(part), logp[part]).values, whole[part])
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_float32_is_close_to_float64(kind: str, name: str) -> None:
+    (single, single_gradient), (double, double_gradient) = (
+        evaluate(kind, name, 7.0, dtype) for dtype in (torch.float32, torch.float64)
+    )
+    assert single.values.dtype == torch.float32
+    torch.testing.assert_close(single.values.double(), double.values, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(single_gradient.double(), double_gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_statistics_are_detached_and_named_by_row_or_token(kind: str, name: str) -> None:
+    rows, logp = batch(0.0)
+    stats = registry.get(kind, name).function(rows, logp).stats
+    assert stats
+    for value in stats.values():
+        assert not value.requires_grad
+        assert value.shape in (MASK.shape, MASK.shape[:1])

@@ -1,0 +1,284 @@
+"""The objective: presets by hand, the order of its steps, one denominator, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import RolloutBatch
+from posttrain.errors import RecipeError, UserError
+from posttrain.recipe import presets
+from posttrain.recipe.sections import Advantage, Keep, Kl, Loss
+from posttrain.train.objective import ORDER, Objective
+
+NAN = float("nan")
+RL = presets.names("rl")
+F64 = torch.float64
+
+
+def batch(rewards: list[list[float]], lengths: list[int], **changes: Any) -> tuple[RolloutBatch, torch.Tensor]:
+    """Groups of rewards; rows of these lengths, garbage behind; old_logp and ref_logp differ from logp."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix() -> torch.Tensor:
+        return torch.where(mask, -torch.rand(mask.shape, generator=generator, dtype=F64), 1e30)
+
+    flat = torch.tensor([r for group in rewards for r in group], dtype=F64)
+    rows = RolloutBatch(
+        group_ids=torch.tensor([g for g, group in enumerate(rewards) for _ in group]),
+        mask=mask,
+        rewards=flat,
+        correct=(flat > 0.5).to(F64),
+        truncated=torch.zeros(len(flat), dtype=torch.bool),
+        old_logp=matrix(),
+        ref_logp=matrix(),
+    )
+    return rows.replace(**changes), matrix().requires_grad_()
+
+
+def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tuple[float, torch.Tensor]:
+    assigned = objective.assign(rows)
+    loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
+    (found,) = torch.autograd.grad(loss, logp)
+    return loss.item(), found
+
+
+def test_grpo_on_policy_by_hand() -> None:
+    """Rewards (1, 0): A = +-sqrt(1/2) with eps 0. Ratio 1, N = 2, lengths 3 and 1: gradient -A / (N n_i) a token.
+
+    The loss is -(A_1 + A_2) / 2 = 0: a mean of centred advantages. Nothing to see there, all in the gradient.
+    """
+    rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
+    loss, found = gradient(Objective.from_preset("grpo", advantage={"eps": 0.0}), rows, logp)
+    a = math.sqrt(0.5)
+    assert loss == pytest.approx(0.0)
+    torch.testing.assert_close(found, torch.tensor([[-a / 6] * 3, [a / 2, 0, 0]], dtype=F64))
+
+
+def test_dr_grpo_on_policy_by_hand() -> None:
+    """A = +-1/2, norm_len 10: -A / (N * 10) a token, whatever the lengths are."""
+    rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
+    _, found = gradient(Objective.from_preset("dr_grpo", norm_len=10), rows, logp)
+    torch.testing.assert_close(found, torch.tensor([[-1 / 40] * 3, [1 / 40, 0, 0]], dtype=F64))
+
+
+def test_dapo_on_policy_by_hand() -> None:
+    """The second group is all right: it leaves, and 4 tokens remain. A = +-sqrt(1/2): -A / 4 a token."""
+    rows, logp = batch([[1, 0], [1, 1]], [3, 1, 2, 2], old_logp=None)
+    objective = Objective.from_preset("dapo", advantage={"eps": 0.0})
+    _, found = gradient(objective, rows, logp)
+    a = math.sqrt(0.5)
+    torch.testing.assert_close(found, torch.tensor([[-a / 4] * 3, [a / 4, 0, 0], [0, 0, 0], [0, 0, 0]], dtype=F64))
+    assert objective.assign(rows).keep.tolist() == [True, True, False, False]  # type: ignore[union-attr]
+
+
+def test_dropped_rows_leave_both_denominators() -> None:
+    """Also where rows are counted: two rows remain, not four with two empty ones."""
+    objective = Objective.from_preset("dapo", loss={"aggregation": "seq_mean_token_mean"})
+    rows, _ = batch([[1, 0], [1, 1]], [3, 1, 2, 2])
+    totals = objective.totals(objective.assign(rows))
+    assert (totals.tokens, totals.rows) == (4.0, 2.0)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [("group", math.sqrt(0.5)), ("batch", math.sqrt(0.5))])
+def test_advantages_see_kept_rows_only(scale: str, expected: float) -> None:
+    """The std of the batch too: with the dropped group of 5s it would be 2.6 and not sqrt(1/2)."""
+    rows, _ = batch([[1, 0], [5, 5]], [1, 1, 1, 1])
+    assigned = Objective.from_preset("dapo", advantage={"scale": scale, "eps": 0.0}).assign(rows)
+    assert assigned.advantages.tolist() == pytest.approx([expected, -expected, 0.0, 0.0])  # type: ignore[union-attr]
+
+
+def test_truncated_rows_carry_no_loss_but_count() -> None:
+    """They stay in the group's mean and in the row count; their mask is empty."""
+    truncated = torch.tensor([False, True])
+    objective = Objective.from_preset("grpo", loss={"mask_truncated": True}, advantage={"eps": 0.0})
+    rows, logp = batch([[1, 0]], [2, 2], truncated=truncated, old_logp=None)
+    assigned = objective.assign(rows)
+    assert assigned.advantages.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])  # type: ignore[union-attr]
+    assert objective.totals(assigned).rows == 2.0
+    _, found = gradient(objective, rows, logp)
+    torch.testing.assert_close(found, torch.tensor([[-math.sqrt(0.5) / 4] * 2, [0, 0]], dtype=F64))
+    with pytest.raises(ValueError, match="truncated"):
+        objective.assign(rows.replace(truncated=None))
+
+
+def test_kl_in_the_loss_is_added_once_by_token() -> None:
+    """Equal rewards: A = 0. d = 0.5 and 1, k2 = 0.125 and 0.5: their mean over the row's 2 tokens, over 2 rows."""
+    rows, _ = batch([[1, 1]], [2, 0])
+    logp = torch.full((2, 2), -1.0, dtype=F64, requires_grad=True)
+    rows = rows.replace(ref_logp=torch.tensor([[-1.5, -2.0], [NAN, NAN]], dtype=F64), old_logp=None)
+    objective = Objective.from_preset("grpo", kl={"use": "k2", "coef": 0.1})
+    assigned = objective.assign(rows)
+    loss, stats = objective.loss(assigned, logp, objective.totals(assigned))
+    assert loss.item() == pytest.approx(0.1 * (0.125 + 0.5) / 2 / 2)
+    assert stats["kl"].item() == pytest.approx(0.625)
+
+
+def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
+    """Rewards 1, 1; old - ref is 0.5 + 1 in row 0 and 0 in row 1; coef 0.2: rewards 0.7 and 1, advantages -+0.15."""
+    rows, logp = batch([[1, 1]], [2, 1])
+    old = torch.tensor([[-1.0, -1.0], [-1.0, NAN]], dtype=F64)
+    ref = torch.tensor([[-1.5, -2.0], [-1.0, NAN]], dtype=F64)
+    rows = rows.replace(old_logp=old, ref_logp=ref)
+    objective = Objective.from_preset("dr_grpo", norm_len=4, kl={"use": "k1", "coef": 0.2, "where": "reward"})
+    assigned = objective.assign(rows)
+    assert assigned.advantages.tolist() == pytest.approx([-0.15, 0.15])  # type: ignore[union-attr]
+    assert assigned.rewards.tolist() == [1.0, 1.0]  # type: ignore[union-attr]  # metrics show the reward as it was paid
+    _, stats = objective.loss(assigned, logp, objective.totals(assigned))
+    assert "kl" not in stats
+    with pytest.raises(ValueError, match="before advantages"):
+        objective.assign(rows.replace(old_logp=None))
+
+
+def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
+    rows, logp = batch([[1, NAN, 0]], [2, 2, 2], old_logp=None)
+    objective = Objective.from_preset("grpo", advantage={"eps": 0.0})
+    _, found = gradient(objective, rows, logp)
+    a = math.sqrt(0.5)
+    torch.testing.assert_close(found, torch.tensor([[-a / 6] * 2, [0, 0], [a / 6] * 2], dtype=F64))
+
+
+@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("cut", [1, 3, 4])
+def test_split_equals_whole(name: str, cut: int) -> None:
+    """Micro-batches of any rows and lengths add up to the whole batch: loss, gradient and statistics."""
+    objective = Objective.from_preset(name, norm_len=9, kl={"coef": 0.1})
+    rows, logp = batch([[1, 0, 0.2], [0, 0], [0, 1]], [5, 1, 0, 3, 2, 4, 4])
+    assigned = objective.assign(rows)
+    totals = objective.totals(assigned)
+    whole, stats = objective.loss(assigned, logp, totals)
+    (expected,) = torch.autograd.grad(whole, logp)
+    parts = [list(range(cut)), list(range(cut, 7))]
+    found = [objective.loss(assigned.select(part), logp[part], totals) for part in parts]
+    (split,) = torch.autograd.grad(found[0][0] + found[1][0], logp)
+    torch.testing.assert_close(found[0][0] + found[1][0], whole)
+    torch.testing.assert_close(split, expected)
+    for key, value in stats.items():
+        torch.testing.assert_close(found[0][1][key] + found[1][1][key], value)
+
+
+@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: float) -> None:
+    objective = Objective.from_preset(name, norm_len=9, kl={"coef": coef})
+    rows, logp = batch([[1, 0], [1, 1], [0, 1, NAN]], [3, 2, 2, 2, 0, 4, 1], old_logp=None)
+    _, found = gradient(objective, rows, logp)
+    assert objective.has_signal(objective.assign(rows)).tolist() == found.ne(0).any(-1).tolist()
+
+
+@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize(
+    ("rewards", "lengths"),
+    [([[1, 1], [1, 1]], [2, 1, 3, 1]), ([[1], [0]], [2, 2]), ([[NAN, NAN]], [2, 2]), ([[1, NAN]], [2, 2])],
+    ids=["all right", "groups of one", "nothing scored", "one of two scored"],
+)
+def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[float]], lengths: list[int]) -> None:
+    rows, logp = batch(rewards, lengths)
+    loss, found = gradient(Objective.from_preset(name, norm_len=9), rows, logp)
+    assert loss == 0.0
+    assert not found.any()
+
+
+@pytest.mark.parametrize("name", RL)
+def test_no_trained_token_gives_zero_and_not_nan(name: str) -> None:
+    rows, logp = batch([[1, 0]], [2, 2])
+    objective = Objective.from_preset(name, norm_len=9, kl={"coef": 0.1})
+    loss, found = gradient(objective, rows.replace(mask=torch.zeros_like(rows.mask)), logp)
+    assert loss == 0.0
+    assert not found.any()
+
+
+@pytest.mark.parametrize("name", RL)
+def test_presets_state_what_they_choose(name: str) -> None:
+    preset = presets.preset(name)
+    assert preset.title and preset.purpose and preset.not_stated and preset.stage == "rl"
+    assert {"advantage", "loss", "kl"} <= preset.choices.keys()
+    assert Objective.from_preset(name).needs.isdisjoint({"ref_logp", "old_logp"})
+
+
+def test_an_override_changes_one_key() -> None:
+    base = Objective.from_preset("dapo")
+    changed = Objective.from_preset("dapo", loss={"clip_high": 0.3})
+    assert base.surrogate.keywords == {"clip_low": 0.2, "clip_high": 0.28}  # type: ignore[attr-defined]
+    assert changed.surrogate.keywords == {"clip_low": 0.2, "clip_high": 0.3}  # type: ignore[attr-defined]
+    assert changed.aggregation == "token_mean"
+
+
+def sections(**changes: Any) -> Objective:
+    """An objective from recipe sections with these changes."""
+    return Objective.from_sections(
+        Keep.model_validate(changes["keep"]) if "keep" in changes else None,
+        Advantage.model_validate(changes.get("advantage", {})),
+        Loss.model_validate(changes.get("loss", {})),
+        Kl.model_validate(changes.get("kl", {})),
+        norm_len=8,
+        base_dir=changes.get("base_dir"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kl", "needs"),
+    [
+        ({}, set()),
+        ({"use": "k3", "coef": 0.0}, set()),
+        ({"use": "k3", "coef": 0.1}, {"ref_logp"}),
+        ({"use": "k1", "coef": 0.1, "where": "reward"}, {"ref_logp", "old_logp"}),
+    ],
+)
+def test_needs(kl: dict[str, Any], needs: set[str]) -> None:
+    assert sections(kl=kl).needs - {"groups"} == needs
+
+
+@pytest.mark.parametrize(
+    ("kl", "told"),
+    [
+        ({"use": "k1", "coef": 0.1}, "k1 in the loss"),
+        ({"use": "k3_is", "coef": 0.1, "where": "reward"}, "k3_is in the reward"),
+        ({"use": "k3_straight_through", "coef": 0.1, "where": "reward"}, "k3_straight_through in the reward"),
+    ],
+)
+def test_kl_estimators_in_the_wrong_place_are_refused(kl: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        sections(kl=kl)
+    sections(kl={**kl, "coef": 0.0})
+
+
+def test_the_norm_len_of_the_recipe_wins() -> None:
+    assert sections(loss={"aggregation": "fixed"}).norm_len == 8
+    assert sections(loss={"aggregation": "fixed", "norm_len": 5}).norm_len == 5
+
+
+USER_LOSS = """
+import torch
+from posttrain.batch import TokenLoss
+
+def reinforce(batch, logp, *, weight: float = 1.0):
+    return TokenLoss(torch.where(batch.mask, -weight * batch.advantages[:, None] * logp, 0.0), {})
+"""
+
+
+def test_a_loss_of_the_user(tmp_path: Path) -> None:
+    """-w A logp, A = +-1/2 with scale none, w = 3, one token a row, N = 2: gradient -3 A / 2."""
+    (tmp_path / "mine.py").write_text(USER_LOSS)
+    objective = sections(
+        loss={"use": "mine.py:reinforce", "weight": 3.0}, advantage={"scale": "none"}, base_dir=tmp_path
+    )
+    rows, logp = batch([[1, 0]], [1, 1])
+    assert gradient(objective, rows, logp)[1].flatten().tolist() == pytest.approx([-0.75, 0.75])
+
+
+def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(USER_LOSS)
+    with pytest.raises(RecipeError, match=r"has no argument wait\n.*it takes: weight"):
+        sections(loss={"use": "mine.py:reinforce", "wait": 3.0}, base_dir=tmp_path)
+    with pytest.raises(UserError, match="no function reinforced"):
+        sections(loss={"use": "mine.py:reinforced"}, base_dir=tmp_path)
+
+
+def test_the_order_is_written_down() -> None:
+    assert ORDER == ("keep", "kl_in_reward", "advantage", "mask_edits", "surrogate", "kl_in_loss", "aggregate")

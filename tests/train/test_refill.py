@@ -1,0 +1,42 @@
+"""Refilling of groups that `keep` drops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.batch import RolloutBatch
+from posttrain.errors import RunError
+from posttrain.train.objective import Objective
+
+
+def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
+    metric = torch.tensor(correct, dtype=torch.float64)
+    mask = torch.ones(len(groups), 1, dtype=torch.bool)
+    return RolloutBatch(group_ids=torch.tensor(groups), mask=mask, rewards=metric, correct=metric)
+
+
+def test_groups_are_collected_until_there_are_enough() -> None:
+    """Group 1 of the first batch and 2 of the second differ; of 4 and 5 only the first is still wanted."""
+    accumulator = Objective.from_preset("dapo").accumulator(3, 5)
+    assert accumulator.add(batch([1, 1, 0, 1], [0, 0, 1, 1])) == {1}
+    assert not accumulator.full
+    assert accumulator.add(batch([1, 0, 0, 0], [2, 2, 3, 3])) == {2}
+    assert accumulator.add(batch([1, 0, 0, 1], [4, 4, 5, 5])) == {4}
+    assert (accumulator.full, accumulator.batches) == (True, 3)
+
+
+def test_too_few_groups_end_the_run_with_numbers() -> None:
+    accumulator = Objective.from_preset("dapo").accumulator(2, 2)
+    accumulator.add(batch([1, 0, 0, 0], [0, 0, 1, 1]))
+    with pytest.raises(RunError, match="only 1 of 2 groups passed `keep` in 2 generation batches"):
+        accumulator.add(batch([0, 0, 0, 0], [2, 2, 3, 3]))
+
+
+@pytest.mark.parametrize(("name", "max_batches"), [("dapo", 1), ("grpo", 10)])
+def test_one_batch_is_enough_where_nothing_is_refilled(name: str, max_batches: int) -> None:
+    """All groups are taken; those that `keep` drops are dropped from the loss later."""
+    accumulator = Objective.from_preset(name).accumulator(2, max_batches)
+    assert not accumulator.full
+    assert accumulator.add(batch([1, 1, 0, 1], [7, 7, 4, 4])) == {7, 4}
+    assert (accumulator.full, accumulator.batches) == (True, 1)
