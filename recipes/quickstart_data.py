@@ -21,14 +21,18 @@ def demonstrations(size: int, seed: int, forget: float = 0.65) -> list[dict[str,
     random_ = random.Random(f"demonstrations {seed}")
     return [
         {"prompt": question(a, b), "completion": solution(a, b, lambda: random_.random() < forget)}
-        for a, b in _numbers(size, random_, held_out=False)
+        for a, b in _numbers(size, random_, False)
     ]
 
 
-def problems(size: int, seed: int, held_out: bool = False) -> list[dict[str, str]]:
+def problems(size: int, seed: int) -> list[dict[str, str]]:
     """`size` rows to solve: prompt and the right answer. No problem comes twice."""
-    random_ = random.Random(f"problems {seed} {held_out}")
-    return [{"prompt": question(a, b), "answer": str(a + b)} for a, b in _numbers(size, random_, held_out)]
+    return [{"prompt": question(a, b), "answer": str(a + b)} for a, b in _numbers(size, random.Random(seed), False)]
+
+
+def held_out(size: int, seed: int) -> list[dict[str, str]]:
+    """The same from problems that are in no training set."""
+    return [{"prompt": question(a, b), "answer": str(a + b)} for a, b in _numbers(size, random.Random(seed), True)]
 
 
 def pairs(size: int, seed: int, completions: str) -> list[dict[str, str]]:

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from posttrain.errors import RunError, UserError
 from posttrain.run import environment
-from posttrain.run.durable import read_json, told_when_full, write_json, write_text
+from posttrain.run.durable import read_json, to_text, told_when_full, write_text
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.samples import SamplesLog
 
@@ -89,12 +89,12 @@ class RunDirectory:
 
     def _write_origin(self, text: str, resolved: Mapping[str, Any]) -> None:
         """recipe.yaml, env.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
+        files = {"recipe.yaml": text, "env.json": to_text(environment.describe()), "resolved.json": to_text(resolved)}
         self.logs.mkdir(parents=True, exist_ok=True)
-        env = environment.describe()
-        for folder in (self.logs, self.path):  # resolved.json at the top comes last: it marks a started run
-            write_text(folder / "recipe.yaml", text)
-            write_json(folder / "env.json", env)
-            write_json(folder / "resolved.json", resolved)
+        for name, content in files.items():
+            (self.logs / name).write_text(content, encoding="utf-8")
+        for name, content in files.items():  # resolved.json comes last: it marks a run that was started
+            write_text(self.path / name, content)
 
     @property
     def summary(self) -> dict[str, Any] | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RunError, UserError
-from posttrain.run import directory as module
 from posttrain.run.directory import RunDirectory, flatten
+from posttrain.run.durable import write_json
 
 RESOLVED = {"stage": "sft", "run": {"steps": 3, "seed": 0}, "optim": {"lr": 0.1}}
 
@@ -113,7 +113,7 @@ def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path, monkeypatch):
 
         monkeypatch.setattr("posttrain.run.durable.os.fsync", full)
         with pytest.raises(RunError, match="no space left on the disk") as error:
-            module.write_json(run.path / "resolved.json", {"a": 1})
+            write_json(run.path / "resolved.json", {"a": 1})
         assert "--resume" in str(error.value)
         assert (run.path / "resolved.json").read_text() == before
         assert not list(run.path.glob(".*.tmp"))

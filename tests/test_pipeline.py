@@ -1,0 +1,199 @@
+"""Order, references, resuming and the table of a pipeline, with runners that only write down what they were given."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from posttrain import pipeline
+from posttrain.errors import Interrupted, RecipeError, RunError, UserError
+from posttrain.evaluate.table import closing_table, findings
+from posttrain.recipe.load import load_dict
+from posttrain.run.directory import RunDirectory
+
+TRAIN = {"data": {"source": "rows.jsonl"}, "run": {"steps": 2}}
+GRADED = {"data": {"source": "rows.jsonl"}, "rewards": [{"use": "math.accuracy"}]}
+STAGES = [
+    {"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN},
+    {"name": "rl", "stage": "rl", "model": {"path": "stage:sft"}, **TRAIN, "rewards": [{"use": "math.accuracy"}]},
+    {
+        "name": "longer",
+        "stage": "sft",
+        "model": {"path": "stage:sft"},
+        "data": {"source": "f.py:rows", "params": {"file": "stage:rl/samples.jsonl"}, "size": 3},
+        "run": {"steps": 99, "max_minutes": "stage:rl"},
+    },
+    {"name": "acc-sft", "stage": "eval", "model": {"path": "stage:sft"}, **GRADED},
+    {"name": "acc-rl", "stage": "eval", "model": {"path": "stage:rl"}, **GRADED},
+]
+
+
+class Runners:
+    """Stands for every stage: records (stage's directory, recipe) and writes what an evaluation leaves behind."""
+
+    def __init__(self):
+        self.calls = []
+        self.fail = {}  # stage name -> error
+
+    def run(self, recipe, directory):
+        name = directory.path.name
+        self.calls.append((name, recipe, directory.attempt))
+        if name in self.fail:
+            raise self.fail.pop(name)
+        if recipe.verb == "eval":
+            right = 1.0 if name == "acc-rl" else 0.25
+            rows = [{"uid": str(i), "accuracy": right if i else 0.5, "tokens": 10.0 + i} for i in range(20)]
+            (directory.path / "problems.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            return {"accuracy": right}
+        return {"train_seconds": 90.0, "loss_last": float("nan")}
+
+    @property
+    def names(self):
+        return [name for name, _, _ in self.calls]
+
+
+@pytest.fixture
+def runners(monkeypatch):
+    fake = Runners()
+    module = types.ModuleType("fake_runners")
+    module.run = fake.run
+    monkeypatch.setitem(sys.modules, "fake_runners", module)
+    for verb in ("sft", "rl", "eval"):
+        monkeypatch.setitem(pipeline.RUNNERS, verb, "fake_runners:run")
+    return fake
+
+
+def run(tmp_path, stages=STAGES, resume=False, **more):
+    values = {"stage": "pipeline", "stages": stages, **more}
+    loaded = load_dict(values, base_dir=tmp_path, where="pipeline.yaml")
+    out = tmp_path / "out"
+    with RunDirectory.open(out, name="p", text="", resolved=loaded.resolved, resume=resume) as directory:
+        return pipeline.run_stage(loaded.recipe, directory)
+
+
+def test_stages_run_in_order_each_in_its_directory(tmp_path, runners):
+    summary = run(tmp_path, seeds=[7])
+    assert runners.names == ["sft", "rl", "longer", "acc-sft", "acc-rl"]
+    assert summary["seeds"]["7"]["sft"] == {"train_seconds": 90.0, "loss_last": None}
+    sft = tmp_path / "out" / "seed-7" / "sft"
+    assert json.loads((sft / "summary.json").read_text())["train_seconds"] == 90.0
+    assert (sft / "report.html").exists() and (tmp_path / "out" / "report.html").exists()
+    assert all(recipe.run.seed == 7 and recipe.base_dir == tmp_path for _, recipe, _ in runners.calls)
+
+
+def test_references_become_models_files_and_minutes(tmp_path, runners):
+    run(tmp_path)
+    recipes = {name: recipe for name, recipe, _ in runners.calls}
+    seed = tmp_path / "out" / "seed-0"
+    assert recipes["rl"].model.path == str(seed / "sft" / "final")
+    assert recipes["longer"].data.params == {"file": str(seed / "rl" / "samples.jsonl")}
+    assert recipes["longer"].run.max_minutes == 1.5
+
+
+@pytest.mark.usefixtures("runners")
+def test_a_stage_s_recipe_runs_alone(tmp_path):
+    from posttrain.recipe.load import load
+
+    run(tmp_path)
+    alone = load(str(tmp_path / "out" / "seed-0" / "longer" / "recipe.yaml"))
+    assert alone.resolved == json.loads((tmp_path / "out" / "seed-0" / "longer" / "resolved.json").read_text())
+
+
+@pytest.mark.parametrize("error", [RunError("boom"), Interrupted("stopped after step 1 of 2")])
+def test_resume_goes_on_at_the_stage_that_did_not_finish(tmp_path, runners, error, capsys):
+    runners.fail["rl"] = error
+    with pytest.raises(type(error)):
+        run(tmp_path)
+    assert f"stage rl did not finish; its directory is {tmp_path / 'out' / 'seed-0' / 'rl'}" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "summary.json").exists()
+    run(tmp_path, resume=True)
+    assert runners.names == ["sft", "rl", "rl", "longer", "acc-sft", "acc-rl"]
+    assert [attempt for name, _, attempt in runners.calls if name == "rl"] == [1, 2]
+    assert [p.name for p in (tmp_path / "out" / "seed-0" / "sft" / "logs").iterdir()] == ["attempt_1"]
+
+
+def test_what_was_computed_with_another_recipe_is_not_taken_over(tmp_path, runners):
+    runners.fail["acc-rl"] = RunError("boom")
+    with pytest.raises(RunError):
+        run(tmp_path)
+    with pytest.raises(UserError, match=r"optim.lr was .*, is 0.5"):
+        run(tmp_path, [STAGES[0], {**STAGES[1], "optim": {"lr": 0.5}}, *STAGES[2:]], resume=True)
+    with pytest.raises(UserError, match=r"run.steps was 2, is 3"):  # it is finished: rl started from its 2 steps
+        run(tmp_path, [{**STAGES[0], "run": {"steps": 3}}, *STAGES[1:]], resume=True)
+    run(tmp_path, [*STAGES, {**STAGES[4], "name": "acc-rl-again"}], resume=True)  # a stage more is no contradiction
+    assert runners.names == ["sft", "rl", "longer", "acc-sft", "acc-rl", "acc-rl", "acc-rl-again"]
+
+
+@pytest.mark.usefixtures("runners")
+def test_results_of_a_stage_that_ran_again_are_not_mixed_with_older_ones(tmp_path):
+    import shutil
+
+    run(tmp_path)
+    shutil.rmtree(tmp_path / "out" / "seed-0" / "rl")
+    with pytest.raises(UserError, match=r"longer was made from an older run of rl"):
+        run(tmp_path, resume=True)
+
+
+def test_a_time_can_only_be_taken_from_a_stage_that_trains(tmp_path):
+    done = {"m": pipeline.Done(tmp_path, {"model": "x"}, skipped=False)}
+    with pytest.raises(RecipeError, match="stage:m has no training time"):
+        pipeline.resolve({"run": {"max_minutes": "stage:m"}}, done)
+
+
+@pytest.mark.usefixtures("runners")
+def test_the_table_compares_with_the_first(tmp_path):
+    """19 of 20 problems go from 0.25 to 1, one stays at 0.5: the mean difference is 19 * 0.75 / 20 = 0.7125."""
+    summary = run(tmp_path, table=["acc-sft", "acc-rl"])
+    before, after = summary["table"]
+    assert (before["model"], after["model"]) == ("sft", "rl")
+    assert before["difference"] is None and before["pooled"]["mean"] == pytest.approx((0.5 + 19 * 0.25) / 20)
+    assert after["difference"]["to"] == "sft"
+    assert after["difference"]["mean"] == pytest.approx(0.7125)
+    assert after["difference"]["low"] > 0.5 and after["mean_tokens"] == pytest.approx(19.5)
+    assert summary["findings"][0].startswith("rl is 0.713 above sft: the 95% interval [+0.6")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert summary["findings"][0].split(":")[0] in page and 'href="seed-0/rl/report.html"' in page
+
+
+def evaluation(folder, values):
+    folder.mkdir(parents=True)
+    rows = [{"uid": str(i), "accuracy": v, "tokens": 1} for i, v in enumerate(values)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+def test_seeds_are_pooled_problem_by_problem(tmp_path):
+    """Seeds [0, 1, 1, 1] and [1, 1, 0, None] average to [.5, 1, .5, 1]: mean .75. A seed's own mean leaves None out."""
+    runs = {s: evaluation(tmp_path / s, v) for s, v in {"0": [0, 1, 1, 1], "1": [1, 1, 0, None]}.items()}
+    other = {s: evaluation(tmp_path / f"other{s}", [0.5] * 4) for s in "01"}
+    rows = closing_table({"a": runs, "b": other})
+    assert rows[0]["pooled"]["mean"] == pytest.approx(0.75)
+    assert rows[0]["seeds"]["1"]["mean"] == pytest.approx(2 / 3)
+    assert rows[1]["difference"]["mean"] == pytest.approx(-0.25)
+    assert rows[1]["difference"]["seeds"]["1"]["mean"] == pytest.approx(-1 / 6)
+
+
+def test_findings_say_whether_the_interval_excludes_0_and_for_how_many_seeds():
+    def row(name, low, high, seeds):
+        bounds = {"mean": (low + high) / 2, "low": low, "high": high}
+        by_seed = {str(i): {"mean": s, "low": s - 0.05, "high": s + 0.05} for i, s in enumerate(seeds)}
+        return {"model": name, "level": 0.95, "difference": {"to": "sft", **bounds, "seeds": by_seed}}
+
+    said = findings(
+        [row("up", 0.1, 0.3, [0.2, 0.3, 0.01]), row("same", -0.1, 0.2, [0.1]), row("down", -0.3, -0.1, [-0.2])]
+    )
+    assert said == [
+        "up is 0.200 above sft: the 95% interval [+0.100, +0.300] excludes 0, for 2 of 3 seeds on its own.",
+        "same is 0.050 above sft: the 95% interval [-0.100, +0.200] includes 0, no difference is shown.",
+        "down is 0.200 below sft: the 95% interval [-0.300, -0.100] excludes 0.",
+    ]
+
+
+def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path):
+    """The child's mistake (exit 2) becomes ours, with the seed, its message and where its whole output is."""
+    merge = {"name": "m", "stage": "merge", "merge_method": "linear", "models": [{"model": "./no-such-model"}]}
+    with pytest.raises(UserError) as error:
+        run(tmp_path, [merge], seeds=[0, 1], parallel=2)
+    assert "ended with 2" in str(error.value) and "no-such-model" in str(error.value)
+    assert str(tmp_path / "out" / "logs" / "attempt_1" / "seed-") in str(error.value)
