@@ -39,7 +39,7 @@ from posttrain.train.logprobs import Sequences, check_head, completion_logprobs,
 from posttrain.train.objective import Objective
 from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, reference_policy
-from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note, update_metrics
+from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal_note, update_metrics
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Sample, Scorer
 
@@ -233,20 +233,29 @@ def update(p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int) -> d
         batch = fill_logprobs(p, batch, sequences, active)
     sums: dict[str, float] = {}
     norms: list[float] = []
+    mismatch = Mismatch()
+    if batch.old_logp is not None:
+        mismatch.add(batch.old_logp[active], batch.rollout_logp[active], batch.mask[active])
     done = step * settings.epochs * settings.minibatches
     for epoch in range(settings.epochs):
         seed = derive(p.recipe.run.seed, "minibatch", step, epoch)
         for rows in minibatches(batch.group_ids, settings.minibatches, seed):
             lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.updates)
             done += 1
-            norm = update_once(p, batch, sequences, rows, step, sums)
+            norm = update_once(p, batch, sequences, rows, step, sums, mismatch)
             if norm is not None:
                 norms.append(norm)
-    return update_metrics(sums, norms, lr=lr)
+    return {**update_metrics(sums, norms, lr=lr), **mismatch.metrics()}
 
 
 def update_once(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, sums: dict[str, float]
+    p: Pieces,
+    batch: RolloutBatch,
+    sequences: Sequences,
+    rows: list[int],
+    step: int,
+    sums: dict[str, float],
+    mismatch: Mismatch,
 ) -> float | None:
     """One optimiser update on `rows`; returns the gradient norm before clipping, or None if no row has a signal."""
     minibatch = batch.select(rows)
@@ -260,6 +269,8 @@ def update_once(
         chosen = [active[m] for m in micro]
         part = batch.select(chosen)
         logp, entropy = logprobs(p, p.loaded.model, sequences.select(chosen), part.mask.shape[1])
+        if batch.old_logp is None:
+            mismatch.add(logp, part.rollout_logp, part.mask)
         loss, stats = p.objective.loss(part, logp, totals)
         loss.backward()
         for name, value in {**stats, "loss": loss.detach(), "entropy": masked_sum(entropy, part.mask)}.items():

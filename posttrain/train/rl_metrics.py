@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,38 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
         "signal/unscored": "rewards could not be computed: see rewards/*/errors, /timeouts and /abstained",
     }
     return "no group has a signal; " + causes[max(causes, key=lambda name: values[name])]
+
+
+@dataclass
+class Mismatch:
+    """How far the engine's log-probs are from the trainer's, over the tokens that the engine reported."""
+
+    tokens: float = 0.0
+    absolute: float = 0.0
+    kl: float = 0.0
+    largest: float = 0.0
+
+    def add(self, logp: Tensor, rollout_logp: Tensor | None, mask: Tensor) -> None:
+        """Compare log-probs [N,T] of the policy that sampled, before any update, where mask [N,T] is True."""
+        if rollout_logp is None:
+            return
+        known = mask & ~rollout_logp.isnan()
+        gap = (logp.detach() - rollout_logp)[known].double()
+        if len(gap) == 0:
+            return
+        self.tokens += len(gap)
+        self.absolute += float(gap.abs().sum())
+        self.kl += float((gap.exp() - 1 - gap).sum())  # k3 of KL(engine || trainer), sampled from the engine
+        self.largest = max(self.largest, float(gap.abs().max()))
+
+    def metrics(self) -> dict[str, float]:
+        if not self.tokens:
+            return {}
+        return {
+            "mismatch/mean": self.absolute / self.tokens,
+            "mismatch/max": self.largest,
+            "mismatch/kl": self.kl / self.tokens,
+        }
 
 
 def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float) -> dict[str, Any]:

@@ -1,0 +1,293 @@
+"""The RL loop on `tiny`: it learns, its parts do what their docstrings say, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
+from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+from posttrain.train import rl
+from posttrain.train.collate import rollout_batch, sequences_of
+from posttrain.train.rl import minibatches
+from posttrain.train.rl_metrics import Mismatch, rollout_metrics, signal, signal_note
+
+Opened = Callable[..., AbstractContextManager[Any]]
+Make = Callable[..., Stage]
+
+REWARDS = '''
+def digits(completion, token_count):
+    """Share of tokens that are digits: a random model finds some and can learn to find more."""
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def exact(completion, answer):
+    return float(completion.strip() == answer)
+
+def never(completion, answer):
+    return 0.0
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Make:
+    """An RL recipe on `tiny`; keyword arguments change keys of its sections."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(24):
+            file.write(json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)}) + "\n")
+    base: dict[str, Any] = {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 8, "group_size": 6, "max_new_tokens": 12},
+        "rewards": [{"use": "rewards.py:digits"}],
+        "scoring": {"workers": 1},
+        "optim": {"lr": 5e-3},
+        "run": {"steps": 3},
+    }
+
+    def make(**changes: Any) -> Stage:
+        values = {
+            **base,
+            **{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()},
+        }
+        return load_dict(values, base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
+
+
+def test_the_reward_rises_and_the_model_is_saved(recipe: Make, opened: Opened) -> None:
+    with opened() as directory:
+        summary = rl.run(recipe(run={"steps": 20}), directory)
+        rows = read_metrics(directory.path)
+    first, last = (sum(r["reward"] for r in part) / 3 for part in (rows[:3], rows[-3:]))
+    assert first < 0.25 and last > first + 0.3, (first, last)
+    assert summary["steps"] == 20 and rows[-1]["num_tokens"] == summary["num_tokens"]
+    assert (directory.final / "model.safetensors").is_file()
+    assert all(r["grad_norm"] > 0 for r in rows)
+    assert rows[0]["ratio"] == pytest.approx(1.0, abs=1e-4)  # one update a step: on policy
+    assert all(r["mismatch/max"] < 1e-4 for r in rows), "the engine and the trainer are one model"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "dapo"])
+def test_every_preset_trains(recipe: Make, opened: Opened, algorithm: str) -> None:
+    with opened() as directory:
+        rl.run(
+            recipe(
+                algorithm=algorithm,
+                # correct_at: half the tokens are digits, so that groups hold right and wrong answers
+                scoring={"workers": 1, "correct_at": 0.15},
+                batch={"minibatches": 2, "epochs": 2, "micro_tokens": 128},
+            ),
+            directory,
+        )
+        rows = read_metrics(directory.path)
+    assert len(rows) == 3 and all(r["grad_norm"] > 0 and r["updates"] == 4 for r in rows)
+    assert any(abs(r["ratio"] - 1) > 1e-4 for r in rows), "later updates are off policy"
+
+
+def test_micro_batches_do_not_change_the_run(recipe: Make, opened: Opened) -> None:
+    results = []
+    for name, micro in (("whole", 100000), ("cut", 40)):
+        with opened(name) as directory:
+            rl.run(recipe(batch={"micro_tokens": micro}, run={"steps": 2}), directory)
+            results.append(timeless(directory.path))
+    for whole, cut in zip(*results, strict=True):
+        assert whole.keys() == cut.keys()
+        for key in whole:
+            assert cut[key] == pytest.approx(whole[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_kl_to_the_reference_starts_at_zero_and_grows(recipe: Make, opened: Opened, lora: Any) -> None:
+    with opened() as directory:
+        rl.run(recipe(model={"path": "tiny", "lora": lora}, kl={"coef": 0.01}, optim={"lr": 2e-2}), directory)
+        kl = [r["kl"] for r in read_metrics(directory.path)]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 1e-4
+
+
+def test_kl_in_the_reward_pulls_back(recipe: Make, opened: Opened) -> None:
+    rewards = []
+    for name, coef in (("free", 0.0), ("held", 50.0)):
+        with opened(name) as directory:
+            kl = {"use": "k1", "coef": coef, "where": "reward"}
+            rl.run(recipe(kl=kl, run={"steps": 10}), directory)
+            rewards.append(read_metrics(directory.path)[-1]["reward"])
+    assert rewards[1] < rewards[0] - 0.1, rewards
+
+
+def test_dropped_groups_are_refilled(recipe: Make, opened: Opened) -> None:
+    with opened() as directory:
+        rl.run(
+            recipe(
+                algorithm="dapo",
+                rollout={"prompts_per_step": 6, "group_size": 2, "max_new_tokens": 12, "max_gen_batches": 30},
+                scoring={"workers": 1, "correct_at": 0.15},
+            ),
+            directory,
+        )
+        rows = read_metrics(directory.path)
+    assert all(r["rollout/rows"] == 12 and r["signal/share"] == 1.0 for r in rows)
+    assert any(r["rollout/gen_batches"] > 1 for r in rows)
+
+
+def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened) -> None:
+    settings = {"run": {"steps": 4, "save_every": 2}, "kl": {"coef": 0.01}, "batch": {"minibatches": 2}}
+    with opened("straight") as directory:
+        rl.run(recipe(**settings), directory)
+        expected = timeless(directory.path)
+    with opened("interrupted") as directory, stop_after(2), pytest.raises(Interrupted, match="step 2 of 4"):
+        rl.run(recipe(**settings), directory)
+    assert checkpoints.latest(directory.checkpoints) is not None
+    with opened("interrupted", resume=True) as directory:
+        rl.run(recipe(**settings), directory)
+        assert timeless(directory.path) == expected
+
+
+def test_out_of_time_ends_the_run_as_if_it_were_done(recipe: Make, opened: Opened) -> None:
+    with opened() as directory:
+        summary = rl.run(recipe(run={"steps": 500, "max_minutes": 1e-9}), directory)
+    assert summary["steps"] == 1 and directory.final.is_dir()
+
+
+class stop_after:  # noqa: N801 (reads as a phrase)
+    """Ctrl-C arrives while the n-th step runs."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __enter__(self) -> None:
+        self.original = rl.step
+
+        def step(*args: Any) -> Any:
+            result = self.original(*args)
+            self.left -= 1
+            if self.left == 0:
+                import os
+                import signal
+
+                os.kill(os.getpid(), signal.SIGINT)
+            return result
+
+        rl.step = step
+
+    def __exit__(self, *_: Any) -> None:
+        rl.step = self.original
+
+
+def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = rl.completion_logprobs
+
+    def poisoned(model: Any, *args: Any, **kwargs: Any) -> Any:
+        logp, entropy = original(model, *args, **kwargs)
+        return logp * float("nan"), entropy
+
+    with opened() as directory:
+        with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match=r"step 1: gradient of .* not finite"):
+            patch.setattr(rl, "check_start", lambda p: None)
+            patch.setattr(rl, "completion_logprobs", poisoned)
+            rl.run(recipe(), directory)
+        assert torch.load(directory.path / "failed" / "step-1.pt", weights_only=False)["batch"].advantages is not None
+        assert not (directory.path / "final").exists()
+
+
+def test_a_reward_that_does_not_know_gold_stops_the_start(recipe: Make, opened: Opened) -> None:
+    with opened() as directory, pytest.raises(RewardError, match="never"):
+        rl.run(recipe(rewards=[{"use": "rewards.py:never"}]), directory)
+
+
+def test_a_prompt_over_the_window_is_told_before_the_first_step(recipe: Make, opened: Opened) -> None:
+    with opened() as directory, pytest.raises(DataError, match="window"):
+        rl.run(recipe(rollout={"max_new_tokens": 100000}), directory)
+
+
+def rollouts(rewards: list[float | None], group_size: int = 2) -> list[Rollout]:
+    prompt = Prompt("row", {}, "p", (1, 2))
+    return [
+        Rollout(prompt, i // group_size, (Segment("model", (5,) * (i + 1), None),), "x", "stop", 0, {"r": r}, r, r == 1)
+        for i, r in enumerate(rewards)
+    ]
+
+
+def test_collate_keeps_tokens_and_marks_what_is_unknown() -> None:
+    items = rollouts([1.0, None])
+    items[0].segments = (Segment("model", (7, 8), (-0.5, -0.25)), Segment("tool", (9,), None))
+    batch, sequences = rollout_batch(items), sequences_of(items)
+    assert sequences.ids == ((1, 2, 7, 8, 9), (1, 2, 5, 5)) and sequences.prompt_lengths == (2, 2)
+    assert batch.mask.tolist() == [[True, True, False], [True, True, False]]
+    assert batch.rewards is not None and batch.rewards.isnan().tolist() == [False, True]
+    assert batch.rollout_logp is not None
+    torch.testing.assert_close(batch.rollout_logp[0, :2], torch.tensor([-0.5, -0.25]))
+    assert batch.rollout_logp[0, 2].isnan() and batch.rollout_logp[1].isnan().all()
+
+
+def test_signal_says_why_a_group_teaches_nothing() -> None:
+    """Groups of two: right/wrong (signal), both right, both wrong, one unscored, parts that cancel."""
+    rewards = torch.tensor([1.0, 0, 1, 1, 0, 0, 1, float("nan"), 1, 1])
+    parts = torch.tensor([0.0] * 8 + [0.3, 0.7])
+    batch = RolloutBatch(
+        group_ids=torch.arange(10) // 2,
+        mask=torch.ones(10, 1, dtype=torch.bool),
+        rewards=rewards,
+        correct=rewards,
+        components={"part": parts},
+    )
+    shares = signal(batch)
+    for name in ("share", "too_easy", "too_hard", "unscored", "cancelled"):
+        assert shares[f"signal/{name}"] == pytest.approx(0.2), name
+    assert shares["frac_reward_zero_std"] == pytest.approx(0.8)
+    assert signal_note(shares) is None
+    hard = dict.fromkeys(shares, 0.0) | {"signal/too_hard": 1.0}
+    assert "no answer was right" in (signal_note(hard) or "")
+
+
+def test_rollout_metrics_leave_unscored_rows_out() -> None:
+    """Rewards 1 and 0 in group 0; 1 and unscored in group 1: mean 2/3, group stds sqrt(1/2) and 0."""
+    items = rollouts([1.0, 0.0, 1.0, None])
+    values = rollout_metrics(items, rollout_batch(items))
+    assert values["reward"] == pytest.approx(2 / 3)
+    assert values["reward_std"] == pytest.approx(0.5**0.5 / 2)
+    assert values["completions/mean_length"] == 2.5 and values["completions/clipped_ratio"] == 0.0
+
+
+def test_mismatch_by_hand() -> None:
+    """Gaps 0.5 and -0.25, one token not reported, one masked: mean 0.375, max 0.5, KL mean of exp(d) - 1 - d."""
+    mismatch = Mismatch()
+    nan = float("nan")
+    mismatch.add(
+        torch.tensor([[-1.0, -2.0, -3.0, 9.0]]),
+        torch.tensor([[-1.5, -1.75, nan, 0.0]]),
+        torch.tensor([[True, True, True, False]]),
+    )
+    values = mismatch.metrics()
+    assert values["mismatch/mean"] == pytest.approx(0.375) and values["mismatch/max"] == pytest.approx(0.5)
+    k3 = (math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 2
+    assert values["mismatch/kl"] == pytest.approx(k3)
+    assert Mismatch().metrics() == {}
+
+
+def test_minibatches_keep_groups_whole_and_lose_no_row() -> None:
+    groups = torch.tensor([4, 4, 9, 9, 9, 2, 2, 7])
+    parts = minibatches(groups, 2, seed=3)
+    assert sorted(r for rows in parts for r in rows) == list(range(8))
+    assert not {int(groups[r]) for r in parts[0]} & {int(groups[r]) for r in parts[1]}
+    assert parts == minibatches(groups, 2, seed=3)
+    assert any(parts != minibatches(groups, 2, seed=s) for s in range(5))
+    rows = minibatches(torch.zeros(5, dtype=torch.long), 3, seed=0)  # one group: rows are divided
+    assert sorted(r for part in rows for r in part) == list(range(5)) and len(rows) == 3
