@@ -103,17 +103,15 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
 
 def _finish(tree: Node, model: type[Stage], document: Document, problems: list[Problem], path: Path) -> Loaded:
     tree = with_preset(tree, model, problems)
-    stages: list[dict[str, Any]] = []
-    if model is PipelineRecipe:
-        tree, stages = pipeline.resolve(tree, problems)
-    recipe, found = check(tree, model)
+    stages = pipeline.resolve(tree, problems) if model is PipelineRecipe else pipeline.Resolved(tree, [], tree)
+    recipe, found = check(stages.tree, model)
     problems = [p for p in [*problems, *found] if p in document.problems or p.where not in document.bad]
     if problems:
         raise RecipeError.of(sorted(problems, key=_in_order))
     assert recipe is not None
     recipe._base_dir = path.parent
-    values = resolved(recipe) | ({"stages": stages} if stages else {})
-    return Loaded(recipe, origins(values, tree), path, path.stem, document.text, values)
+    values = resolved(recipe) | ({"stages": stages.values} if stages.values else {})
+    return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values)
 
 
 def _in_order(problem: Problem) -> tuple[str, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.errors import Problem, nearest
@@ -19,52 +20,57 @@ REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
 _NAME = re.compile(r"\w[\w.-]*$")
 
 
-def resolve(tree: Node, problems: list[Problem]) -> tuple[Node, list[dict[str, Any]]]:
-    """Each entry of `stages` over the pipeline's `defaults`, checked. Returns the tree with these entries and without
-    the defaults, and the entries' resolved values. What is wrong is added to `problems`.
+@dataclass(frozen=True)
+class Resolved:
+    """A pipeline's stages. `tree`: the recipe with each entry over the defaults, and without the defaults. `values`:
+    the entries with all values filled in. `layers`: `tree` over the presets of the stages, to look origins up in.
     """
+
+    tree: Node
+    values: list[dict[str, Any]]
+    layers: Node
+
+
+def resolve(tree: Node, problems: list[Problem]) -> Resolved:
+    """Merge and check each entry of `stages`. What is wrong is added to `problems`."""
     node = tree.mapping.get("stages")
     entries = node.value if node and isinstance(node.value, list) else []
     defaults = tree.mapping.get("defaults") or Node({}, tree.origin)
     earlier: dict[str, str] = {}  # name -> stage
-    merged: list[Node] = []
-    values: list[dict[str, Any]] = []
-    for position, entry in enumerate(entries):
-        full, told = _entry(entry, defaults, position, earlier, problems)
-        merged.append(full)
-        values += [told] if told else []
+    found = [_entry(entry, defaults, position, earlier, problems) for position, entry in enumerate(entries)]
     _refuse_seed(defaults, "defaults.run", problems)
     _check_defaults(defaults, set(earlier.values()), problems)
     _check_table(tree.mapping.get("table"), earlier, problems)
     if node is None or not entries:
-        return tree, values
-    stages = Node(list(merged), node.origin, node.key_origin)
-    rest = {key: value for key, value in tree.mapping.items() if key != "defaults" or problems}
-    return Node({**rest, "stages": stages}, tree.origin, tree.key_origin), values
+        return Resolved(tree, [], tree)
+
+    def with_stages(stages: list[Node]) -> Node:
+        rest = {key: value for key, value in tree.mapping.items() if key != "defaults" or problems}
+        listed = Node(stages, node.origin, node.key_origin)
+        return Node({**rest, "stages": listed}, tree.origin, tree.key_origin)
+
+    merged, values, layered = zip(*found, strict=True)
+    return Resolved(with_stages(list(merged)), [v for v in values if v], with_stages(list(layered)))
 
 
 def _entry(
     entry: Node, defaults: Node, position: int, earlier: dict[str, str], problems: list[Problem]
-) -> tuple[Node, dict[str, Any]]:
-    """One stage: its tree over the defaults (name included), and its resolved values if it is right."""
+) -> tuple[Node, dict[str, Any], Node]:
+    """One stage: over the defaults, its resolved values if it is right, and over its preset as well."""
     head = f"stages.{position}"
     if not isinstance(entry.value, dict):
-        return entry, {}  # the schema tells that a mapping is wanted
+        return entry, {}, entry  # the schema tells that a mapping is wanted
     name = _name(entry, head, earlier, problems)
     model = _model(entry, head, problems)
     if model is None:
         earlier[name] = ""
-        return entry, {}
+        return entry, {}, entry
     own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
     stage = model.model_fields["stage"].default
     full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
-    recipe, found = check(with_preset(_without_minutes(full), model, problems), model, ("stages", position))
-    from_defaults = set(_marks(defaults))
-    for problem in found:
-        if problem.where in from_defaults:  # told once, under the key that the user wrote
-            problem = dataclasses.replace(problem, what=problem.what.replace(f"{head}.", "defaults.", 1))
-        if all((problem.where, problem.what) != (told.where, told.what) for told in problems):
-            problems.append(problem)
+    layered = with_preset(full, model, problems)
+    recipe, found = check(_without_minutes(layered), model, ("stages", position))
+    _add(found, head, defaults, problems)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
     earlier[name] = stage
@@ -72,7 +78,22 @@ def _entry(
     if recipe and _without_minutes(full) is not full:
         values["run"]["max_minutes"] = follow(full, MINUTES)[0].value
     named = {"name": entry.value["name"]} if "name" in entry.value else {}
-    return Node({**named, **full.mapping}, entry.origin, entry.key_origin), values
+    return (
+        Node({**named, **full.mapping}, entry.origin, entry.key_origin),
+        values,
+        Node({**named, **layered.mapping}, entry.origin, entry.key_origin),
+    )
+
+
+def _add(found: list[Problem], head: str, defaults: Node, problems: list[Problem]) -> None:
+    """Add the problems of an entry; one that stands in the defaults is told once, under the key that was written."""
+    known = {(problem.where, problem.what) for problem in problems}
+    in_defaults = set(_marks(defaults))
+    for problem in found:
+        if problem.where in in_defaults:
+            problem = dataclasses.replace(problem, what=problem.what.replace(f"{head}.", "defaults.", 1))
+        if (problem.where, problem.what) not in known:
+            problems.append(problem)
 
 
 def _refuse_seed(above: Node, head: str, problems: list[Problem]) -> None:
@@ -92,7 +113,7 @@ def for_stage(defaults: Node, model: type[Stage]) -> Node:
             kept = {k: v for k, v in section.value.items() if k not in unused}
             section = Node(kept, section.origin, section.key_origin)
         taken[key] = section
-    return Node(taken, defaults.origin, defaults.key_origin)
+    return Node(taken, defaults.origin)
 
 
 def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:

@@ -109,9 +109,9 @@ REMOVED: dict[str, str | dict[str, str]] = {
     "stop_strings": "write `stop`, a list of texts, beside `temperature`",
     "use_vllm": _ENGINE,
     "vllm_mode": "remove it; `engine: vllm` runs in the same process, on the same GPU",
-    "vllm_gpu_memory_utilization": "write `vllm.gpu_memory`, below `rollout` in rl and `engine` in eval",
-    "gpu_memory_utilization": "write `vllm.gpu_memory`, below `rollout` in rl and `engine` in eval",
-    "vllm_max_model_len": "write `vllm.max_model_len`, below `rollout` in rl and `engine` in eval",
+    "vllm_gpu_memory_utilization": "write `rollout.vllm.gpu_memory` in rl, `engine.vllm.gpu_memory` in eval",
+    "gpu_memory_utilization": "write `rollout.vllm.gpu_memory` in rl, `engine.vllm.gpu_memory` in eval",
+    "vllm_max_model_len": "write `rollout.vllm.max_model_len` in rl, `engine.vllm.max_model_len` in eval",
     "vllm_enable_sleep_mode": "write `rollout.vllm.sleep`",
     # rewards and the loss
     "reward_funcs": "write `rewards`, a list: `- use: math.accuracy` or `- use: ./mine.py:score`",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import typing
 from typing import Any
 
 from pydantic import BaseModel
@@ -56,6 +57,8 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
     renamed = {name: f"{stage}_{name}" for name in own}
     for name, definition in own.items():
         definitions[renamed[name]] = _tidy(definition, renamed)
+    for name in _sections(model):  # a section's keys may be inherited; the entries of a list are written whole
+        definitions[renamed[name]].pop("required", None)
     schema = _tidy(schema, renamed)
     for key, section in keys.components_of(stage).items():
         definitions[f"{stage}_{key}"] = _component(section)
@@ -73,6 +76,12 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
     return schema
 
 
+def _sections(model: type[Stage]) -> set[str]:
+    annotations = [field.annotation for field in model.model_fields.values()]
+    named = {m.__name__ for a in annotations if typing.get_origin(a) is not list for m in keys.models(a)}
+    return named - {section.__name__ for section in keys.components_of(model.model_fields["stage"].default).values()}
+
+
 def _optional(reference: str, model: type[Stage], key: str, description: str) -> Schema:
     choices: list[Schema] = [{"$ref": reference}]
     if model.model_fields[key].default is None:
@@ -81,7 +90,7 @@ def _optional(reference: str, model: type[Stage], key: str, description: str) ->
 
 
 def _tidy(schema: Any, renamed: dict[str, str]) -> Any:
-    """Definitions renamed, generated titles out, environment variables allowed for numbers, nothing required."""
+    """Definitions renamed, generated titles out, environment variables allowed for numbers."""
     if isinstance(schema, list):
         return [_tidy(item, renamed) for item in schema]
     if not isinstance(schema, dict):
@@ -93,8 +102,6 @@ def _tidy(schema: Any, renamed: dict[str, str]) -> Any:
         tidy["$ref"] = "#/definitions/" + renamed[tidy["$ref"].rpartition("/")[2]]
     if isinstance(tidy.get("properties"), dict):
         tidy["properties"] = {key: _with_variable(key, value) for key, value in tidy["properties"].items()}
-        if "stage" not in tidy["properties"]:
-            tidy.pop("required", None)
     return tidy
 
 
@@ -104,8 +111,8 @@ def _with_variable(key: str, schema: Schema) -> Schema:
     strings = any(part.get("type") == "string" and "enum" not in part for part in [schema, *schema.get("anyOf", [])])
     if strings or "$ref" in text or '"array"' in text or '"object"' in text or "const" in schema:
         return schema
-    outside = {name: schema[name] for name in ("description", "default") if name in schema}
-    inside = {name: value for name, value in schema.items() if name not in outside}
+    outside: Schema = {name: schema[name] for name in ("description", "default") if name in schema}
+    inside: Schema = {name: value for name, value in schema.items() if name not in outside}
     choices = inside.pop("anyOf", None) or [inside]
     return {**outside, "anyOf": [*choices, VARIABLE, *([MINUTES] if key == "max_minutes" else [])]}
 

@@ -13,7 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from posttrain import registry
 from posttrain.places import split_function
 
-STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)  # built when used
 
 
 class Section(BaseModel):

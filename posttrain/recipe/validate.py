@@ -65,8 +65,9 @@ def _remove(values: dict[str, Any], parts: list[str]) -> None:
 
 def resolved(recipe: Stage) -> dict[str, Any]:
     """Every value of a recipe as JSON-able data, without keys that its stage does not use."""
-    dumped = recipe.model_dump(mode="json", by_alias=True, exclude={"extends"})
-    values = {"stage": dumped.pop("stage"), **dumped}
+    dumped = recipe.model_dump(mode="json", by_alias=True, exclude={"extends", "defaults"})
+    run = dumped.pop("run")
+    values = {"stage": dumped.pop("stage"), **dumped, "run": run}
     for key in type(recipe).unused:
         parts = key.split(".")
         if isinstance(values.get(parts[0]), dict):

@@ -1,0 +1,247 @@
+"""Mistakes: all at once, each with its place, what is allowed and the nearest name, in people's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe import keys
+from posttrain.recipe.load import Loaded, load_dict
+from posttrain.recipe.removed import REMOVED, sentence
+from posttrain.recipe.stages import STAGES
+
+from .conftest import RL, SFT
+
+Errors = Callable[..., str]
+
+FIVE = """
+stage: rl
+model:
+  path: tiny
+  lora: {rank: 8.5}
+data:
+  source: rows.jsonl
+rewards:
+  - use: math.accuracy
+loss:
+  clip_lo: 0.2
+optim:
+  lr: 1e-6
+  lr: 1e-5
+  shedule: cosine
+num_generations: 8
+run:
+  seed: 4.7
+  steps: 10
+"""
+
+
+def test_five_mistakes_at_once(errors: Errors) -> None:
+    assert errors(FIVE) == "\n".join(
+        [
+            "r.yaml:4:16  model.lora.rank: must be a whole number, not 8.5",
+            "r.yaml:10:3  loss.clip_lo: unknown key",
+            "  known here: use, aggregation, norm_len, count_empty_rows, mask_truncated, clip_high, clip_low",
+            "  hint: did you mean `clip_low`?",
+            "r.yaml:13:3  `lr` is given twice; first at r.yaml:12:3",
+            "r.yaml:14:3  optim.shedule: unknown key",
+            "  known here: lr, betas, eps, weight_decay, schedule, warmup_steps, max_grad_norm",
+            "  hint: did you mean `schedule`?",
+            "r.yaml:15:1  num_generations: unknown key",
+            "  known here: stage, algorithm, model, data, rollout, rewards, scoring, keep, advantage, loss, kl, batch,"
+            " optim, extends, run",
+            "  hint: write `rollout.group_size`",
+            "r.yaml:17:9  run.seed: must be a whole number, not 4.7",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("run.seed='3'", "run.seed: must be a whole number, not `3` (text)\n  hint: write 3 without quotes"),
+        ("run.steps=1e3", "run.steps: must be a whole number, not 1000.0\n  hint: write 1000"),
+        ("run.steps=true", "run.steps: must be a whole number, not true"),
+        ("run.steps=0", "run.steps: must be greater than 0, not 0"),
+        ("optim.lr=fast", "optim.lr: must be a number, not `fast` (text)"),
+        ("optim.lr=.inf", "optim.lr: must be a finite number, not inf"),
+        ("optim.lr=-1", "optim.lr: must be greater than 0, not -1"),
+        ("optim.betas=[0.9]", "optim.betas: needs 2 entries or more, has 1"),
+        ("optim.betas=0.9", "optim.betas: must be a list, not 0.9\n  hint: write [0.9] for a list of one"),
+        ("model.path=5", "model.path: must be text, not 5\n  hint: put it in quotes to make it text: '5'"),
+        ("model.lora={dropout: 2}", "model.lora.dropout: must be at most 1, not 2"),
+        ("model.lora={targets: 5}", "model.lora.targets: must be text or a list, not 5"),
+        ("model.lora={targets: [5]}", "model.lora.targets.0: must be text, not 5"),
+        ("model.lora=yes", "model.lora: must be a section (`key: value` lines), not `yes` (text)"),
+        ("data.chat=no", "data.chat: must be true or false, not `no` (text)\n  hint: write false"),
+        ("data=null", "data: must be a section (`key: value` lines), not null"),
+        ("model.dtype=bf16", "model.dtype: `bf16` (text) is not one of its words\n"
+         "  allowed: auto, float32, bfloat16, float16\n  hint: did you mean `bfloat16`?"),
+        ("run.epochs=1", "run: give either `steps` or `epochs`"),
+        ("batch.micro_size=5", "batch: micro_size 5 does not divide size 32"),
+        ("batch.packin=true", "batch.packin: unknown key\n  known here: size, micro_size, packing\n"
+         "  hint: did you mean `packing`?"),
+    ],
+)  # fmt: skip
+def test_wrong_values(override: str, told: str, errors: Errors) -> None:
+    first, _, _ = errors(SFT, override).partition("\n\n")
+    assert first.replace("command line", "").strip().endswith(told)
+
+
+def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
+    text = "stage: sft\nmodel:\n  dtype: auto\nrun: {steps: 1}\n"
+    assert errors(text) == (
+        "r.yaml:1:1  data: is missing\n  Rows, how they become tokens, and which tokens are trained on.\n"
+        "r.yaml:2:1  model.path: is missing\n"
+        "  a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (RL + "group_size: 4\n", "`group_size` belongs to `rollout`"),
+        (RL + "optim: {temperature: 1}\n", "`temperature` belongs to `rollout`"),
+        (SFT + "rollout: {}\n", "`rollout` is not used by stage sft; it is a key of stage rl"),
+        (SFT + "batch: {minibatches: 2}\n", "`minibatches` is not used by stage sft; it is a key of stage rl"),
+        (SFT.replace("sft", "dpo") + "loss: {gamma_beta_ratio: 1}\n",
+         "`gamma_beta_ratio` is a key of `simpo`; this section uses `dpo`"),
+        (RL + "loss: {use: clop}\n", "did you mean `clip`?"),
+        (RL + "grop_size: 4\n", "did you mean `rollout.group_size`?"),
+    ],
+)  # fmt: skip
+def test_where_a_key_belongs(text: str, hint: str, errors: Errors) -> None:
+    assert errors(text).endswith(f"hint: {hint}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (RL + "data2: 1\n", "unknown key"),
+        (RL.replace("rows.jsonl", "rows.jsonl, train_on: all"),
+         "data.train_on: not used by stage rl: rl trains on the completions that it samples\n  hint: remove it"),
+        (SFT.replace("sft", "dpo") + "batch: {packing: true}\n",
+         "batch.packing: not used by stage dpo: only sft packs rows"),
+    ],
+)  # fmt: skip
+def test_keys_that_a_stage_does_not_use(text: str, told: str, errors: Errors) -> None:
+    assert told in errors(text)
+
+
+def test_the_stage_must_fit_the_verb(errors: Errors) -> None:
+    told = errors(SFT, stage="rl")
+    assert told == (
+        "r.yaml:1:8  stage: this is a recipe for `posttrain sft`, not for `posttrain rl`\n  hint: posttrain sft r.yaml"
+    )
+    assert "stage: unknown stage `sfft`" in errors(SFT.replace("sft", "sfft"))
+    assert errors(SFT.replace("stage: sft\n", "")).startswith("r.yaml  stage: is missing\n  allowed: sft, dpo, rl")
+
+
+def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., Loaded]) -> None:
+    assert loads(SFT.replace("stage: sft\n", ""), stage="sft").resolved["stage"] == "sft"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (RL + "rollout: {group_size: 1}\n",
+         "r.yaml:6:23  rollout.group_size: advantage `group` compares the completions of one prompt, and there is"),
+        (RL + "rollout: {temperature: 0}\n", "r.yaml:6:24  rollout.temperature: 0 gives a prompt the same completion"),
+        (RL + "rollout: {max_gen_batches: 3}\n", "rollout.max_gen_batches: refills the groups that `keep` drops"),
+        (RL + "loss: {norm_len: 5}\n", "loss.norm_len: does nothing with aggregation seq_mean_token_mean"),
+        (RL + "kl: {use: k1}\n", "kl: does nothing while its coef is 0"),
+        (RL + "batch: {minibatches: 999}\n", "batch.minibatches 999 exceeds the 256 rollouts of a step"),
+        (RL.replace("steps: 3", "seed: 1"), "r.yaml:4:1  run: says not how long to train"),
+        (RL.replace("[{use: math.accuracy}]", "[{use: math.accuracy}, {use: a.py:accuracy}]"),
+         "2 rewards are called `accuracy`"),
+        (RL.replace("math.accuracy}", "math.accuracy, weight: 0}"), "every weight is 0"),
+        (SFT.replace("path: tiny", "path: tiny, quantize: nf4"), "model.quantize: 4-bit weights cannot be trained"),
+        (SFT.replace("path: tiny", "path: 'stage:x'"), "model.path: `stage:x` names a stage of a pipeline"),
+        ("stage: eval\nmodel: {path: tiny}\ndata: {source: x}\nrewards: [{use: a.b}]\neval: {samples: 4, k: [1, 8]}\n",
+         "r.yaml:5:27  eval.k.1: pass@8 needs 8 completions a prompt; eval.samples is 4"),
+        ("stage: generate\nmodel: {path: tiny}\ndata: {source: x}\nsamples: 2\nsampling: {temperature: 0}\n",
+         "sampling.temperature: 0 gives a prompt the same completion every time; 2 samples"),
+        ("stage: merge\nmerge_method: task_arithmetic\nmodels: [{model: a}]\n", "write `base_model`"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_work_together(text: str, told: str, errors: Errors) -> None:
+    assert told in errors(text)
+
+
+def test_what_a_preset_chose_is_no_mistake_of_the_user(loads: Callable[..., Loaded]) -> None:
+    """Without `keep`, dapo's max_gen_batches is idle; the user did not write it."""
+    assert loads(RL + "algorithm: dapo\nkeep: null\n").recipe.keep is None
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+@pytest.mark.parametrize("base", [SFT, RL], ids=["sft", "rl"])
+def test_every_old_name_answers_with_a_sentence(name: str, base: str, errors: Errors) -> None:
+    stage = "sft" if base == SFT else "rl"
+    for text in (f"{base}{name}: 1\n", f"{base}optim: {{{name}: 1}}\n"):
+        told = errors(text)
+        assert "unknown key" in told
+        assert sentence(name, stage) in told
+
+
+def test_old_names_lead_to_keys_that_exist() -> None:
+    """Every `section.key` in a sentence is a key of some stage; so a renamed key cannot leave a false hint behind."""
+    known = {path for model in STAGES.values() for path in keys.all_paths(model)}
+    components = {"advantage.scale", "loss.clip_low", "loss.clip_high", "loss.beta"}
+    for name, said in REMOVED.items():
+        for text in said.values() if isinstance(said, dict) else [said]:
+            for written in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", text):
+                assert written in known | components or written.split(".")[0] in ("math",), (name, written)
+
+
+WRONG: tuple[Any, ...] = ("text", 4.7, -1, 0, True, None, [], [None], {}, {"a": 1}, float("inf"))
+JARGON = re.compile(
+    r"Input should|Field required|Extra inputs|Value error|type=|pydantic|String should|\bdict\b|valid "
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in items:
+        yield from places(below, (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copied = value.copy()
+    copied[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copied
+
+
+BASES = {
+    "sft": {"model": {"path": "tiny", "lora": {}}, "data": {"source": "x"}, "run": {"steps": 1}},
+    "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
+    "rl": {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "a.b"}], "run": {"steps": 1},
+           "keep": {"use": "dynamic_sampling"}},
+    "eval": {"model": {"path": "tiny"}, "data": {"mix": [{"source": "x"}]}, "rewards": [{"use": "a.b"}]},
+    "generate": {"model": {"path": "tiny"}, "data": {"source": "x"}},
+    "merge": {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", BASES)
+def test_any_wrong_value_anywhere_is_told_in_plain_words(stage: str, tmp_path: Any) -> None:
+    """Each value of a whole resolved recipe is replaced by each wrong one: it loads, or is told without jargon."""
+    base = load_dict({"stage": stage, **BASES[stage]}, base_dir=tmp_path, where="r").resolved
+    refused = 0
+    for path in places(base):
+        if not path or path == ("stage",):
+            continue
+        for wrong in WRONG:
+            try:
+                load_dict(replaced(base, path, wrong), base_dir=tmp_path, where="r")
+            except RecipeError as error:
+                refused += 1
+                assert not JARGON.search(str(error)), (path, wrong, str(error))
+                assert ".".join(map(str, path[:1])) in str(error), (path, wrong, str(error))
+    assert refused > 100

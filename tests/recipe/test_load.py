@@ -1,0 +1,180 @@
+"""Layers, origins, overrides, extends, presets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import Loaded, load, load_dict
+from posttrain.recipe.presets import names, preset
+
+from .conftest import RL, SFT
+
+Loads = Callable[..., Loaded]
+Errors = Callable[..., str]
+
+
+def test_every_value_has_its_origin(loads: Loads) -> None:
+    loaded = loads(RL + "algorithm: dapo\noptim: {lr: 1e-5}\n", "rollout.group_size=4", "loss.clip_high=0.3")
+    assert loaded.origins["loss.clip_low"].kind == "preset"
+    assert str(loaded.origins["loss.aggregation"]) == "preset dapo"
+    assert str(loaded.origins["optim.lr"]) == "r.yaml:7"
+    assert str(loaded.origins["rewards.0.use"]) == "r.yaml:5"
+    assert str(loaded.origins["rollout.group_size"]) == "command line"
+    assert str(loaded.origins["loss.clip_high"]) == "command line"
+    assert str(loaded.origins["optim.eps"]) == "default"
+    assert loaded.resolved["loss"]["clip_high"] == 0.3
+    assert loaded.resolved["loss"]["aggregation"] == "token_mean"
+    assert loaded.recipe.loss.params["clip_low"] == 0.2
+
+
+def test_resolved_is_json_and_covers_every_origin(loads: Loads) -> None:
+    loaded = loads(RL)
+    assert json.loads(json.dumps(loaded.resolved)) == loaded.resolved
+    for key in loaded.origins:
+        value = loaded.resolved
+        for part in key.split("."):
+            value = value[int(part)] if part.isdigit() else value[part]
+    assert "train_on" not in loaded.resolved["data"], "a key that rl does not use"
+
+
+def test_loaded_knows_its_file(loads: Loads, tmp_path: Path) -> None:
+    loaded = loads(SFT)
+    assert loaded.path == (tmp_path / "r.yaml").resolve()
+    assert loaded.recipe.base_dir == tmp_path.resolve()
+    assert (loaded.name, loaded.text) == ("r", SFT)
+
+
+def test_a_stage_keeps_its_own_defaults_when_a_neighbour_is_set(loads: Loads) -> None:
+    """sft's learning rate stays sft's when only weight_decay is written."""
+    assert loads(SFT + "optim: {weight_decay: 0.1}\n").recipe.optim.lr == 1e-5
+    assert loads(RL + "optim: {weight_decay: 0.1}\n").recipe.optim.lr == 1e-6
+
+
+def test_overrides(loads: Loads) -> None:
+    text = RL.replace("[{use: math.accuracy}]", "[{use: math.accuracy}, {use: format.structure, name: tags}]")
+    loaded = loads(
+        text,
+        "rewards.0.weight=0.5",
+        "rewards.tags.weight=1e-1",
+        "model.lora={rank: 4}",
+        "model.lora.alpha=8",
+        "keep=null",
+    )
+    assert [r.weight for r in loaded.recipe.rewards] == [0.5, 0.1]
+    assert (loaded.recipe.model.lora.rank, loaded.recipe.model.lora.alpha) == (4, 8)
+    assert loaded.recipe.keep is None
+
+
+def test_a_later_override_wins(loads: Loads) -> None:
+    assert loads(SFT, "run.steps=4", "run.steps=5").recipe.run.steps == 5
+
+
+def test_overrides_that_do_not_fit_are_told_together(errors: Errors) -> None:
+    assert errors(RL, "run.steps", "seed.x=1", "model.path.x=1", "rewards.3.weight=1", "run.seed=") == "\n".join(
+        [
+            "command line  `run.steps`: an override is written key.path=value",
+            "command line  model.path.x: `model.path` is a single value and has no keys",
+            "command line  rewards has no entry `3`",
+            "  entries: 0 to 0",
+            "command line  run.seed: no value after `=`",
+            "  hint: write run.seed=null for none, run.seed='\"\"' for empty text",
+            "command line  seed: unknown key",
+            "  known here: stage, algorithm, model, data, rollout, rewards, scoring, keep, advantage, loss, kl, batch,"
+            " optim, extends, run",
+            "  hint: `seed` belongs to `run` or `data`",
+        ]
+    )
+
+
+def test_short_form_of_a_component(loads: Loads) -> None:
+    text = RL + "keep: dynamic_sampling\n"
+    assert loads(text).recipe.keep.params["metric"] == "correct"
+    assert loads(text, "keep.metric=reward").recipe.keep.params["metric"] == "reward"
+    assert loads(RL, "keep=dynamic_sampling", "keep.tol=0.5").resolved["keep"]["tol"] == 0.5
+    assert str(loads(text).origins["keep.use"]) == "r.yaml:6"
+
+
+def test_another_component_drops_the_former_arguments(loads: Loads, write: Callable[..., Path]) -> None:
+    """`clip_low` was an argument of clip; `aggregation` is the section's own and stays."""
+    write("def mine(batch, logp, *, a: float = 1.0): ...\n", "mine.py")
+    write(RL + "loss: {clip_low: 0.1, aggregation: token_mean}\n", "base.yaml")
+    loaded = loads("extends: base.yaml\n", "loss.use=mine.py:mine", "loss.a=2.0")
+    assert loaded.resolved["loss"]["aggregation"] == "token_mean"
+    assert "clip_low" not in loaded.resolved["loss"]
+    assert loaded.resolved["loss"]["a"] == 2.0
+    assert loads("extends: base.yaml\n", "loss.use=clip").resolved["loss"]["clip_low"] == 0.1
+
+
+def test_extends(write: Callable[..., Path], loads: Loads) -> None:
+    write(SFT + "optim: {lr: 1e-3, weight_decay: 0.1}\n", "sub/base.yaml")
+    write("extends: base.yaml\noptim: {lr: 2e-3}\n", "sub/middle.yaml")
+    loaded = loads("extends: sub/middle.yaml\nrun: {seed: 5}\n")
+    assert (loaded.recipe.optim.lr, loaded.recipe.optim.weight_decay) == (2e-3, 0.1)
+    assert (loaded.recipe.run.seed, loaded.recipe.run.steps) == (5, 3)
+    assert str(loaded.origins["optim.lr"]) == "sub/middle.yaml:2"
+    assert str(loaded.origins["optim.weight_decay"]) == "sub/base.yaml:5"
+
+
+def test_extends_in_a_circle(write: Callable[..., Path]) -> None:
+    write("extends: b.yaml\n", "a.yaml")
+    write("extends: a.yaml\n", "b.yaml")
+    with pytest.raises(RecipeError, match=r"^b.yaml:1:10  extends: a cycle: a.yaml extends b.yaml extends a.yaml$"):
+        load("a.yaml")
+
+
+def test_extends_nothing(errors: Errors) -> None:
+    told = errors("extends: bse.yaml\n")
+    assert told.startswith("r.yaml:1:10  extends: no recipe `bse.yaml`\n  searched: bse.yaml, and the shipped recipes")
+
+
+def test_mistakes_of_an_extended_recipe_name_its_lines(write: Callable[..., Path], errors: Errors) -> None:
+    write(SFT.replace("steps: 3", "stepz: 3"), "base.yaml")
+    told = errors("extends: base.yaml\nrun: {steps: 2}\n")
+    assert told.startswith("base.yaml:4:7  run.stepz: unknown key")
+
+
+@pytest.mark.parametrize("name", names())
+def test_presets(name: str, loads: Loads) -> None:
+    """Every preset gives a recipe that is right, and every choice arrives."""
+    found = preset(name)
+    base = RL if found.stage == "rl" else SFT.replace("sft", "dpo")
+    loaded = loads(base + f"algorithm: {name}\n")
+    for section, chosen in found.choices.items():
+        for key, value in chosen.items():
+            assert loaded.resolved[section][key] == value
+            assert str(loaded.origins[f"{section}.{key}"]) == f"preset {name}"
+    assert found.title and found.paper and found.purpose
+
+
+def test_there_are_presets_and_they_suit_a_stage(errors: Errors) -> None:
+    assert {"grpo", "dr_grpo", "dapo", "dpo", "simpo"} <= set(names())
+    told = errors(RL + "algorithm: simpo\n")
+    assert told == "r.yaml:6:12  algorithm: `simpo` is a method of stage dpo, not of rl\n  known: dapo, dr_grpo, grpo"
+    assert "hint: did you mean `dr_grpo`?" in errors(RL + "algorithm: dr_grp\n")
+
+
+def test_load_dict(tmp_path: Path) -> None:
+    values = {"name": "first", "stage": "sft", "model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}}
+    loaded = load_dict(values, base_dir=tmp_path, where="stage first", overrides=["optim.lr=1.0"])
+    assert (loaded.name, loaded.recipe.base_dir, loaded.recipe.optim.lr) == ("first", tmp_path, 1.0)
+    assert str(loaded.origins["model.path"]) == "stage first"
+    with pytest.raises(RecipeError, match=r"^stage first  model.pth: unknown key"):
+        load_dict(values | {"model": {"path": "tiny", "pth": 1}}, base_dir=tmp_path, where="stage first")
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("quickstrat")
+    assert str(caught.value).startswith("no recipe `quickstrat`: it is neither a file nor the name of a shipped recipe")
+    assert "hint: did you mean `quickstart`?" in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"a: \xff\n")
+    with pytest.raises(RecipeError, match=r"^r.yaml  the file is not UTF-8 text"):
+        load("r.yaml")

@@ -1,0 +1,116 @@
+"""Pipelines: each stage is checked with its lines, defaults go where they are taken, references name earlier models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from posttrain.recipe.load import Loaded
+
+PIPELINE = """
+stage: pipeline
+defaults:
+  model: {path: tiny, lora: {rank: 4}}
+  run: {steps: 5, log_every: 2}
+  optim: {lr: 1e-3}
+stages:
+  - name: sft
+    stage: sft
+    data: {source: rows.jsonl}
+    optim: {warmup_steps: 3}
+  - name: rl
+    stage: rl
+    algorithm: dapo
+    model: {path: "stage:sft"}
+    data: {source: rows.jsonl}
+    rewards: [{use: math.accuracy}]
+  - name: longer
+    stage: sft
+    data: {source: rows.jsonl}
+    run: {steps: 900, max_minutes: "stage:rl"}
+  - name: measured
+    stage: eval
+    model: {path: "stage:rl"}
+    data: {source: "stage:rl/rows.jsonl"}
+    rewards: [{use: math.accuracy}]
+table: [measured]
+"""
+
+
+def test_defaults_go_to_the_stages_that_take_them(loads: Callable[..., Loaded]) -> None:
+    """eval has no optimiser, adapter or steps: those defaults are not for it."""
+    loaded = loads(PIPELINE)
+    sft, rl, longer, measured = loaded.recipe.stages
+    assert sft["optim"] == {"lr": 1e-3, "warmup_steps": 3}
+    assert rl["model"] == {"path": "stage:sft", "lora": {"rank": 4}}
+    assert longer["run"] == {"steps": 900, "log_every": 2, "max_minutes": "stage:rl"}
+    assert measured["model"] == {"path": "stage:rl"}
+    assert "optim" not in measured and not measured["run"]
+    assert loaded.recipe.defaults == {}, "merged once, not again by whoever runs the stages"
+
+
+def test_resolved_stages_are_complete_and_have_origins(loads: Callable[..., Loaded]) -> None:
+    loaded = loads(PIPELINE, "stages.rl.rollout.group_size=4", "stages.0.optim.lr=0.5")
+    sft, rl, longer, _ = loaded.resolved["stages"]
+    assert (sft["name"], sft["optim"]["lr"], sft["optim"]["eps"]) == ("sft", 0.5, 1e-8)
+    assert rl["rollout"]["group_size"] == 4
+    assert rl["loss"]["clip_high"] == 0.28
+    assert longer["run"]["max_minutes"] == "stage:rl"
+    assert str(loaded.origins["stages.0.optim.lr"]) == "command line"
+    assert str(loaded.origins["stages.0.run.steps"]) == "r.yaml:4"
+    assert str(loaded.origins["stages.1.rollout.prompts_per_step"]) == "default"
+    assert str(loaded.origins["stages.1.loss.clip_high"]) == "preset dapo"
+
+
+def test_mistakes_of_stages_are_told_at_once_with_their_lines(errors: Callable[..., str]) -> None:
+    text = (
+        PIPELINE.replace("lr: 1e-3", "lrr: 1e-3")
+        .replace("warmup_steps: 3", "warmup_steps: 3.5")
+        .replace("name: longer", "name: rl")
+        .replace('model: {path: "stage:sft"}', 'model: {path: "stage:sftt"}')
+        .replace("table: [measured]", "table: [measurd, sft]\nrun: {steps: 1}")
+    )
+    assert errors(text) == "\n".join(
+        [
+            "r.yaml:5:11  defaults.optim.lrr: unknown key",
+            "  known here: lr, betas, eps, weight_decay, schedule, warmup_steps, max_grad_norm",
+            "  hint: did you mean `lr`?",
+            "r.yaml:10:27  stages.0.optim.warmup_steps: must be a whole number, not 3.5",
+            "r.yaml:14:19  stages.1.model.path: there is no stage `sftt` before this one",
+            "  earlier stages with a model: sft",
+            "  hint: did you mean `stage:sft`?",
+            "r.yaml:17:11  stages.2.name: `rl` is given to an earlier stage already",
+            "r.yaml:26:9  table.0: `measurd` is no eval stage of this pipeline",
+            "  eval stages: measured",
+            "r.yaml:26:18  table.1: `sft` is no eval stage of this pipeline",
+            "  eval stages: measured",
+            "r.yaml:27:7  run.steps: not used by stage pipeline: this stage does not train",
+            "  hint: remove it",
+        ]
+    )
+
+
+def test_references_need_a_model(errors: Callable[..., str]) -> None:
+    text = PIPELINE.rstrip() + "\n"
+    text = text.replace("table:", "  - name: last\n    stage: sft\n    model: {path: 'stage:measured'}\n"
+                        "    data: {source: 'stage:measured/completions.jsonl'}\ntable:")  # fmt: skip
+    assert errors(text) == (
+        "r.yaml:28:19  stages.4.model.path: stage `measured` (eval) makes no model\n"
+        "  earlier stages with a model: sft, rl, longer"
+    )
+
+
+def test_what_stages_must_have(errors: Callable[..., str]) -> None:
+    head = "stage: pipeline\ndefaults: {optimm: {}, run: {seed: 1}}\nstages:\n"
+    told = errors(head + "  - stage: sft\n  - {name: a/b, stage: rll}\n  - 3\n")
+    assert "r.yaml:4:5  stages.0.name: is missing" in told
+    assert "r.yaml:4:5  stages.0.data: is missing" in told
+    assert "r.yaml:5:12  stages.1.name: `a/b` cannot be a stage's name" in told
+    assert "r.yaml:5:24  stages.1.stage: unknown stage `rll`" in told
+    assert "r.yaml:6:5  stages.2: must be a section" in told
+    assert "r.yaml:2:30  defaults.run.seed: the pipeline's `seeds` decide" in told
+
+
+def test_a_default_that_nobody_takes(errors: Callable[..., str]) -> None:
+    told = errors(PIPELINE.replace("  optim: {lr: 1e-3}", "  optimm: {lr: 1e-3}"))
+    assert told.startswith("r.yaml:5:3  defaults.optimm: no stage of this pipeline takes it\n  they take: advantage,")
+    assert told.endswith("hint: did you mean `optim`?")

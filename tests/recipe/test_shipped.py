@@ -1,0 +1,130 @@
+"""The shelf: shipped recipes, the index of components, the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from posttrain import registry
+from posttrain.places import shipped
+from posttrain.recipe import keys, schema
+from posttrain.recipe.load import load
+from posttrain.recipe.tree import plain
+from posttrain.recipe.yaml import read
+
+RECIPES = sorted(shipped("recipes").rglob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes may ask for variables without a default; any value will do here."""
+    for path in RECIPES:
+        for name in re.findall(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}", path.read_text(encoding="utf-8")):
+            monkeypatch.setenv(name, "tiny")
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    built = json.loads(schema.text())
+    jsonschema.Draft7Validator.check_schema(built)
+    return jsonschema.Draft7Validator(built)
+
+
+def test_there_are_recipes() -> None:
+    assert RECIPES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.relative_to(shipped("recipes")).as_posix())
+def test_shipped_recipe(path: Path, validator: Any) -> None:
+    """It loads, fits the schema, and its first lines name the schema and say what it is and how to run it."""
+    loaded = load(str(path))
+    assert [error.message for error in validator.iter_errors(plain(read(path).tree))] == []
+    first, second, *_ = loaded.text.splitlines()
+    found = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    assert found, first
+    assert (path.parent / found[1]).resolve() == (shipped("recipes") / "schema.json").resolve()
+    assert second.startswith("# ")
+    head = loaded.text[: loaded.text.index("\nstage:")]
+    assert f"posttrain {loaded.recipe.verb} " in head, "the command that runs it"
+
+
+def test_the_schema_file_is_up_to_date() -> None:
+    """Else run `python -m posttrain.recipe.schema`."""
+    assert json.loads((shipped("recipes") / "schema.json").read_text(encoding="utf-8")) == json.loads(schema.text())
+
+
+def test_the_index_is_what_the_code_registers() -> None:
+    """Else run `python -m posttrain.registry`."""
+    assert json.loads(registry.INDEX.read_text(encoding="utf-8")) == json.loads(json.dumps(registry.build_index()))
+
+
+RL = {"stage": "rl", "model": {"path": "x"}, "data": {"source": "x"}, "rewards": [{"use": "math.accuracy"}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"use": "clip", "clip_high": 0.3}},
+        {"loss": {"clip_high": 0.3}},
+        {"loss": "mine.py:loss"},
+        {"loss": {"use": "mine.py:loss", "anything": 1}},
+        {"keep": "dynamic_sampling"},
+        {"keep": None},
+        {"rollout": {"group_size": "${GROUP}"}},
+        {"algorithm": "dapo"},
+        {"run": {"steps": 3, "max_minutes": 1.5}},
+    ],
+)
+def test_the_schema_takes_what_is_right(changes: dict[str, Any], validator: Any) -> None:
+    assert validator.is_valid({**RL, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollou": {}},
+        {"loss": {"clip_hig": 0.3}},
+        {"loss": {"use": "clip", "beta": 0.3}},
+        {"loss": {"use": "clop"}},
+        {"keep": "dynamic_samplin"},
+        {"rollout": {"group_size": "eight"}},
+        {"rollout": {"group_size": 0}},
+        {"algorithm": "simpo"},
+        {"data": {"source": "x", "train_on": "all"}},
+        {"model": {"path": "x", "lora": {"rnk": 1}}},
+        {"rewards": []},
+        {"rewards": [{"weight": 1}]},
+        {"stage": "rll"},
+        {"model": None},
+    ],
+)
+def test_the_schema_refuses_what_is_wrong(changes: dict[str, Any], validator: Any) -> None:
+    assert not validator.is_valid({**RL, **changes})
+
+
+def test_the_schema_wants_sections_unless_they_are_inherited(validator: Any) -> None:
+    assert not validator.is_valid({"stage": "rl"})
+    assert validator.is_valid({"stage": "rl", "extends": "other.yaml"})
+
+
+def test_the_schema_checks_the_entries_of_pipelines(validator: Any) -> None:
+    entry = {"name": "a", "stage": "sft", "data": {"source": "x"}}
+    pipeline = {"stage": "pipeline", "defaults": {"model": {"path": "tiny"}}}
+    assert validator.is_valid({**pipeline, "stages": [entry]})
+    assert not validator.is_valid({**pipeline, "stages": [{**entry, "rollout": {}}]})
+    assert not validator.is_valid({**pipeline, "stages": [{"stage": "sft"}]})
+    assert not validator.is_valid({**pipeline, "stages": [entry], "defaults": {"modle": {}}})
+
+
+def test_every_key_of_the_schema_has_a_place() -> None:
+    """`unused` names keys that exist: a renamed key cannot make it say nothing."""
+    for stage in keys.BY_NAME.values():
+        for path in stage.unused:
+            section, _, key = path.partition(".")
+            inner = keys.models(stage.model_fields[section].annotation)[0]
+            assert key in keys.own_keys(inner), (stage.__name__, path)
