@@ -152,7 +152,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened
     with opened("straight") as directory:
         rl.run(recipe(**settings), directory)
         expected = timeless(directory.path)
-    with opened("interrupted") as directory, stop_after(2), pytest.raises(Interrupted, match="step 2 of 4"):
+    with opened("interrupted") as directory, StopAfter(2), pytest.raises(Interrupted, match="step 2 of 4"):
         rl.run(recipe(**settings), directory)
     assert checkpoints.latest(directory.checkpoints) is not None
     with opened("interrupted", resume=True) as directory:
@@ -166,7 +166,7 @@ def test_out_of_time_ends_the_run_as_if_it_were_done(recipe: Make, opened: Opene
     assert summary["steps"] == 1 and directory.final.is_dir()
 
 
-class stop_after:  # noqa: N801 (reads as a phrase)
+class StopAfter:
     """Ctrl-C arrives while the n-th step runs."""
 
     def __init__(self, steps: int) -> None:
@@ -200,7 +200,7 @@ def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, m
 
     with opened() as directory:
         with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match=r"step 1: gradient of .* not finite"):
-            patch.setattr(rl, "check_start", lambda p: None)
+            patch.setattr(rl, "check_start", lambda _: None)
             patch.setattr(rl, "completion_logprobs", poisoned)
             rl.run(recipe(), directory)
         assert torch.load(directory.path / "failed" / "step-1.pt", weights_only=False)["batch"].advantages is not None
