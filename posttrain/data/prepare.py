@@ -60,7 +60,7 @@ def prepare_prompts(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[P
 
 
 def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Example]:
-    """Training sequences. Raises DataError where none is left, or no token is trained on, or every one is by mistake."""
+    """Training sequences. Raises DataError where none is left, or no token is trained on, or all are."""
     rows = load_rows(section, base_dir)
     texts = [text for row in rows for text in render.example_texts(row, tokenizer, section)]
     prepared: Prepared[Example] = Prepared([], rows)
@@ -73,7 +73,7 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[
 
 
 def prepare_pairs(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Pair]:
-    """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError where none is left."""
+    """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left."""
     rows = load_rows(section, base_dir)
     texts = [text for row in rows for text in render.pair_texts(row, tokenizer, section)]
     sides = render.encode(texts, tokenizer, section)

@@ -23,7 +23,7 @@ _MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", 
 
 
 def normalise(row: Mapping[str, Any], where: str, prompt_template: str | None = None) -> Row:
-    """One record as a row with `messages`, `prompt` (and what answers it) or `text`. Raises DataError naming `where`."""
+    """One record as a row with `messages`, `prompt` (and what answers it) or `text`. DataErrors name `where`."""
     out = dict(row)
     for column in ("messages", "prompt", "chosen", "rejected", "completion"):
         if isinstance(out.get(column), list | tuple) or _is_json_list(out.get(column)):

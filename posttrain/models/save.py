@@ -172,7 +172,7 @@ def _gap(actual: Tensor, expected: Tensor) -> float:
 
 @torch.no_grad()
 def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path) -> str:
-    """Greedy from the probe with the saved generation config: it must end at EOS or at the limit, never run past EOS."""
+    """Greedy from the probe with the saved generation config: must end at EOS or at the limit, never run past EOS."""
     saved = model.generation_config.eos_token_id
     if set([saved] if isinstance(saved, int) else saved or ()) != set(eos_ids):
         raise RunError(f"the saved generation config ends at {saved}, not at {list(eos_ids)}", where=str(folder))

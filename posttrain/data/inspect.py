@@ -1,0 +1,219 @@
+"""What a recipe's data become: samples with every token's fate, lengths, what was dropped or cut, and checks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import chat
+from posttrain.data import prepare, render
+from posttrain.data.prepare import Prepared
+from posttrain.data.render import Example, Pair
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+
+if TYPE_CHECKING:
+    from posttrain.batch import Prompt
+
+Report = dict[str, Any]
+STAGES = ("sft", "dpo", "rl", "eval", "generate")
+PROMPT, TRAINED = "prompt", "trained"
+
+CHECKED_ROWS = 500  # rows whose text is compared with what the template made of it
+
+
+def inspect(
+    stage: str, section: Data, tokenizer: Any, base_dir: Path, eos_ids: Sequence[int], samples: int = 3
+) -> Report:
+    """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
+
+    Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut {cause: uids}, lengths {part: {min, median, p95,
+    max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [{text, fate}]}}}].
+    Raises DataError as training would.
+    """
+    check_stage(stage)
+    describe = {"sft": _examples, "dpo": _pairs}.get(stage, _prompts)
+    prepared, report = describe(section, tokenizer, base_dir, tuple(eos_ids), samples)
+    return {
+        "stage": stage,
+        "rows": len(prepared.rows),
+        "items": len(prepared),
+        "trained_ratio": prepared.trained_ratio,
+        "dropped": prepared.dropped,
+        "cut": prepared.cut,
+        **report,
+    }
+
+
+def check_stage(stage: str) -> None:
+    """Raises DataError for stages whose recipes have no data section."""
+    if stage not in STAGES:
+        problem = f"a recipe for `{stage}` has no data of its own"
+        raise DataError(problem, hint="inspect the recipe of one of its stages")
+
+
+def _examples(
+    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int
+) -> tuple[Prepared[Any], Report]:
+    prepared = prepare.prepare_examples(section, tokenizer, base_dir)
+    items: list[Example] = prepared.items
+    last = [_last_trained(e) for e in items]
+    return prepared, {
+        "lengths": {
+            "prompt": spread([e.trained.index(True) for e in items]),
+            "trained": spread([sum(e.trained) for e in items]),
+            "whole": spread([len(e.ids) for e in items]),
+        },
+        "checks": [
+            _check_ends(last, eos, tokenizer),
+            *_check_template(section, tokenizer),
+            _check_text(prepared, section, tokenizer),
+            _check_unknown([e.ids for e in items], tokenizer),
+            _check_doubles([e.ids for e in items]),
+        ],
+        "samples": [{"uid": e.uid, "parts": {"sequence": _part(e.ids, e.trained, tokenizer)}} for e in items[:samples]],
+    }
+
+
+def _pairs(
+    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int
+) -> tuple[Prepared[Any], Report]:
+    prepared = prepare.prepare_pairs(section, tokenizer, base_dir)
+    items: list[Pair] = prepared.items
+    return prepared, {
+        "lengths": {
+            "prompt": spread([len(p.prompt_ids) for p in items]),
+            "chosen": spread([len(p.chosen_ids) for p in items]),
+            "rejected": spread([len(p.rejected_ids) for p in items]),
+        },
+        "checks": [
+            _check_ends([side[-1] for p in items for side in (p.chosen_ids, p.rejected_ids)], eos, tokenizer),
+            *_check_template(section, tokenizer),
+            _check_unknown([p.prompt_ids + p.chosen_ids + p.rejected_ids for p in items], tokenizer),
+            _check_doubles([p.prompt_ids + p.chosen_ids + p.rejected_ids for p in items]),
+        ],
+        "samples": [{"uid": p.uid, "parts": _pair_parts(p, tokenizer)} for p in items[:samples]],
+    }
+
+
+def _prompts(
+    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int
+) -> tuple[Prepared[Any], Report]:
+    del eos
+    prepared = prepare.prepare_prompts(section, tokenizer, base_dir)
+    items: list[Prompt] = prepared.items
+    columns = sorted({k for p in items for k in p.row})
+    return prepared, {
+        "columns": columns,
+        "lengths": {"prompt": spread([len(p.ids) for p in items])},
+        "checks": [
+            *_check_template(section, tokenizer),
+            _check_unknown([p.ids for p in items], tokenizer),
+            _check_doubles([p.ids for p in items]),
+        ],
+        "samples": [
+            {"uid": p.uid, "parts": {"prompt": _part(p.ids, [False] * len(p.ids), tokenizer)}} for p in items[:samples]
+        ],
+    }
+
+
+def spread(lengths: Sequence[int]) -> dict[str, float]:
+    """min, median, p95 and max; the quantiles by nearest rank, so that each is a length that occurs."""
+    ordered = sorted(lengths)
+
+    def at(share: float) -> int:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    return {"min": ordered[0], "median": at(0.5), "p95": at(0.95), "max": ordered[-1]}
+
+
+def _part(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> dict[str, list[dict[str, Any]]]:
+    """Single tokens, and runs of one fate decoded together (a character may consist of several tokens)."""
+    fates = [TRAINED if t else PROMPT for t in trained]
+    tokens = [{"id": i, "text": tokenizer.decode([i]), "fate": f} for i, f in zip(ids, fates, strict=True)]
+    runs = [(f, [t["id"] for t in run]) for f, run in itertools.groupby(tokens, key=lambda t: t["fate"])]
+    return {"tokens": tokens, "runs": [{"text": tokenizer.decode(run), "fate": fate} for fate, run in runs]}
+
+
+def _pair_parts(pair: Pair, tokenizer: Any) -> dict[str, Any]:
+    sides = {
+        "prompt": (pair.prompt_ids, False),
+        "chosen": (pair.chosen_ids, True),
+        "rejected": (pair.rejected_ids, True),
+    }
+    return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
+
+
+def _last_trained(example: Example) -> int:
+    return next(i for i, t in zip(reversed(example.ids), reversed(example.trained), strict=True) if t)
+
+
+def _check(name: str, ok: bool, text: str) -> dict[str, Any]:
+    return {"name": name, "ok": ok, "text": text}
+
+
+def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
+    """Does the last trained token end generation?"""
+    good = sum(i in eos for i in last)
+    names = ", ".join(repr(tokenizer.decode([i])) for i in eos)
+    text = f"{good} of {len(last)} trained texts end in a token that ends generation ({names})"
+    return _check("end of turn is learnt", good == len(last), text)
+
+
+def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
+    """What the template itself writes: an end of turn, an opened <think>."""
+    if not section.chat:
+        return []
+    end = chat.turn_end(tokenizer)
+    token = repr(tokenizer.decode([end.id])) if end.id is not None else "no special token; EOS is put behind it"
+    found = [_check("chat template", True, f"an assistant turn ends in {token}")]
+    prompt = chat.render(tokenizer, [{"role": "user", "content": "x"}], generation_prompt=True)
+    if chat.prefilled_think(prompt):
+        text = "the generation prompt already opens <think>: completions begin inside it, formats must allow for that"
+        found.append(_check("opened tag", True, text))
+    return found
+
+
+def _check_text(prepared: Prepared[Example], section: Data, tokenizer: Any) -> dict[str, Any]:
+    """Is the answer, as the row gives it, in the tokens that are trained on? Templates cut thinking out, silently."""
+    rows = {str(row["uid"]): row for row in prepared.rows}
+    seen = lost = 0
+    for example in prepared.items[:CHECKED_ROWS]:
+        row = rows.get(example.uid)
+        answer = row and _answer(row, section)
+        if not answer:
+            continue
+        written = tokenizer.decode([i for i, t in zip(example.ids, example.trained, strict=True) if t])
+        seen += 1
+        lost += not _contains(written, answer)
+    text = f"{seen - lost} of {seen} answers stand in the trained tokens as their rows give them"
+    return _check("text is kept", lost == 0, text)
+
+
+def _answer(row: render.Row, section: Data) -> str:
+    if row.get("messages") is None and row.get("prompt") is None:
+        return str(row["text"]).strip()
+    if not section.chat:
+        return str(row["completion"]).strip()
+    turns = [m for m in render.conversation(row, section) if m["role"] == "assistant"]
+    return str(turns[-1].get("content") or "").strip()
+
+
+def _contains(written: str, answer: str) -> bool:
+    """Where the prompt opened <think>, the answer's own opening is not written again."""
+    return answer in written or answer.removeprefix("<think>").strip() in written
+
+
+def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Any]:
+    unknown = tokenizer.unk_token_id
+    # Some tokenizers name an ordinary token as their unknown one; then nothing can be said.
+    count = 0 if unknown is None or unknown == tokenizer.eos_token_id else sum(unknown in s for s in sequences)
+    return _check("known characters", count == 0, f"{count} of {len(sequences)} rows hold characters without a token")
+
+
+def _check_doubles(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+    doubles = len(sequences) - len({tuple(s) for s in sequences})
+    return _check("no doubles", doubles == 0, f"{doubles} of {len(sequences)} items are the same as an earlier one")
