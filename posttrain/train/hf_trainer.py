@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, TrainingArguments
 
 from posttrain.data.prepare import Prepared
@@ -28,7 +25,6 @@ from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainEr
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.stages import DpoRecipe, SftRecipe
-from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.metrics import MetricsLog
@@ -67,15 +63,13 @@ class Job:
     plan: Plan
     sampler: PromptSampler
     optimizer: Optimizer
-    scheduler: LambdaLR
     state: checkpoint.State = field(default_factory=checkpoint.State)
 
     @classmethod
     def of(cls, recipe: SftRecipe | DpoRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int) -> Job:
         planned = plan(recipe, n_rows)
         sampler = PromptSampler(n_rows, planned.size, recipe.run.seed, recipe.data.shuffle)
-        optimizer, scheduler = optim.build(loaded.model, recipe.optim, planned.steps)
-        return cls(recipe, directory, loaded, planned, sampler, optimizer, scheduler)
+        return cls(recipe, directory, loaded, planned, sampler, optim.build(loaded.model, recipe.optim))
 
     @property
     def finished(self) -> bool:
@@ -134,11 +128,13 @@ class RunLoop:
         return RowOrder(self.job.sampler, self.job.plan, self.job.state.step)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """All micro-batches of an optimiser step and its denominator; random numbers start anew from (seed, step)."""
+        """An optimiser step's micro-batches and its denominator; its learning rate and random numbers are set here."""
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums = batches, 0, {}
-        torch.manual_seed(derive(self.job.recipe.run.seed, "step", self.job.state.step))
+        step = self.job.state.step
+        self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
+        torch.manual_seed(derive(self.job.recipe.run.seed, "step", step))
         return batches, torch.tensor(max(self.denominator(batches), 1), device=device)
 
     def compute_loss(
@@ -174,7 +170,7 @@ class RunLoop:
         values = {
             "loss": logs["loss"],
             "grad_norm": logs["grad_norm"],
-            "lr": logs["learning_rate"],
+            "lr": self.lr,
             **self.step_metrics(sums),
             "trained_ratio": sums["trained"] / sums["tokens"],
             "num_tokens": state.tokens,
@@ -215,26 +211,18 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
 
 
 def save_checkpoint(job: Job) -> None:
-    """A sealed checkpoint of this step; whatever goes wrong within (a full disk), the older ones stay."""
+    """A sealed checkpoint of this step. Whatever goes wrong within (a full disk) is told, and the older ones stay."""
     root, keep = job.directory.checkpoints, job.recipe.run.keep_checkpoints
-    folder = checkpoints.folder_for(root, job.state.step)
     try:
-        checkpoint.save(root, job.state, job.loaded, job.optimizer, job.scheduler, keep)
+        checkpoint.save(root, job.state, job.loaded, job.optimizer, keep)
     except PosttrainError:
-        _remove_unsealed(folder)
         raise
     except Exception as cause:  # torch and safetensors tell a full disk in errors of their own
-        _remove_unsealed(folder)
         raise RunError(
             f"the checkpoint of step {job.state.step} could not be written: {cause}",
             where=str(root),
             hint="older checkpoints are kept; free some space, then run the same command with --resume",
         ) from cause
-
-
-def _remove_unsealed(folder: Path) -> None:
-    if not checkpoints.verify(folder, hashes=False):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
@@ -243,7 +231,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
     Raises Interrupted after Ctrl-C, with a checkpoint saved; NonFiniteError and RunError as told above.
     """
     directory, recipe = job.directory, job.recipe
-    job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer, job.scheduler) or job.state
+    job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
     metrics = directory.metrics(resume_after=job.state.step)
     with (
         contextlib.closing(metrics),
@@ -278,7 +266,7 @@ def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: 
         model=job.loaded.model,
         args=config(**arguments(job), **options),
         processing_class=job.loaded.tokenizer,
-        optimizers=(job.optimizer, job.scheduler),
+        optimizers=(job.optimizer, None),
         **parts,
     )
     trainer.job = job
@@ -301,6 +289,8 @@ def arguments(job: Job) -> dict[str, Any]:
         "num_train_epochs": 1,  # one pass over what RowOrder yields
         "max_grad_norm": 0.0 if clip is None else clip,  # 0: measured, not clipped
         "gradient_checkpointing": job.recipe.model.gradient_checkpointing,
+        "learning_rate": job.recipe.optim.lr,
+        "lr_scheduler_type": "constant",  # RunLoop sets the rate of each step
         "logging_steps": 1,
         "logging_nan_inf_filter": False,  # it replaces a NaN loss by the mean of earlier ones
         "save_strategy": "no",

@@ -1,0 +1,103 @@
+"""Small recipes on `tiny`, their data written to the test's folder, and run directories."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.run.directory import RunDirectory
+from posttrain.run.metrics import read_metrics
+
+Values = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def merged(base: Values, changes: Values) -> Values:
+    """Sections updated key by key."""
+    return {**base, **{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()}}
+
+
+def write_rows(path: Path, n: int, *, pairs: bool) -> None:
+    """Sums of one-digit numbers; prompts and completions of uneven length."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for i in range(n):
+            a, b = draw.randrange(10), draw.randrange(10)
+            row = {"prompt": f"{a}+{b}" + "=" * (i % 4)}
+            good, bad = f"{a + b}" + "." * (i % 3), "no" * (1 + i % 4)
+            row |= {"chosen": good, "rejected": bad} if pairs else {"completion": good}
+            file.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture
+def sft_recipe(tmp_path: Path) -> Callable[..., Stage]:
+    """An SFT recipe of 6 steps of 8 rows; keyword arguments change keys of its sections."""
+    write_rows(tmp_path / "rows.jsonl", 20, pairs=False)
+    base = {
+        "stage": "sft",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "batch": {"size": 8, "micro_size": 4},
+        "optim": {"lr": 3e-3},
+        "run": {"steps": 6},
+    }
+    return lambda **changes: load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+
+
+@pytest.fixture
+def dpo_recipe(tmp_path: Path) -> Callable[..., Stage]:
+    """A DPO recipe of 6 steps of 8 pairs; keyword arguments change keys of its sections."""
+    write_rows(tmp_path / "pairs.jsonl", 20, pairs=True)
+    base = {
+        "stage": "dpo",
+        "model": {"path": "tiny"},
+        "data": {"source": "pairs.jsonl"},
+        "loss": {"use": "dpo"},
+        "batch": {"size": 8, "micro_size": 4},
+        "optim": {"lr": 3e-3},
+        "run": {"steps": 6},
+    }
+    return lambda **changes: load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., contextlib.AbstractContextManager[RunDirectory]]:
+    """Opens the run directory NAME under the test's folder."""
+
+    def open_directory(name: str = "run", *, resume: bool = False) -> RunDirectory:
+        return RunDirectory.open(tmp_path / name, name=name, text="", resolved={}, resume=resume)
+
+    return open_directory
+
+
+@pytest.fixture
+def rows_of(opened: Any, tmp_path: Path) -> Callable[..., list[Values]]:
+    """Runs a recipe and returns its metrics without what depends on the clock."""
+
+    def run_and_read(run: Any, recipe: Stage, name: str = "run", *, resume: bool = False) -> list[Values]:
+        with opened(name, resume=resume) as directory:
+            run(recipe, directory)
+        return without_time(read_metrics(tmp_path / name))
+
+    return run_and_read
+
+
+def without_time(rows: list[Values]) -> list[Values]:
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]

@@ -1,0 +1,91 @@
+"""Run as a program: trains in child processes and kills them with SIGKILL. See test_killed.py.
+
+Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"} or
+"in save". The libraries are imported once, before any child is forked, so that a run costs a second and not ten.
+Answers each job with a line: the child's exit status, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.recipe.load import load_dict
+from posttrain.run.directory import RunDirectory
+from posttrain.run.metrics import MetricsLog
+from posttrain.train import preference, sft
+
+RUNNERS = {"sft": sft.run, "dpo": preference.run}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            train(job, tell)
+        os.close(tell)
+        if isinstance(job["kill"], dict):
+            kill_later(child, told, **job["kill"])
+        _, status = os.waitpid(child, 0)
+        os.close(told)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def train(job: dict[str, Any], tell: int) -> None:
+    """In the child; never returns. A byte goes to `tell` after each row of metrics."""
+    code = 1
+    try:
+        write = MetricsLog.write
+        MetricsLog.write = lambda *args: (write(*args), os.write(tell, b"."))[0]
+        if job["kill"] == "in save":
+            die_within_second_save()
+        recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
+        with RunDirectory.open(
+            Path(job["output"]), name="job", text="", resolved={}, resume=job["resume"]
+        ) as directory:
+            RUNNERS[recipe.verb](recipe, directory)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def kill_later(child: int, told: int, rows: int, delay: float) -> None:
+    """SIGKILL `delay` seconds after the child has written so many rows, whatever it is doing then."""
+    for _ in range(rows):
+        if not os.read(told, 1):
+            return  # it ended before
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+
+
+def die_within_second_save() -> None:
+    """The second optimiser file is written to its half, and then the process is gone."""
+    original, count = torch.save, 0
+
+    def half(value: Any, path: Any, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        original(value, path, *args)
+        if count == 2:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = half
+
+
+if __name__ == "__main__":
+    main()

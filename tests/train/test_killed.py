@@ -1,0 +1,89 @@
+"""kill -9 at random moments, one within a save: resumed, the metrics are those of an unbroken run to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+
+TESTS = Path(__file__).parent
+STEPS, SAVE_EVERY = 14, 3
+RECIPES = {
+    # dropout: random numbers must resume too. Warm-up and cosine: so must the schedule.
+    "sft": {
+        "stage": "sft",
+        "model": {"path": "tiny", "lora": {"rank": 4, "dropout": 0.2}},
+        "data": {"source": "rows.jsonl"},
+        "batch": {"size": 6, "micro_size": 2},
+        "optim": {"lr": 3e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1},
+        "run": {"steps": STEPS, "save_every": SAVE_EVERY, "seed": 7},
+    },
+    "dpo": {
+        "stage": "dpo",
+        "model": {"path": "tiny"},
+        "data": {"source": "pairs.jsonl"},
+        "batch": {"size": 6, "micro_size": 2},
+        "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 3},
+        "run": {"steps": STEPS, "save_every": SAVE_EVERY, "seed": 7},
+    },
+}
+
+Train = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[Train]:
+    """Trains in a process of its own; returns its exit status."""
+    server = subprocess.Popen(
+        [sys.executable, str(TESTS / "killable.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def run(recipe: dict[str, Any], output: Path, *, resume: bool = False, kill: Any = None) -> int:
+        assert server.stdin is not None and server.stdout is not None
+        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output), "resume": resume, "kill": kill}
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    yield run
+    server.kill()  # it has nothing to finish
+    server.communicate()
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_five_kills_leave_no_trace(train: Train, stage: str, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> None:
+    del sft_recipe, dpo_recipe  # they write the rows
+    recipe = RECIPES[stage]
+    assert train(recipe, tmp_path / "unbroken") == 0
+    expected = rows_of(tmp_path / "unbroken")
+    pace = sum(row["time/step"] for row in read_metrics(tmp_path / "unbroken")) / STEPS
+    draw = random.Random(STEPS + len(stage))
+    # After how many rows of its own each process is killed, and how much later: within the next two steps.
+    later = [{"rows": rows, "delay": draw.random() * 2 * pace} for rows in draw.sample((1, 2, 4, 5), 4)]
+    broken = tmp_path / "broken"
+    for number, kill in enumerate([later[0], "in save", *later[1:]]):
+        assert train(recipe, broken, resume=number > 0, kill=kill) == -signal.SIGKILL, kill
+        written = rows_of(broken)
+        assert written == expected[: len(written)], kill
+        if kill == "in save":
+            newest = checkpoints.latest(broken / "checkpoints", hashes=True)
+            assert newest is not None and checkpoints.step_of(newest) == len(written) - SAVE_EVERY
+    assert train(recipe, broken, resume=True) == 0
+    assert rows_of(broken) == expected
+    assert (broken / "final").is_dir()
+    assert {p.name for p in (broken / "checkpoints").iterdir()} == {"step-00000012", "step-00000014"}
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(output)]
