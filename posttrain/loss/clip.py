@@ -17,8 +17,8 @@ def clip(batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high:
 
     clip_low, clip_high: offsets from 1; clip_high defaults to clip_low, a larger one leaves more room to unlikely
     tokens (DAPO's clip-higher). The gradient flows through r only; without old_logp (one update a step) r is 1 and
-    keeps its gradient. Stats [N,T]: `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip cuts the
-    gradient (A < 0 and r < 1 - clip_low; A > 0 and r > 1 + clip_high; either).
+    keeps its gradient. Stats [N,T]: `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip cuts
+    the gradient (A < 0 and r < 1 - clip_low; A > 0 and r > 1 + clip_high; either).
     """
     high = clip_low if clip_high is None else clip_high
     ratio = token_ratio(batch, logp)
