@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from posttrain.cli.guard import say
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import PosttrainError, Problem, RewardError, UserError
+
+if TYPE_CHECKING:
+    from posttrain.recipe.tree import Node
 
 app = typer.Typer(no_args_is_help=True)
 MODELINE = "# yaml-language-server: $schema="
@@ -95,8 +98,10 @@ def copy(
     """Copy a shipped recipe, to make it your own."""
     from posttrain.places import shipped
     from posttrain.recipe.load import locate
+    from posttrain.recipe.yaml import read
 
     source = locate(name)
+    tree = read(source).tree
     target = to or Path(source.name)
     if target.is_dir():
         target = target / source.name
@@ -108,8 +113,27 @@ def copy(
     lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
     if lines and lines[0].startswith(MODELINE):
         lines[0] = f"{MODELINE}{schema}\n"
-    target.write_text("".join(lines), encoding="utf-8")
+    text = "".join(lines)
+    for relative, absolute in _files_beside(tree, source.parent).items():
+        written = rf"(?<![\w./-]){re.escape(relative)}(?![\w./-])"
+        text = re.sub(written, str(absolute).replace("\\", r"\\"), text)
+        say(f"{relative} stays where it is: {absolute}")
+    target.write_text(text, encoding="utf-8")
     say(f"copied {source} to {target}")
+
+
+def _files_beside(tree: Node, folder: Path) -> dict[str, Path]:
+    """The files that a recipe names relative to its own folder: what it writes -> where that is."""
+    from posttrain.places import split_function
+    from posttrain.recipe.tree import leaves, plain
+
+    found: dict[str, Path] = {}
+    for _, value in leaves(plain(tree)):
+        for text in value if isinstance(value, list) else [value]:
+            named = (split_function(text) or (text,))[0] if isinstance(text, str) and text else ""
+            if named and not Path(named).is_absolute() and (folder / named).is_file():
+                found[named] = (folder / named).resolve()
+    return found
 
 
 @app.command()

@@ -1,0 +1,42 @@
+"""The command line called in this process, in an empty folder, with a stage runner that a test chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+
+SFT = "stage: sft\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 3}\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a recipe `r.yaml` in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(SFT, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def call() -> Callable[..., Any]:
+    """`call("sft", "r.yaml")` -> typer's result (exit_code, stdout, stderr)."""
+
+    def invoke(*arguments: str) -> Any:
+        return CliRunner().invoke(app, list(arguments), prog_name="posttrain")
+
+    return invoke
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put a function in the place of `run_stage`."""
+
+    def replace(function: Callable[..., Any]) -> None:
+        monkeypatch.setattr("posttrain.pipeline.run_stage", function)
+
+    return replace

@@ -1,0 +1,65 @@
+"""`posttrain generate`, from a recipe and with --prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture
+def asked(stage: Callable[..., None]) -> list[Any]:
+    """The recipes that were run; the stage answers each prompt with itself in capitals."""
+    recipes: list[Any] = []
+
+    def run(recipe: Any, directory: Any) -> dict[str, Any]:
+        recipes.append(recipe)
+        rows = [json.loads(line) for line in Path(recipe.data.source).read_text().splitlines()]
+        path = directory.path / "completions.jsonl"
+        lines = [json.dumps({"completion": row["prompt"].upper()}) for row in rows for _ in range(recipe.samples)]
+        path.write_text("\n".join(lines) + "\n")
+        return {"completions": str(path)}
+
+    stage(run)
+    return recipes
+
+
+def test_prompts_of_the_command_line(call: Call, asked: list[Any], folder: Path) -> None:
+    result = call("generate", "some/model", "--prompt", "one", "-p", "two\nlines", "--max-new-tokens", "9")
+    assert (result.exit_code, result.stdout) == (0, "ONE\n\nTWO\nLINES\n")
+    (recipe,) = asked
+    assert (recipe.model.path, recipe.sampling.max_new_tokens, recipe.sampling.temperature) == ("some/model", 9, 0.0)
+    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml"], "nothing is kept"
+
+
+def test_samples_and_json(call: Call, asked: list[Any]) -> None:
+    result = call("generate", "m", "-p", "x", "-n", "2", "--temperature", "0.5", "--seed", "4", "--json")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [{"completion": "X"}] * 2
+    assert (asked[0].samples, asked[0].sampling.temperature, asked[0].run.seed) == (2, 0.5, 4)
+
+
+def test_overrides(call: Call, asked: list[Any]) -> None:
+    assert call("generate", "m", "model.dtype=float32", "sampling.top_p=0.5", "-p", "x").exit_code == 0
+    assert (asked[0].model.dtype, asked[0].sampling.top_p) == ("float32", 0.5)
+
+
+def test_greedy_samples_are_refused(call: Call) -> None:
+    result = call("generate", "m", "-p", "x", "-n", "2")
+    assert (result.exit_code, "--temperature above 0" in result.stderr) == (2, True)
+
+
+def test_a_recipe(call: Call, asked: list[Any], folder: Path) -> None:
+    (folder / "p.jsonl").write_text('{"prompt": "x"}\n')
+    (folder / "g.yaml").write_text("stage: generate\nmodel: {path: tiny}\ndata: {source: p.jsonl}\n")
+    result = call("generate", "g.yaml", "samples=2", "--output", "out")
+    assert result.exit_code == 0
+    assert "out/completions.jsonl" in result.stdout
+    assert asked[0].samples == 2
+    refused = call("generate", "g.yaml", "--temperature", "1")
+    assert (refused.exit_code, "--temperature goes with --prompt" in refused.stderr) == (2, True)
+    assert "sampling.temperature=..." in refused.stderr

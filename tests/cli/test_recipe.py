@@ -1,0 +1,148 @@
+"""`posttrain recipe` and `posttrain methods` and `posttrain doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.cli import doctor
+from posttrain.places import shipped
+from posttrain.recipe import presets
+from posttrain.recipe.load import load
+
+Call = Callable[..., Any]
+
+
+def test_list(call: Call) -> None:
+    listed = json.loads(call("recipe", "list", "--json").stdout)
+    assert {item["name"] for item in listed} >= {"quickstart"}
+    assert all(item["stage"] and item["about"] for item in listed)
+    text = call("recipe", "list").stdout
+    assert len(text.splitlines()) == len(listed)
+    assert "quickstart" in text
+
+
+def test_what_show_prints_is_the_same_recipe(call: Call, folder: Path) -> None:
+    """The printed YAML loads again to the same values, awkward texts included."""
+    awkward = ["no", "1e-5", "a: b", "# x", "", " x", "${HOME}", "[x", 'say "hi"', "two\nlines", "null", "x:"]
+    written = "".join(f"    k{n}: {json.dumps(text).replace('${', '$${')}\n" for n, text in enumerate(awkward))
+    source = f"stage: sft\nmodel: {{path: tiny}}\nrun: {{epochs: 2}}\ndata:\n  source: x\n  params:\n{written}"
+    (folder / "r.yaml").write_text(source, encoding="utf-8")
+    result = call("recipe", "show", "r.yaml", "optim.betas=[0.5, 0.75]")
+    assert result.exit_code == 0, result.stderr
+    (folder / "again.yaml").write_text(result.stdout, encoding="utf-8")
+    again = load("again.yaml")
+    assert list(again.recipe.data.params.values()) == awkward
+    assert again.resolved == load("r.yaml", ["optim.betas=[0.5, 0.75]"]).resolved
+
+
+def test_show_as_json(call: Call) -> None:
+    told = json.loads(call("recipe", "show", "r.yaml", "--json").stdout)
+    assert told["recipe"]["run"]["steps"] == 3
+    assert (told["origins"]["run.steps"], told["origins"]["run.seed"]) == ("r.yaml:4", "default")
+
+
+def test_validate(call: Call) -> None:
+    result = call("recipe", "validate", "r.yaml")
+    assert (result.exit_code, result.stdout.endswith("r.yaml: right (stage sft)\n")) == (0, True)
+    assert call("recipe", "validate", "r.yaml", "run.steps=0").exit_code == 2
+
+
+def test_validate_loads_the_rewards(call: Call, folder: Path) -> None:
+    (folder / "mine.py").write_text("def score(completion: str) -> float:\n    return 1.0\n", encoding="utf-8")
+    text = "stage: rl\nmodel: {path: tiny}\ndata: {source: x}\nrun: {steps: 1}\nrewards:\n  - use: mine.py:score\n"
+    (folder / "r.yaml").write_text(text, encoding="utf-8")
+    assert "rewards: score" in call("recipe", "validate", "r.yaml").stdout
+    (folder / "r.yaml").write_text(text.replace("mine.py:score", "mine.py:scor"), encoding="utf-8")
+    result = call("recipe", "validate", "r.yaml")
+    assert result.exit_code == 2
+    assert "score" in result.stderr
+
+
+def test_copy(call: Call, folder: Path) -> None:
+    result = call("recipe", "copy", "debug/sft", "mine.yaml")
+    assert result.exit_code == 0, result.stderr
+    first, *_ = (folder / "mine.yaml").read_text(encoding="utf-8").splitlines()
+    assert Path(first.partition("$schema=")[2]) == shipped("recipes") / "schema.json"
+    copied, original = load("mine.yaml"), load("debug/sft")
+    assert Path(copied.recipe.data.source.partition(":")[0]).is_file(), "a file beside the original is still found"
+    assert copied.recipe.model == original.recipe.model
+    again = call("recipe", "copy", "debug/sft", "mine.yaml")
+    assert (again.exit_code, "not overwritten" in again.stderr) == (2, True)
+    assert call("recipe", "copy", "debug/sft", "no/where.yaml").exit_code == 2
+    assert call("recipe", "copy", "quickstrat").exit_code == 2
+
+
+def test_schema(call: Call) -> None:
+    assert json.loads(call("recipe", "schema").stdout)["title"] == "posttrain recipe"
+
+
+def test_methods_list_has_everything(call: Call) -> None:
+    listed = json.loads(call("methods", "list", "--json").stdout)
+    names = {(item["kind"], item["name"]) for item in listed}
+    assert names == {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.index().items() for n in v}
+    text = call("methods", "list").stdout
+    assert all(f"  {name} " in text for _, name in names)
+
+
+def test_methods_show(call: Call) -> None:
+    shown = call("methods", "show", "dapo").stdout
+    for part in ("arxiv.org/abs/2503.14476", "clip_high: 0.28", "algorithm: dapo", "not in the paper:"):
+        assert part in shown
+    shown = call("methods", "show", "loss/clip").stdout
+    for part in ("clip_low   float, default 0.2", "use: clip", "policy loss"):
+        assert part in shown
+    both = json.loads(call("methods", "show", "dpo", "--json").stdout)
+    assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
+
+
+def test_every_page_has_a_recipe_that_is_right(call: Call, folder: Path) -> None:
+    """The lines that `methods show` says to write load as they stand (KL needs a weight)."""
+    bases = {
+        "rl": "model: {path: tiny}\ndata: {source: x}\nrewards: [{use: a.b}]\nrun: {steps: 1}\n",
+        "dpo": "model: {path: tiny}\ndata: {source: x}\nrun: {steps: 1}\n",
+        "merge": "models: [{model: a}]\nbase_model: b\n",
+    }
+    for entry in json.loads(call("methods", "list", "--json").stdout):
+        page = json.loads(call("methods", "show", f"{entry['kind']}/{entry['name']}", "--json").stdout)[0]
+        head = "" if entry["kind"] == "preset" else f"stage: {entry['stage']}\n"
+        weight = "\n  coef: 0.1" if entry["kind"] == "kl" else ""
+        text = f"{head}{page['recipe']}{weight}\n{bases[entry['stage']]}"
+        (folder / "page.yaml").write_text(text, encoding="utf-8")
+        load("page.yaml")
+
+
+def test_methods_show_of_nothing(call: Call) -> None:
+    result = call("methods", "show", "dappo")
+    assert (result.exit_code, "did you mean `dapo`?" in result.stderr) == (2, True)
+
+
+def test_doctor(call: Call) -> None:
+    told = json.loads(call("doctor", "--json").stdout)
+    assert told["packages"]["torch"]
+    assert told["cores"] >= 1 and told["disk_free_gib"] > 0
+    text = call("doctor").stdout
+    assert "posttrain  " in text and "transformers" in text
+
+
+def test_doctor_gives_advice() -> None:
+    gpu = {"name": "H100", "free_gib": 10.0, "total_gib": 80.0, "bfloat16": False}
+    packages = dict.fromkeys(doctor.PACKAGES, "1.0")
+    well = {"packages": packages, "gpus": [{**gpu, "free_gib": 79.0, "bfloat16": True}], "disk_free_gib": 100.0}
+    assert doctor.advice(well) == []
+    told = "\n".join(
+        doctor.advice({"packages": packages | {"trl": None, "vllm": None}, "gpus": [gpu], "disk_free_gib": 3.0})
+    )
+    for part in (
+        "missing trl",
+        "posttrain[train]",
+        "posttrain[vllm]",
+        "only 10.0 of 80.0",
+        "no bfloat16",
+        "only 3.0 GiB",
+    ):
+        assert part in told
+    assert "does not import" in doctor.advice({**well, "gpus": [], "torch_error": "OSError: libcudart"})[0]

@@ -1,0 +1,144 @@
+"""The verbs: what a run prints, how it ends, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import DataError, Interrupted, RunError
+from posttrain.recipe.stages import STAGES
+
+Call = Callable[..., Any]
+Stage = Callable[..., None]
+
+
+def fails(error: BaseException, wrote: str = "") -> Callable[..., Any]:
+    """A stage that writes a file (if any) and then raises."""
+
+    def run(_recipe: Any, directory: Any) -> None:
+        if wrote:
+            (directory.path / wrote).write_text("{}", encoding="utf-8")
+        raise error
+
+    return run
+
+
+def test_a_run(call: Call, stage: Stage, folder: Path) -> None:
+    stage(lambda recipe, _: {"loss_last": 1.23456, "steps": recipe.run.steps, "curve": [1, 2], "good": True})
+    result = call("sft", "r.yaml", "run.steps=7", "--output", "out")
+    assert result.exit_code == 0
+    assert result.stdout == "loss_last  1.235\nsteps      7\ngood       yes\n"
+    assert "run directory: out" in result.stderr
+    assert json.loads((folder / "out" / "resolved.json").read_text())["run"]["steps"] == 7
+    assert (folder / "out" / "recipe.yaml").read_text() == (folder / "r.yaml").read_text()
+
+
+def test_json_is_the_whole_summary(call: Call, stage: Stage) -> None:
+    stage(lambda *_: {"a": [1, {"b": None}]})
+    assert json.loads(call("sft", "r.yaml", "--output", "out", "--json").stdout) == {"a": [1, {"b": None}]}
+
+
+def test_the_recipe_may_name_the_output(call: Call, stage: Stage, folder: Path) -> None:
+    stage(lambda *_: {})
+    assert call("sft", "r.yaml", "run.output=there").exit_code == 0
+    assert (folder / "there" / "resolved.json").is_file()
+    assert call("sft", "r.yaml", "run.output=there", "--output", "here").exit_code == 0
+    assert (folder / "here" / "resolved.json").is_file()
+
+
+def test_dry_run_prints_origins_and_writes_nothing(call: Call, stage: Stage, folder: Path) -> None:
+    stage(fails(AssertionError("must not run")))
+    result = call("sft", "r.yaml", "optim.lr=1e-3", "--dry-run")
+    assert result.exit_code == 0
+    lines = {line.split("#")[0].strip(): line.partition("# ")[2] for line in result.stdout.splitlines()}
+    assert lines["lr: 0.001"] == "command line"
+    assert lines["path: tiny"] == "r.yaml:2"
+    assert lines["packing: false"] == "default"
+    assert "dry run: the recipe is right" in result.stderr
+    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml"]
+
+
+def test_mistakes_exit_with_2(call: Call, folder: Path) -> None:
+    result = call("sft", "r.yaml", "run.stepz=1", "run.seed=4.7")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == (
+        "command line  run.seed: must be a whole number, not 4.7\n"
+        "command line  run.stepz: unknown key\n"
+        "  known here: output, seed, steps, epochs, save_every, keep_checkpoints, log_every, max_minutes\n"
+        "  hint: did you mean `steps`?\n\n2 problems\n"
+    )
+    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml"]
+
+
+def test_a_recipe_for_another_verb(call: Call) -> None:
+    result = call("rl", "r.yaml")
+    assert result.exit_code == 2
+    assert "hint: posttrain sft r.yaml" in result.stderr
+
+
+def test_a_mistake_before_the_start_leaves_no_directory(call: Call, stage: Stage, folder: Path) -> None:
+    """So the same command works once the data is there."""
+    stage(fails(DataError("data not found: rows.jsonl")))
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 2
+    assert "data not found: rows.jsonl" in result.stderr
+    assert "resume" not in result.stderr
+    assert not (folder / "out").exists()
+
+
+def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> None:
+    stage(fails(DataError("row 3 is odd"), wrote="metrics.jsonl"))
+    result = call("sft", "r.yaml", "--output", "out")
+    assert (folder / "out" / "metrics.jsonl").exists()
+    assert "resume with:   posttrain sft r.yaml --output out --resume" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RunError("the disk is full"), 1), (Interrupted("stopped after step 3"), 130), (KeyboardInterrupt(), 130)],
+)
+def test_a_run_that_stops_can_be_resumed(error: BaseException, code: int, call: Call, stage: Stage) -> None:
+    stage(fails(error))
+    result = call("sft", "r.yaml", "run.seed=3", "--output", "my out")
+    assert result.exit_code == code
+    assert (str(error) or "interrupted").splitlines()[0] in result.stderr
+    assert "resume with:   posttrain sft r.yaml run.seed=3 --output 'my out' --resume\n" in result.stderr
+    stage(lambda _, directory: {"attempt": directory.attempt})
+    assert call("sft", "r.yaml", "run.seed=3", "--output", "my out", "--resume").stdout == "attempt  2\n"
+
+
+def test_an_unexpected_error_is_one_line_and_a_file(call: Call, stage: Stage, folder: Path) -> None:
+    stage(fails(KeyError("oops")))
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 1
+    assert "unexpected KeyError: 'oops'" in result.stderr
+    assert "run with --debug" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "KeyError: 'oops'" in (folder / "out" / "logs" / "attempt_1" / "traceback.txt").read_text()
+
+
+@pytest.mark.parametrize("arguments", [("sft", "r.yaml", "--debug"), ("--debug", "sft", "r.yaml")])
+def test_debug_shows_the_traceback(arguments: tuple[str, ...], call: Call, stage: Stage) -> None:
+    stage(fails(KeyError("oops")))
+    assert "Traceback" in call(*arguments, "--output", "out").stderr
+
+
+def test_a_used_directory_is_not_touched(call: Call, stage: Stage, folder: Path) -> None:
+    stage(lambda *_: {})
+    (folder / "out").mkdir()
+    (folder / "out" / "thesis.txt").write_text("years of work")
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 2
+    assert "in use" in result.stderr
+    assert [p.name for p in (folder / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_every_stage_has_a_verb_with_the_same_options(call: Call) -> None:
+    for verb in STAGES:
+        told = call(verb, "--help").stdout
+        assert all(f"--{name}" in told for name in ("dry-run", "resume", "output", "json", "debug")), verb
