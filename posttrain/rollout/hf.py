@@ -24,6 +24,7 @@ class TransformersEngine:
     """An Engine on the model that is trained. `sync` only counts; `probe` is 0 by construction."""
 
     def __init__(self, loaded: LoadedModel, *, batch_size: int) -> None:
+        self.loaded = loaded
         self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.eos_ids = loaded.eos_ids
@@ -48,7 +49,7 @@ class TransformersEngine:
         u = uniforms(len(rows), sampling.max_new_tokens, seed)
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
         done: dict[int, Completion] = {}
-        with evaluating(self.model):
+        with evaluating(self.model), self.loaded.autocast():
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
                 distinct = list(dict.fromkeys(r // n for r in chunk))

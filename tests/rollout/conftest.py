@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,5 +52,5 @@ def loaded() -> LoadedModel:
 @pytest.fixture
 def prompts(loaded: LoadedModel) -> list[Prompt]:
     """Prompts of different lengths."""
-    encode: Callable[[str], list[int]] = lambda text: loaded.tokenizer.encode(text, add_special_tokens=False)
-    return [Prompt(uid=f"p{i}", row={}, text=text, ids=tuple(encode(text))) for i, text in enumerate(SUMS)]
+    ids = [tuple(loaded.tokenizer.encode(text, add_special_tokens=False)) for text in SUMS]
+    return [Prompt(uid=f"p{i}", row={}, text=text, ids=ids[i]) for i, text in enumerate(SUMS)]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from posttrain.recipe.sections import Sampling
 from posttrain.rollout.sampling import inverse_cdf, sample, truncate, uniforms
 

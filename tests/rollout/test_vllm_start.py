@@ -1,0 +1,142 @@
+"""What can be said about the vLLM engine without vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.batch import Prompt
+from posttrain.errors import DataError, MissingExtra, RecipeError
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.sections import EngineSection, Sampling, Vllm
+from posttrain.rollout import vllm_start, weights
+from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
+from posttrain.rollout.vllm import adapter_rank, engine_dtype, window_of
+
+
+def test_without_vllm_one_sentence_says_what_to_install(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
+    with pytest.raises(MissingExtra, match=r"needs vllm(.|\n)*posttrain\[vllm\]"):
+        make_engine(EngineSection(engine="vllm"), loaded, scratch=tmp_path, max_len=64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_window_is_what_the_data_need(loaded: LoadedModel) -> None:
+    assert window_of(Vllm(), loaded, 96) == 96
+    assert window_of(Vllm(max_model_len=128), loaded, 96) == 128
+    with pytest.raises(RecipeError, match=r"max_model_len is 64(.|\n)*need 96"):
+        window_of(Vllm(max_model_len=64), loaded, 96)
+    with pytest.raises(RecipeError, match=r"300 tokens is more than the model's own, 256"):
+        window_of(Vllm(), loaded, 300)
+
+
+def test_needed_length_and_the_refusal_agree(prompts: list[Prompt]) -> None:
+    """The longest prompt has 11 tokens: 11 + 20 = 31 fit a window of 31 and not one of 30."""
+    sampling = Sampling(max_new_tokens=20)
+    assert needed_length(prompts, sampling) == 31
+    check_fits(prompts, sampling, 31)
+    with pytest.raises(DataError, match="row p4"):
+        check_fits(prompts, sampling, 30)
+
+
+def test_lora_slots() -> None:
+    assert [vllm_start.lora_slot(r) for r in (1, 8, 9, 100, 512)] == [8, 8, 16, 128, 512]
+    with pytest.raises(RecipeError, match="at most 512"):
+        vllm_start.lora_slot(513)
+
+
+def test_arguments_push_weights_or_serve_adapters(tmp_path: Path) -> None:
+    full = vllm_start.arguments(Vllm(), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=None)
+    assert (full["load_format"], full["dtype"], full["max_model_len"]) == ("dummy", "bfloat16", 64)
+    assert "enable_lora" not in full
+    lora = vllm_start.arguments(Vllm(), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=12)
+    assert (lora["enable_lora"], lora["max_lora_rank"]) == (True, 16)
+    assert "load_format" not in lora
+
+
+def test_sleep_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match="sleep needs a GPU"):
+        vllm_start.check_settings(Vllm(sleep=True))
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ("Free memory on device (3/80 GiB) is less than desired", "gpu_memory is 0.3"),
+        ("No available memory for the cache blocks.", "gpu_memory is 0.3"),
+        ("Unsupported CPU attention configuration: head_dim=16", "head size"),
+        ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
+    ],
+)
+def test_failures_are_explained(message: str, hint: str) -> None:
+    error = vllm_start.explain(ValueError(message), Vllm(), "did not start")
+    assert message.splitlines()[0] in str(error) and hint in str(error)
+    assert "second line" not in str(error)
+
+
+def test_starting_leaves_random_states_alone() -> None:
+    import random
+
+    import numpy
+
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
+    with vllm_start.undisturbed_randomness():
+        random.seed(3)
+        numpy.random.seed(3)
+        torch.manual_seed(3)
+    assert random.getstate() == before[0]
+    assert numpy.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_pushed_weights_are_the_model_with_tied_ones_once(loaded: LoadedModel) -> None:
+    pushed = dict(weights.dense_weights(loaded.model))
+    assert set(pushed) == {n for n, _ in loaded.model.named_parameters()}
+    assert "lm_head.weight" not in pushed  # tied to the embeddings
+    assert not any(t.requires_grad for t in pushed.values())
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert pushed[name].data_ptr() == loaded.model.get_parameter(name).data_ptr(), "weights were copied"
+
+
+def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(loaded: LoadedModel, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    assert adapter_rank(loaded) is None
+    plain = {n: t.clone() for n, t in weights.dense_weights(loaded.model)}
+    config = LoraConfig(r=4, target_modules="all-linear", rank_pattern={"up_proj": 20})
+    lora = dataclasses.replace(loaded, model=get_peft_model(loaded.model, config))
+    assert adapter_rank(lora) == 20
+    under = dict(weights.dense_weights(lora.model))
+    assert {n: t.tolist() for n, t in under.items()} == {n: t.tolist() for n, t in plain.items()}
+
+    saved = AutoModelForCausalLM.from_pretrained(weights.write_base(lora, tmp_path / "base", torch.float32))
+    ids = torch.tensor([[5, 6, 7]])
+    with lora.model.disable_adapter(), torch.no_grad():
+        assert torch.equal(saved(ids).logits, lora.model(ids).logits)
+
+
+def test_engine_dtype_is_what_the_trainer_computes_in(loaded: LoadedModel) -> None:
+    assert engine_dtype(loaded) == torch.float32
+    assert engine_dtype(dataclasses.replace(loaded, half=torch.bfloat16)) == torch.bfloat16
+
+
+def test_probe_of_the_trainer(loaded: LoadedModel) -> None:
+    ids = probe_ids(loaded.tokenizer, 10)
+    assert len(ids) == 10
+    loaded.model.train()
+    logps = trainer_logps(loaded, loaded.model, ids)
+    assert loaded.model.training
+    with torch.no_grad():
+        expected = loaded.model.eval()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert logps == pytest.approx([float(expected[t, ids[t + 1]]) for t in range(9)], abs=1e-5)
+    assert mean_gap([1.0, 2.0], [1.5, 1.0]) == 0.75
