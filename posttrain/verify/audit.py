@@ -42,7 +42,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     """
     check_columns(scorer.rewards, {column for row in rows for column in row})
     reward = scorer.rewards[scorer.correctness]
-    if not (reward.columns or reward.optional_columns or reward.all_columns):
+    if not reward.reads_data:
         return Audit(0, {}, skipped=f"{reward.name} reads no data column")
     chosen = spread(rows, AUDITED_ROWS)
     name, write = choose_writer(scorer, chosen)

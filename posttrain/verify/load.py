@@ -55,6 +55,11 @@ class LoadedReward:
     batched: bool = False
     is_async: bool = False
 
+    @property
+    def reads_data(self) -> bool:
+        """It sees a data column; one that does not cannot know the gold answer."""
+        return bool(self.columns or self.optional_columns or self.all_columns)
+
 
 def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     """Load the function that `section.use` names and check `section.params` against it. Raises RewardError."""
@@ -214,6 +219,17 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str])
                 )
     if problems:
         raise RewardError.of(problems)
+
+
+def first_argument_is_completion(function: Any) -> bool:
+    """Whether `function` looks like a reward: what the list form of EXAMPLES belongs to."""
+    if not callable(function) or inspect.isclass(function):
+        return False
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except (TypeError, ValueError):
+        return False
+    return first in ("completion", "completions", "prompts")
 
 
 def load_script(path: Path) -> dict[str, Any]:

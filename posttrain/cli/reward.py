@@ -1,0 +1,199 @@
+"""`posttrain reward test`: a reward script tried before a GPU is busy. Does not load torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.guard import say
+from posttrain.cli.show import print_json
+from posttrain.cli.stage import Json, Overrides
+from posttrain.errors import RewardError
+from posttrain.places import find, known_files
+
+if TYPE_CHECKING:
+    from posttrain.recipe.load import Loaded
+    from posttrain.recipe.sections import Data, Reward, Scoring
+    from posttrain.verify.examples import Outcome
+    from posttrain.verify.trial import Trial
+
+app = typer.Typer(no_args_is_help=True)
+
+Target = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="FILE.py[:function], a shipped reward (math, math.accuracy), or a recipe."),
+]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds that a call of an example may take.")]
+SHOWN_ROWS = 5
+
+
+@app.callback()
+def group() -> None:
+    """Test reward scripts before a GPU is busy."""
+
+
+@app.command()
+def test(target: Target, overrides: Overrides = None, as_json: Json = False, timeout: Timeout = 10.0) -> None:
+    """Run a script's EXAMPLES; with a recipe, also try its rewards on right and wrong completions of its own rows.
+
+    Exit code 2 when an example fails, a call raises or times out, or gold does not score best.
+    """
+    script = _script(target)
+    if script:
+        found = {"examples": _examples([script], timeout, as_json)}
+    else:
+        found = _test_recipe(target, overrides or [], timeout, as_json)
+    if as_json:
+        print_json(found)
+    if _failed(found):
+        raise typer.Exit(2)
+
+
+def _script(target: str) -> tuple[Path, str | None] | None:
+    """(file, function or None for all) of a target that names a script; None for a recipe."""
+    left, _, name = target.partition(".py:")
+    if name or target.endswith(".py"):
+        path = left + ".py" if name else target
+        return find(path, None, "reward script", RewardError), name or None
+    shipped = known_files("rewards", [".py"])
+    script, _, function = target.partition(".")
+    return (shipped[script], function or None) if script in shipped else None
+
+
+def _examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
+    from posttrain.verify.examples import run_examples
+
+    told = []
+    for path, function in scripts:
+        outcomes = run_examples(path, function, timeout_s=timeout)
+        for name in dict.fromkeys(o.function for o in outcomes):
+            mine = [o for o in outcomes if o.function == name]
+            told.append(_told(path, name, mine))
+            if not quiet:
+                _print_examples(told[-1], [o for o in mine if not o.ok])
+    return told
+
+
+def _told(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        "script": str(path),
+        "function": name,
+        "passed": sum(o.ok for o in outcomes),
+        "failed": sum(not o.ok for o in outcomes),
+        "call_ms": 1000 * sum(o.result.seconds for o in outcomes) / max(1, len(outcomes)),
+        "outcomes": [
+            {"completion": o.example.completion, "expected": o.example.expected, "got": o.result.value, "ok": o.ok}
+            for o in outcomes
+        ],
+    }
+
+
+def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> None:
+    total = told["passed"] + told["failed"]
+    name = f"{Path(told['script']).name}:{told['function']}"
+    typer.echo(f"{name}  {told['passed']} of {total} examples right, {told['call_ms']:.2f} ms a call")
+    for o in failures:
+        typer.echo(f"  {o.example.completion!r} {dict(o.example.columns)}")
+        typer.echo(f"    expected {o.example.expected}, got {o.got}")
+
+
+def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: bool) -> dict[str, Any]:
+    from posttrain.recipe.load import load
+    from posttrain.verify.load import load_reward
+
+    loaded = load(name, overrides)
+    parts = list(_graded_parts(loaded))
+    if not parts:
+        raise RewardError(f"stage {loaded.recipe.verb} has no rewards", where=str(loaded.path))
+    base_dir = loaded.recipe.base_dir
+    rewards = [load_reward(section, base_dir) for _, _, sections, _ in parts for section in sections]
+    scripts = {_split(reward.target): None for reward in rewards}
+    with_examples = [s for s in scripts if s and _has_examples(s)]
+    for script in scripts:
+        if script and script not in with_examples:
+            say(f"{script[0]}: {script[1]} has no EXAMPLES")
+    found: dict[str, Any] = {"examples": _examples(with_examples, timeout, quiet), "recipe": []}
+    for stage, data, sections, scoring in parts:
+        found["recipe"].append({"stage": stage, **_try(stage, data, sections, scoring, base_dir, quiet)})
+    return found
+
+
+def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Scoring]]:
+    """(stage, data, rewards, scoring) of a recipe, or of each stage of a pipeline; equal ones once."""
+    from posttrain.recipe import sections
+
+    recipe: Any = loaded.recipe
+    if recipe.verb != "run":
+        return [(recipe.verb, recipe.data, recipe.rewards, recipe.scoring)] if hasattr(recipe, "rewards") else []
+    parts: dict[str, Any] = {}
+    for entry in recipe.stages:
+        if entry.get("rewards"):
+            data = sections.Data.model_validate(entry["data"])
+            rewards = [sections.Reward.model_validate(r) for r in entry["rewards"]]
+            scoring = sections.Scoring.model_validate(entry.get("scoring", {}))
+            parts.setdefault(f"{data} {rewards} {scoring}", (entry["name"], data, rewards, scoring))
+    return list(parts.values())
+
+
+def _split(target: str) -> tuple[Path, str] | None:
+    left, _, name = target.rpartition(":")
+    return (Path(left), name) if left.endswith(".py") else None
+
+
+def _has_examples(script: tuple[Path, str]) -> bool:
+    from posttrain.verify.examples import examples_of
+
+    try:
+        examples_of(*script)
+    except RewardError:
+        return False
+    return True
+
+
+def _try(
+    stage: str, data: Data, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path, quiet: bool
+) -> dict[str, Any]:
+    from posttrain.data.rows import load_rows
+    from posttrain.verify.trial import as_json, try_rewards
+
+    trial = try_rewards(rewards, scoring, base_dir, load_rows(data, base_dir))
+    too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
+    if not quiet:
+        _print_trial(stage, trial)
+    return {**as_json(trial), "ok": not trial.failures and not too_many_bad}
+
+
+def _print_trial(stage: str, trial: Trial) -> None:
+    typer.echo(f"\n{stage}: {trial.rows} rows, gold written as {trial.writer}")
+    kinds = list(next(iter(trial.table.values())))
+    lines = [["", *kinds, "ms a call", "slowest"]]
+    for name, cells in trial.table.items():
+        speed = [f"{trial.call_ms[name]:.2f}", f"{trial.slowest_ms[name]:.1f}"]
+        lines.append([name, *(_cell(cells[kind]) for kind in kinds), *speed])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for first, *rest in lines:
+        numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
+        typer.echo(f"{first:<{widths[0]}}  {numbers}".rstrip())
+    if not trial.knows_gold:
+        typer.echo(f"{trial.correctness} reads no data column: it cannot know gold")
+    else:
+        typer.echo(f"gold scores best on {trial.rows - len(trial.bad_gold)} of {trial.rows} rows ({trial.correctness})")
+        for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
+            typer.echo(f"  row {uid}: {wrong}")
+    if trial.first_traceback:
+        typer.echo(f"the first error:\n{trial.first_traceback}")
+
+
+def _cell(cell: Any) -> str:
+    """Mean score, and in brackets what else happened: `0.50 (2 none, 1 error, 1 late)`."""
+    counts = [(cell.abstained, "none"), (cell.errors, "error"), (cell.timeouts, "late")]
+    other = ", ".join(f"{n} {what}" for n, what in counts if n)
+    mean = "-" if cell.mean is None else f"{cell.mean:.2f}"
+    return f"{mean} ({other})" if other else mean
+
+
+def _failed(found: Mapping[str, Any]) -> bool:
+    return any(told["failed"] for told in found["examples"]) or any(not t["ok"] for t in found.get("recipe", []))

@@ -1,0 +1,143 @@
+"""The `EXAMPLES` of a reward script: what it must score, run the way training runs it.
+
+    EXAMPLES = [(completion, columns, expected), (completion, columns, expected, params), ...]
+
+in a file with one reward function; with several, a dict `{"function": [...], ...}`. columns: data columns and built-ins
+by name. expected: a number, None, or a dict of parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RewardError
+from posttrain.verify.contract import shown
+from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
+from posttrain.verify.pool import Pool
+from posttrain.verify.worker import Call, Result, Target
+
+
+@dataclass(frozen=True)
+class Example:
+    """One line of `EXAMPLES`."""
+
+    completion: str
+    columns: Mapping[str, Any]
+    expected: float | Mapping[str, float | None] | None
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an example gave."""
+
+    function: str
+    example: Example
+    result: Result
+
+    @property
+    def ok(self) -> bool:
+        return self.result.kind == "value" and agrees(self.result.value, self.example.expected)
+
+    @property
+    def got(self) -> str:
+        value = self.result.value
+        return shown(value) if self.result.kind == "value" else f"{self.result.kind}: {_last_line(value)}"
+
+
+def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]:
+    """Function -> its examples; only: of this one. Raises RewardError when there are none or they are malformed."""
+    module = load_script(path)
+    written = module.get("EXAMPLES")
+    where = str(path)
+    if not written:
+        raise RewardError(
+            "no EXAMPLES",
+            where=where,
+            hint='add e.g. EXAMPLES = [("\\\\boxed{7}", {"answer": "7"}, 1.0), ("", {...}, 0.0)]',
+        )
+    if not isinstance(written, Mapping):
+        written = {_only_reward(module, where): written}
+    wanted = [only] if only else list(written)
+    for name in wanted:
+        if name not in written or not callable(module.get(name)):
+            raise RewardError(f"no EXAMPLES of a function {name}", where=where, allowed=f"there: {', '.join(written)}")
+    return {name: [_example(line, where) for line in written[name]] for name in wanted}
+
+
+def _only_reward(module: Mapping[str, Any], where: str) -> str:
+    names = [
+        name
+        for name, value in module.items()
+        if first_argument_is_completion(value) and not (inspect.isfunction(value) and _imported(value, module))
+    ]
+    if len(names) != 1:
+        raise RewardError(
+            f"EXAMPLES is a list, but the file has {len(names)} functions of a completion",
+            where=where,
+            allowed=", ".join(names),
+            hint='write EXAMPLES = {"FUNCTION": [...]}',
+        )
+    return names[0]
+
+
+def _imported(function: Any, module: Mapping[str, Any]) -> bool:
+    return bool(function.__module__ != module["__name__"])
+
+
+def _example(line: Any, where: str) -> Example:
+    if not isinstance(line, Sequence) or not 3 <= len(line) <= 4 or not isinstance(line[0], str):
+        raise RewardError(
+            f"not an example: {shown(line)}", where=where, allowed="(completion, columns, expected[, params])"
+        )
+    return Example(*line)
+
+
+def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0) -> list[Outcome]:
+    """Run the examples of a script in a worker process. RewardError if params or columns do not fit the function."""
+    found = [(name, example) for name, listed in examples_of(path, only).items() for example in listed]
+    module = load_script(path)
+    targets: dict[str, Target] = {}
+    calls = []
+    for number, (name, example) in enumerate(found):
+        reward = describe(module[name], f"{path}:{name}", dict(example.params), name)
+        _check_columns(reward, example, number)
+        key = f"{name} {json.dumps(example.params, sort_keys=True, default=repr)}"
+        targets.setdefault(key, Target(reward.target, reward.params, reward.batched, reward.is_async, timeout_s))
+        calls.append(Call(number, list(targets).index(key), example.completion, dict(example.columns)))
+    pool = Pool(list(targets.values()), workers=1)
+    try:
+        results = pool.run(calls)
+    finally:
+        pool.close()
+    return [Outcome(name, example, result) for (name, example), result in zip(found, results, strict=True)]
+
+
+def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:
+    where = f"{reward.target}, example {number + 1}"
+    known = {*reward.columns, *reward.optional_columns, *reward.built_ins}
+    if unknown := sorted(set(example.columns) - known) if not reward.all_columns else []:
+        raise RewardError(f"the function does not take {', '.join(unknown)}", where=where)
+    if absent := [c for c in reward.columns if c not in example.columns]:
+        raise RewardError(f"columns are missing: {', '.join(absent)}", where=where)
+
+
+def agrees(value: Any, expected: Any) -> bool:
+    """Equal to 9 digits. A number expected of a function that returns parts means its `reward`."""
+    if isinstance(expected, Mapping):
+        return isinstance(value, Mapping) and all(k in value and agrees(value[k], v) for k, v in expected.items())
+    if isinstance(value, Mapping):
+        value = value["reward"]
+    if value is None or expected is None:
+        return value is None and expected is None
+    return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def _last_line(text: str | None) -> str:
+    return (text or "").strip().rpartition("\n")[2]

@@ -1,0 +1,120 @@
+"""A recipe's rewards tried on its own rows: right and wrong completions, scores, errors, time a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Reward, Scoring
+from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
+from posttrain.verify.load import check_columns
+from posttrain.verify.score import Scorer, score_of
+from posttrain.verify.variants import Row, variants
+from posttrain.verify.worker import Result
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One component on one kind of completion: mean of its scores (None: it never had one) and what else happened."""
+
+    mean: float | None
+    abstained: int
+    errors: int
+    timeouts: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """table: component -> variant -> cell. bad_gold: uid -> what is wrong with the correctness component there."""
+
+    rows: int
+    writer: str
+    correctness: str
+    table: dict[str, dict[str, Cell]]
+    call_ms: dict[str, float]
+    slowest_ms: dict[str, float]
+    bad_gold: dict[str, str]
+    knows_gold: bool  # the correctness component reads a data column
+    first_traceback: str | None
+
+    @property
+    def failures(self) -> int:
+        """Calls that raised or timed out."""
+        return sum(cell.errors + cell.timeouts for cells in self.table.values() for cell in cells.values())
+
+
+def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Row]) -> Trial:
+    """Score the variants of up to 64 rows. Raises RewardError for missing columns or a broken contract."""
+    with Scorer(rewards, scoring, base_dir) as scorer:
+        check_columns(scorer.rewards, {column for row in rows for column in row})
+        chosen = spread(rows, AUDITED_ROWS)
+        name, write = choose_writer(scorer, chosen)
+        written = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
+        if not written:
+            raise DataError(
+                "no row has an `answer`, so there is no gold to try", hint="map it: data.columns: {answer: NAME}"
+            )
+        samples = [sample for by_name in written.values() for sample in by_name.values()]
+        results = scorer.results(samples)
+    kinds = list(next(iter(written.values())))
+    columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
+    correctness = scorer.rewards[scorer.correctness]
+    return Trial(
+        rows=len(written),
+        writer=name,
+        correctness=correctness.name,
+        table={
+            n: {kind: _cell(column[k :: len(kinds)]) for k, kind in enumerate(kinds)} for n, column in columns.items()
+        },
+        call_ms={n: 1000 * math.fsum(r.seconds for r in column) / len(column) for n, column in columns.items()},
+        slowest_ms={n: 1000 * max(r.seconds for r in column) for n, column in columns.items()},
+        bad_gold=_bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
+        knows_gold=correctness.reads_data,
+        first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
+    )
+
+
+def _cell(results: Sequence[Result]) -> Cell:
+    scores = [score for r in results if (score := score_of(r)) is not None]
+    failed = [r.kind for r in results if r.kind != "value"]
+    return Cell(
+        mean=math.fsum(scores) / len(scores) if scores else None,
+        abstained=len(results) - len(scores) - len(failed),
+        errors=failed.count("error"),
+        timeouts=failed.count("timeout"),
+    )
+
+
+def _bad_gold(
+    rows: Sequence[Row], with_gold: Sequence[int], kinds: Sequence[str], column: Sequence[Result], correct_at: float
+) -> dict[str, str]:
+    bad = {}
+    for k, i in enumerate(with_gold):
+        here = column[k * len(kinds) : (k + 1) * len(kinds)]
+        scores = {kind: score_of(result) for kind, result in zip(kinds, here, strict=True)}
+        if wrong := what_is_wrong(scores, correct_at):
+            bad[str(rows[i].get("uid", i))] = wrong
+    return bad
+
+
+def as_json(trial: Trial) -> dict[str, Any]:
+    """The trial as plain data."""
+    return {
+        "rows": trial.rows,
+        "gold_written_as": trial.writer,
+        "correctness": trial.correctness,
+        "components": {
+            name: {
+                "call_ms": trial.call_ms[name],
+                "slowest_ms": trial.slowest_ms[name],
+                "variants": {kind: vars(cell) for kind, cell in cells.items()},
+            }
+            for name, cells in trial.table.items()
+        },
+        "bad_gold": trial.bad_gold if trial.knows_gold else None,
+        "first_traceback": trial.first_traceback,
+    }
