@@ -32,7 +32,9 @@ class Root(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if name in LAZY:
             module, about = LAZY[name]
-            loaded = typer.main.get_command(importlib.import_module(module).app)
+            group = importlib.import_module(module).app
+            group.rich_markup_mode = None  # one look for all help texts
+            loaded = typer.main.get_group(group)
             loaded.name, loaded.help = name, loaded.help or about
             command = loaded
         return name, command, rest

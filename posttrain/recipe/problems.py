@@ -154,7 +154,8 @@ def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     known = sorted(registry.index().get(item["ctx"]["kind"], {}))
     near = nearest(str(item["input"]), known)
     what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
-    allowed = f"known: {', '.join(known)}; or path/file.py:function"
+    own = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
+    allowed = f"known: {', '.join(known)}{own}"
     return Problem(node.origin.mark, what, allowed, f"did you mean `{near}`?" if near else "")
 
 

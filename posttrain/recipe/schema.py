@@ -71,6 +71,8 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
     if "algorithm" in schema["properties"]:
         schema["properties"]["algorithm"] |= {"enum": presets.names(stage)}
         schema["properties"]["algorithm"].pop("anyOf", None)
+    if "merge_method" in schema["properties"]:
+        schema["properties"]["merge_method"] |= {"enum": sorted(registry.index().get("merge", {}))}
     required = [key for key in schema.pop("required", []) if key != "stage"]
     schema["anyOf"] = [{"required": ["extends"]}, {"required": required}]
     return schema

@@ -74,14 +74,22 @@ class ComponentSection(Section):
         return default if isinstance(default, str) else None
 
 
+def registered(kind: registry.Kind, name: str) -> str:
+    """`name`, if a component of that kind has it."""
+    if name not in registry.index().get(kind, {}):
+        raise PydanticCustomError("unknown_component", "unknown component", {"kind": kind})
+    return name
+
+
 def component_params(kind: registry.Kind, use: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The checked keyword arguments of a component, with defaults. Raises ValidationError with exact keys."""
     if split_function(use) is not None:
         return dict(given)
-    if use not in registry.index().get(kind, {}):
-        unknown = PydanticCustomError("unknown_component", "unknown component", {"kind": kind})
+    try:
+        registered(kind, use)
+    except PydanticCustomError as unknown:
         details = InitErrorDetails(type=unknown, loc=("use",), input=use)
-        raise ValidationError.from_exception_data("component", [details])
+        raise ValidationError.from_exception_data("component", [details]) from None
     return params_model(kind, use).model_validate(dict(given)).model_dump()
 
 

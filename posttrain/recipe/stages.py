@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from posttrain.recipe import sections as s
-from posttrain.recipe.section import Section
+from posttrain.recipe.section import Section, registered
 
 
 class Stage(Section):
@@ -113,7 +114,9 @@ class MergeRecipe(Stage):
     verb: ClassVar = "merge"
     unused: ClassVar = _NO_TRAINING
     stage: Literal["merge"] = "merge"
-    merge_method: Literal["linear", "task_arithmetic"]
+    merge_method: Annotated[str, AfterValidator(partial(registered, "merge"))] = Field(
+        description="see `posttrain methods list`"
+    )
     models: list[s.MergeModel] = Field(min_length=1)
     base_model: str | None = None
     parameters: s.MergeParameters = Field(default_factory=s.MergeParameters)

@@ -111,6 +111,7 @@ def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
         (SFT.replace("sft", "dpo") + "loss: {gamma_beta_ratio: 1}\n",
          "`gamma_beta_ratio` is a key of `simpo`; this section uses `dpo`"),
         (RL + "loss: {use: clop}\n", "did you mean `clip`?"),
+        ("stage: merge\nmodels: [{model: a}]\nmerge_method: liner\n", "did you mean `linear`?"),
         (RL + "grop_size: 4\n", "did you mean `rollout.group_size`?"),
     ],
 )  # fmt: skip
