@@ -52,7 +52,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         "engine": recipe.engine.engine,
         "seed": recipe.run.seed,
         "seconds": round(time.perf_counter() - started, 2),  # of this attempt
-        "records": str(directory.path / COMPLETIONS),
+        "completions": str(directory.path / COMPLETIONS),
     }
     show(summary)
     return summary

@@ -105,6 +105,7 @@ def _generate(
     try:
         check_fits(prompts, recipe.sampling, engine.window)
         with GracefulStop() as stop, Progress(recipe.verb, len(chunks), ("tokens", "truncated", *columns)) as progress:
+            progress.note(f"{len(prompts)} prompts x {n} completions in {len(chunks)} chunks")
             for number in range(done, len(chunks)):
                 part = chunks[number]
                 rollouts = engine.generate(

@@ -91,7 +91,7 @@ def counts(records: Sequence[Record]) -> dict[str, Any]:
         there = scored(values)
         components[name] = {"mean": sum(there) / len(there) if there else None, "none": len(values) - len(there)}
     return {
-        "completions": len(records),
+        "num_completions": len(records),
         "truncated": len(cut) / len(records),
         "truncated_right": sum(r["correct"] is True for r in cut),
         "unscored": sum(r["correct"] is None for r in records),

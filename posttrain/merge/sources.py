@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import MergeError, ModelError
+from posttrain.errors import MergeError
 from posttrain.merge.tensors import Spec, scan
-from posttrain.places import candidates
+from posttrain.models.places import Place, locate, not_found
 from posttrain.recipe.sections import Model
 
 CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
+_DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Source:
 
     name: str  # as the recipe writes it
     folder: Path  # dense safetensors
-    origin: Path | None  # the user's own directory, None for what was made or downloaded here
+    origin: Path | None  # the user's own directory or file; None for `tiny` and downloads
     config: dict[str, Any]
     tensors: dict[str, Spec]
     vocabulary: dict[str, int] | None
@@ -37,13 +37,13 @@ def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
     its base, a .gguf file and `tiny` are written as dense float32 into a folder under `scratch`. Raises MergeError or
     ModelError with what is wrong.
     """
-    origin = _directory(name, base_dir)
-    if origin is None and _is_hub_id(name):
-        folder = _download(name)
-    elif origin is None or (origin / ADAPTER).is_file():
-        folder = _materialise(name, base_dir, scratch / f"input-{len(list(scratch.glob('input-*')))}")
+    place = locate(name, base_dir)
+    if place.kind == "directory" and place.path is not None:
+        folder = place.path
+    elif place.kind == "hub":
+        folder = _download(place, base_dir)
     else:
-        folder = origin
+        folder = _materialise(name, base_dir, scratch / f"input-{len(list(scratch.glob('input-*')))}")
     config = _config(folder)
     if "quantization_config" in config:
         raise MergeError(
@@ -51,7 +51,7 @@ def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
         )
     tied = _tied(folder)
     tensors = written_once(scan(folder)) if tied else scan(folder)
-    return Source(name, folder, origin, config, tensors, _vocabulary(folder), tied)
+    return Source(name, folder, place.path, config, tensors, _vocabulary(folder), tied)
 
 
 def written_once(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
@@ -61,34 +61,21 @@ def written_once(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
     return {name: spec for name, spec in tensors.items() if name not in copies or spec.shape not in shapes}
 
 
-def _directory(name: str, base_dir: Path) -> Path | None:
-    return next((p.resolve() for p in candidates(name, base_dir) if p.is_dir()), None)
-
-
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf")
-
-
-def _download(name: str) -> Path:
+def _download(place: Place, base_dir: Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]))
+        return Path(snapshot_download(place.name, allow_patterns=_DOWNLOADED))
     except Exception as cause:  # the hub raises a dozen types; all mean that there is no such model here
-        raise ModelError(
-            f"neither a directory nor a model that the hub gives out: {type(cause).__name__}: {cause}", where=name
-        ) from cause
+        raise not_found(place, base_dir, cause) from cause
 
 
 def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
-    """Load the model densely on the CPU, fold adapters in, and save it."""
+    """Load the model densely on the CPU, an adapter already folded in, and save it."""
     from posttrain.models.load import load
     from posttrain.models.save import save
 
-    loaded = load(Model(path=name, device="cpu", dtype="float32"), base_dir)
-    if loaded.is_lora:
-        loaded = replace(loaded, model=loaded.model.merge_and_unload())
-    save(loaded, folder, verify=False)
+    save(load(Model(path=name, device="cpu", dtype="float32"), base_dir), folder, verify=False)
     return folder
 
 

@@ -16,7 +16,7 @@ from posttrain.evaluate.run import remarks
 from posttrain.run.jsonl import read_rows
 
 Evaluate = Callable[..., dict[str, Any]]
-TIMES = ("seconds", "records")
+TIMES = ("seconds", "completions")
 
 
 def right_for(count: int) -> Callable[[str, int], str]:
@@ -59,7 +59,7 @@ def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pyt
     )
     found = summary["intervals"]["accuracy"]
     assert 0 <= found["low"] < 0.375 < found["high"] <= 0.75 and "6 problems" in found["note"]
-    assert (summary["problems"], summary["samples"], summary["completions"]) == (6, 4, 24)
+    assert (summary["problems"], summary["samples"], summary["num_completions"]) == (6, 4, 24)
     assert summary["rewards"] == {"exact": {"mean": 0.375, "none": 0}}
     told = capsys.readouterr()
     assert told.out == "" and "pass@4" in told.err and "0.375" in told.err
@@ -94,8 +94,8 @@ def test_unscored_is_left_out_and_never_wrong(scripted, evaluate: Evaluate) -> N
 
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_anywhere_and_resumed_gives_the_same(evaluate: Evaluate, folder: Path, seed: int) -> None:
-    """The real tiny model at temperature 1. A kill leaves completions.jsonl cut at any byte; after a resume every record
-    and every number is that of the unbroken run.
+    """The real tiny model at temperature 1. A kill leaves completions.jsonl cut at any byte; after a resume every
+    record and every number is that of the unbroken run.
     """
     whole = evaluate("whole")
     text = (folder / "whole" / "completions.jsonl").read_bytes()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.errors import Interrupted, MergeError, RunError
+from posttrain.errors import Interrupted, MergeError, ModelError, RunError
 
 from .conftest import save_tiny
 
@@ -247,11 +247,15 @@ def test_differences_that_the_dtype_cannot_hold(models: Path, merge: Merge) -> N
         ({"parameters": {"lambda": 0.5}}, "linear has no parameter lambda"),
         ({"models": [{"model": "a", "parameters": {"normalize": True}}]}, "top-level"),
         ({"tokenizer_source": "c"}, "none of the models"),
-        ({"models": [{"model": "a"}, {"model": "run"}]}, "not a model directory"),
     ],
 )
 def test_recipes_that_make_no_sense(models: Path, merge: Merge, values: dict[str, Any], match: str) -> None:
     refused(models, merge, MergeError, match, **values)
+
+
+@pytest.mark.parametrize("name", ["run", "./nowhere", "nowhere.gguf"])
+def test_no_model_there(models: Path, merge: Merge, name: str) -> None:
+    refused(models, merge, ModelError, name.strip("./"), models=[{"model": "a"}, {"model": name}])
 
 
 def test_output_over_an_input(models: Path, merge: Merge) -> None:
