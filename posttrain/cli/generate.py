@@ -46,6 +46,7 @@ def generate(
 
     With --prompt, -n, --max-new-tokens, --temperature and --seed count, and overrides are those of a generate recipe.
     """
+    from posttrain.cli import preflight
     from posttrain.recipe.load import load
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
@@ -60,6 +61,7 @@ def generate(
         return
     _refuse_without_prompt(ctx)
     loaded = load(source, overrides or [], stage="generate")
+    preflight.check(loaded)
     if dry_run:
         preview(loaded, output, as_json)
         return

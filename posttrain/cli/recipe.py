@@ -11,7 +11,7 @@ import typer
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe
-from posttrain.errors import PosttrainError, Problem, RewardError, UserError
+from posttrain.errors import UserError
 
 if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
@@ -60,34 +60,17 @@ def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
 
 @app.command()
 def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Check a recipe: keys, types, values that must fit together, and the reward scripts that it names."""
+    """Check a recipe: keys, types, values that must fit together, the reward scripts and data files that it names."""
+    from posttrain.cli import preflight
     from posttrain.recipe.load import load
 
     loaded = load(recipe, overrides or [])
-    rewards = _load_rewards(loaded.resolved, loaded.path.parent)
+    rewards = preflight.check(loaded)
     if as_json:
         print_json({"valid": True, "stage": loaded.resolved["stage"], "path": str(loaded.path), "rewards": rewards})
         return
     told = f"; rewards: {', '.join(rewards)}" if rewards else ""
     typer.echo(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
-
-
-def _load_rewards(resolved: dict, base_dir: Path) -> list[str]:
-    """Import every reward function that a recipe names; all that fail are told together."""
-    from posttrain.recipe.sections import Reward
-    from posttrain.verify.load import load_reward
-
-    names: list[str] = []
-    problems: list[Problem] = []
-    for section in [resolved, *resolved.get("stages", [])]:
-        for values in section.get("rewards", []):
-            try:
-                names.append(load_reward(Reward(**values), base_dir).name)
-            except PosttrainError as error:
-                problems.extend(p for p in error.problems if p not in problems)
-    if problems:
-        raise RewardError.of(problems)
-    return list(dict.fromkeys(names))
 
 
 @app.command()

@@ -48,10 +48,12 @@ def _command(verb: str) -> Callable[..., None]:
         as_json: Json = False,
         debug: Debug = False,
     ) -> None:
+        from posttrain.cli import preflight
         from posttrain.recipe.load import load
 
         ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
         loaded = load(recipe, overrides or [], stage=verb)
+        preflight.check(loaded)
         if dry_run:
             preview(loaded, output, as_json)
             return

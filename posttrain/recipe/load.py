@@ -107,14 +107,14 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
     recipe, found = check(stages.tree, model)
     problems = [p for p in [*problems, *found] if p in document.problems or p.where not in document.bad]
     if problems:
-        raise RecipeError.of(sorted(problems, key=_in_order))
+        raise RecipeError.of(sorted(problems, key=in_order))
     assert recipe is not None
     recipe._base_dir = path.parent
     values = resolved(recipe) | ({"stages": stages.values} if stages.values else {})
     return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values)
 
 
-def _in_order(problem: Problem) -> tuple[str, int, int]:
+def in_order(problem: Problem) -> tuple[str, int, int]:
     """By file, line and column; the command line comes last."""
     parts = problem.where.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():

@@ -16,9 +16,10 @@ SFT = "stage: sft\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a recipe `r.yaml` in it."""
+    """The working directory, with a recipe `r.yaml` and its `rows.jsonl` in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(SFT, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     return tmp_path
 
 

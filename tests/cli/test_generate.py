@@ -34,7 +34,7 @@ def test_prompts_of_the_command_line(call: Call, asked: list[Any], folder: Path)
     assert (result.exit_code, result.stdout) == (0, "ONE\n\nTWO\nLINES\n")
     (recipe,) = asked
     assert (recipe.model.path, recipe.sampling.max_new_tokens, recipe.sampling.temperature) == ("some/model", 9, 0.0)
-    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml"], "nothing is kept"
+    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"], "nothing is kept"
 
 
 def test_samples_and_json(call: Call, asked: list[Any]) -> None:

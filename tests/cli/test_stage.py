@@ -59,7 +59,7 @@ def test_dry_run_prints_origins_and_writes_nothing(call: Call, stage: Stage, fol
     assert lines["path: tiny"] == "r.yaml:2"
     assert lines["packing: false"] == "default"
     assert "dry run: the recipe is right" in result.stderr
-    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml"]
+    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"]
 
 
 def test_mistakes_exit_with_2(call: Call, folder: Path) -> None:
@@ -72,13 +72,35 @@ def test_mistakes_exit_with_2(call: Call, folder: Path) -> None:
         "  known here: output, seed, steps, epochs, save_every, keep_checkpoints, log_every, max_minutes\n"
         "  hint: did you mean `steps`?\n\n2 problems\n"
     )
-    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml"]
+    assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"]
 
 
 def test_a_recipe_for_another_verb(call: Call) -> None:
     result = call("rl", "r.yaml")
     assert result.exit_code == 2
     assert "hint: posttrain sft r.yaml" in result.stderr
+
+
+def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
+    """Rewards and data files are looked at before a directory is made, and told together with their lines."""
+    (folder / "mine.py").write_text("def score(completion: str) -> float:\n    return 1.0\n", encoding="utf-8")
+    (folder / "rl.yaml").write_text(
+        "stage: rl\nmodel: {path: tiny}\nrun: {steps: 1}\n"
+        "data:\n  mix: [{source: rows.jsonl}, {source: nope.jsonl}, {source: 'gym:x'}, {source: 'make.py:rows'}]\n"
+        "rewards:\n  - use: mine.py:scor\n  - use: mine.py:score\n    params: {tau: 1}\n  - use: maths.accuracy\n",
+        encoding="utf-8",
+    )
+    result = call("rl", "rl.yaml")
+    assert result.exit_code == 2
+    told = [line for line in result.stderr.splitlines() if line.startswith("rl.yaml")]
+    assert [line.partition(": ")[0] for line in told] == [
+        "rl.yaml:5:40  data.mix.1.source",
+        "rl.yaml:5:81  data.mix.3.source",
+        "rl.yaml:7:10  rewards.0.use",
+        "rl.yaml:8:10  rewards.1.use",
+        "rl.yaml:10:10  rewards.2.use",
+    ]
+    assert not (folder / "runs").exists()
 
 
 def test_a_mistake_before_the_start_leaves_no_directory(call: Call, stage: Stage, folder: Path) -> None:

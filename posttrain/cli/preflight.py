@@ -1,0 +1,77 @@
+"""What a recipe names and can be looked at without torch: reward scripts are imported, data files must exist.
+
+Called before a run directory is made, so that a wrong name costs half a second and is told with its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import DataError, PosttrainError, Problem, UserError
+from posttrain.places import find, split_function
+
+if TYPE_CHECKING:
+    from posttrain.recipe.load import Loaded
+
+FILES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def check(loaded: Loaded) -> list[str]:
+    """The names of the rewards. Raises UserError with everything that is missing, each with its line."""
+    from posttrain.recipe.load import in_order
+    from posttrain.recipe.sections import Reward
+    from posttrain.verify.load import load_reward
+
+    base_dir = loaded.recipe.base_dir
+    names: list[str] = []
+    problems: list[Problem] = []
+    for prefix, section in _stages(loaded.resolved):
+        for number, values in enumerate(section.get("rewards", [])):
+            with _Collected(loaded, f"{prefix}rewards.{number}.use", problems):
+                names.append(load_reward(Reward(**values), base_dir).name)
+        for key, source in _sources(section.get("data", {})):
+            with _Collected(loaded, f"{prefix}data.{key}", problems):
+                _find_source(source, loaded)
+    if problems:
+        raise UserError.of(sorted(dict.fromkeys(problems), key=in_order))
+    return list(dict.fromkeys(names))
+
+
+def _stages(resolved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "", resolved
+    for number, stage in enumerate(resolved.get("stages", [])):
+        yield f"stages.{number}.", stage
+
+
+def _sources(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, source in [("source", data), *((f"mix.{i}.source", one) for i, one in enumerate(data.get("mix") or []))]:
+        if source.get("source"):
+            yield key, source["source"]
+
+
+def _find_source(source: str, loaded: Loaded) -> None:
+    """A file or a function's script must exist; hub ids, gym tasks and a stage's files cannot be looked up here."""
+    file = (split_function(source) or (source,))[0]
+    is_file = file.endswith(".py") if file != source else file.endswith(FILES)
+    if is_file and not source.startswith("stage:"):
+        find(file, loaded.recipe.base_dir, "data", DataError)
+
+
+class _Collected:
+    """Errors inside `with` become problems that stand at the line of a key."""
+
+    def __init__(self, loaded: Loaded, key: str, problems: list[Problem]) -> None:
+        self.where, self.key, self.problems = loaded.origins[key].mark, key, problems
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, PosttrainError):
+            return False
+        for problem in error.problems:
+            told = dataclasses.replace(problem, where=self.where, what=f"{self.key}: {problem.what}")
+            self.problems.append(told)
+        return True
