@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,11 @@ def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, inde
     """(text, origin) of each line of a mapping."""
     for key, below in value.items():
         here = f"{path}.{key}" if path else key
+        key = key if re.fullmatch(r"[A-Za-z_][\w.-]*", key) else json.dumps(key, ensure_ascii=False)
         if isinstance(below, dict) and below:
             yield f"{indent}{key}:", ""
             yield from _lines(below, origins, here, f"{indent}  ")
-        elif isinstance(below, list) and any(isinstance(item, dict) for item in below):
+        elif isinstance(below, list) and below and all(isinstance(item, dict) and item for item in below):
             yield f"{indent}{key}:", ""
             for position, item in enumerate(below):
                 for number, (text, origin) in enumerate(_lines(item, origins, f"{here}.{position}", "")):
@@ -47,7 +49,7 @@ def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, inde
 
 
 def yaml_value(value: Any) -> str:
-    """A scalar, a list of scalars or an empty section in one line of YAML."""
+    """A value in one line of YAML that reads back as the same value."""
     if isinstance(value, str):
         from posttrain.recipe.yaml import scalar
 
@@ -55,8 +57,17 @@ def yaml_value(value: Any) -> str:
         free = simple and value[0] not in "!&*-?|>@`\"'%#{}[],:=<" and not any(c in value for c in ("#", ": ", "${"))
         return value if free and not value.endswith(":") else json.dumps(value, ensure_ascii=False).replace("${", "$${")
     if isinstance(value, list):
-        return f"[{', '.join(yaml_value(item) for item in value)}]"
+        return f"[{', '.join(_in_flow(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_in_flow(item)}' for key, item in value.items())}}}"
     return json.dumps(value)
+
+
+def _in_flow(value: Any) -> str:
+    """A value inside brackets, where a text with a comma or bracket needs quotes."""
+    text = yaml_value(value)
+    free = not isinstance(value, str) or text.startswith('"') or not any(c in text for c in ",[]{}")
+    return text if free else json.dumps(value, ensure_ascii=False)
 
 
 def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
