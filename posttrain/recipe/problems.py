@@ -146,6 +146,8 @@ def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stag
     about = field.description if field else None
     if not about and field and (inner := keys.models(field.annotation)):
         about = (inner[0].__doc__ or "").split("\n")[0]
+    if key == "use" and model and issubclass(model, ComponentSection):
+        about = f"known: {', '.join(sorted(registry.index().get(model.kind, {})))}; or path/file.py:function"
     full = f"{shown_path}.{key}" if shown_path else key
     return Problem(node.at_key.mark, f"{full}: is missing", about or "")
 

@@ -101,6 +101,11 @@ def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
     )
 
 
+def test_a_component_without_a_name(errors: Errors) -> None:
+    told = errors(RL + "keep: {metric: reward}\n")
+    assert told == "r.yaml:6:1  keep.use: is missing\n  known: dynamic_sampling; or path/file.py:function"
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
