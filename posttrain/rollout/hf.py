@@ -91,9 +91,16 @@ class TransformersEngine:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode (no dropout, no checkpointing) inside; every module's own mode again afterwards."""
+    """Evaluation mode (no dropout, no checkpointing) inside; every module's own mode again afterwards.
+
+    4-bit layers stay in training mode, which changes nothing else about them: bitsandbytes repacks an evaluated one on
+    some CPUs, and that rounds its scales to bfloat16 for good, so that sampler and trainer would differ.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    for module, _ in modes:
+        if type(module).__module__.startswith("bitsandbytes."):
+            module.training = True
     try:
         yield
     finally:

@@ -157,7 +157,9 @@ class VllmEngine:
     def _probe_logps(self) -> list[float]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False, seed=0)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
+        )  # greedy draws nothing
         reported = self._run([self.ids], params)[0].prompt_logprobs
         return [entry[token].logprob for entry, token in zip(reported[1:], self.ids[1:], strict=True)]
 

@@ -126,6 +126,18 @@ def test_dropout_and_gradient_checkpointing_do_not_reach_generation(loaded: Load
     assert ids_of(engine_of(loaded).generate(prompts, 2, SAMPLED, seed=0)) == plain
 
 
+def test_four_bit_weights_are_not_repacked(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """bitsandbytes would change them on CPUs with AVX512-BF16, as soon as an evaluated layer is used."""
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    layer.weight = bnb.nn.Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4")
+    loaded.model.model.layers[0].self_attn.o_proj = layer.to("cpu")
+    x = torch.randn(3, 64)
+    before = layer(x)
+    engine_of(loaded).generate(prompts, 1, GREEDY, seed=0)
+    assert torch.equal(layer(x), before)
+
+
 def test_groups_order_and_bookkeeping(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine = engine_of(loaded)
     engine.sync(loaded.model, 7)

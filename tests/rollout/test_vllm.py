@@ -16,7 +16,7 @@ from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import EngineSection, Sampling, Vllm
 from posttrain.rollout.engine import make_engine
-from posttrain.rollout.hf import TransformersEngine
+from posttrain.rollout.hf import TransformersEngine, evaluating
 
 pytestmark = [
     pytest.mark.vllm,
@@ -46,7 +46,7 @@ def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> floa
     gaps = []
     for r in rollouts:
         ids = torch.tensor([r.prompt.ids + r.ids])
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             logp = (model(input_ids=ids).logits[0, :-1].float() / temperature).log_softmax(-1)
         start = len(r.prompt.ids) - 1
         expected = logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1)
@@ -156,7 +156,7 @@ def test_lora(quantize: bool, loaded: LoadedModel, prompts: list[Prompt], tmp_pa
             assert engine.probe(model) < 1e-3
         rollouts = engine.generate(prompts, 2, SAMPLED, seed=0)
         assert {r.version for r in rollouts} == {3}
-        assert largest_gap(model.eval(), rollouts, 0.7) < 5e-3
+        assert largest_gap(model, rollouts, 0.7) < 5e-3
         assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != start
         folder = engine.adapter_folder
         assert sum(f.stat().st_size for f in folder.iterdir()) < 200_000
