@@ -1,20 +1,38 @@
-"""What a completion votes for: the answer that it marks as its own."""
+"""What a completion votes for: the answer that the correctness reward would look at."""
 
 from __future__ import annotations
 
-from posttrain.verify.extract import Extractor, after_think, extract
+import inspect
+from collections.abc import Sequence
 
-# From the most explicit mark to the least.
+from posttrain.recipe.sections import Reward
+from posttrain.verify.extract import Extractor, after_think, extract
+from posttrain.verify.load import LoadedReward
+
+# From the most explicit mark to the least; what is not among them says nothing about where an answer ends.
 MARKS: tuple[Extractor, ...] = ("answer_tag", "boxed", "hash", "anchor")
 
 
-def voted_answer(completion: str, *, finished: bool) -> str | None:
-    r"""The marked answer after the thought (`<answer>`, `\boxed`, `####`, `answer is`), else its last line that is not
-    blank. A completion that was cut off (`finished` False) votes only with a marked answer: its last line is no end.
+def voted_answer(completion: str, *, finished: bool, order: Sequence[Extractor] | None = None) -> str | None:
+    r"""The answer after the thought, by the first extractor of `order` that finds one; None = no vote.
+
+    order None: a marked answer (`<answer>`, `\boxed`, `####`, `answer is`), else the last line that is not blank. A
+    completion that was cut off (`finished` False) votes only with a marked answer: its last number or line is no end.
     """
     text = after_think(completion)
-    marked = extract(text, MARKS)
-    if marked is not None or not finished:
-        return marked.strip() if marked else None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else None
+    looked_for = [name for name in (MARKS if order is None else order) if finished or name in MARKS]
+    found = extract(text, looked_for)
+    if found is None and order is None and finished:
+        found = next((line for line in reversed(text.splitlines()) if line.strip()), None)
+    return found.strip() or None if found is not None else None
+
+
+def vote_order(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Sequence[Extractor] | None:
+    """Where the correctness reward looks for the answer: its `extract`, set or default; None if it has no such argument."""
+    marked = next((i for i, section in enumerate(sections) if section.correct), 0)
+    reward = rewards[marked]
+    argument = inspect.signature(reward.function).parameters.get("extract")
+    if argument is None:
+        return None
+    order = reward.params.get("extract", argument.default)
+    return order if isinstance(order, list | tuple) else None

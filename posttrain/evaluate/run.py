@@ -12,13 +12,14 @@ from rich.table import Table
 
 from posttrain.batch import Rollout
 from posttrain.errors import RecipeError
-from posttrain.evaluate.answers import voted_answer
+from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.sampling import COMPLETIONS, Record, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
+from posttrain.verify.extract import Extractor
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
 
@@ -39,8 +40,11 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare(recipe)
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in prepared.rows for column in row})
+    order = vote_order(recipe.rewards, rewards)
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
-        records = sample(recipe, directory, prepared.items, n, lambda rollouts: grade(scorer, rollouts), ("correct",))
+        records = sample(
+            recipe, directory, prepared.items, n, lambda rollouts: grade(scorer, rollouts, order), ("correct",)
+        )
     write_text(directory.path / PROBLEMS, to_lines(problem_rows(records)))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {
@@ -58,8 +62,10 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     return summary
 
 
-def grade(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """Scores, reward, correctness and the answer that is voted for, of each rollout."""
+def grade(
+    scorer: Scorer, rollouts: Sequence[Rollout], order: Sequence[Extractor] | None = None
+) -> list[dict[str, Any]]:
+    """Scores, reward, correctness and the answer that is voted for (found by `order`), of each rollout."""
     scores = scorer.score(
         [
             Sample(
@@ -84,7 +90,7 @@ def grade(scorer: Scorer, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
             "scores": {name: column[i] for name, column in scores.components.items()},
             "reward": scores.rewards[i],
             "correct": scores.correct[i],
-            "answer": voted_answer(r.text, finished=r.finish == "stop"),
+            "answer": voted_answer(r.text, finished=r.finish == "stop", order=order),
         }
         for i, r in enumerate(rollouts)
     ]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.evaluate.answers import voted_answer
+from posttrain.evaluate.answers import vote_order, voted_answer
+from posttrain.recipe.sections import Reward
+from posttrain.verify.load import load_reward
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,18 @@ def test_voted_answer(completion: str, answer: str | None) -> None:
 def test_a_completion_that_was_cut_votes_only_with_a_mark() -> None:
     assert voted_answer("so far so", finished=False) is None
     assert voted_answer("<answer>3</answer> and", finished=False) == "3"
+
+
+def test_the_vote_is_taken_where_the_reward_looks() -> None:
+    text = "first 3, then 4"
+    assert voted_answer(text, finished=True, order=["boxed"]) is None
+    assert voted_answer(text, finished=True, order=["boxed", "last_number"]) == "4"
+    assert voted_answer(text, finished=False, order=["boxed", "last_number"]) is None
+
+
+def test_vote_order_is_the_correctness_rewards_own() -> None:
+    """Its `extract` as the recipe sets it, else its default; a reward without that argument has none."""
+    sections = [Reward(use="format.structure"), Reward(use="math.accuracy", correct=True)]
+    set_ = [sections[0], sections[1].model_copy(update={"params": {"extract": ["hash"]}})]
+    for given, order in ((sections, ("boxed",)), (set_, ["hash"]), (sections[:1], None)):
+        assert vote_order(given, [load_reward(section, None) for section in given]) == order
