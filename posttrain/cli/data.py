@@ -78,6 +78,7 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
 def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
     from rich.text import Text
 
+    coloured = console.color_system is not None and not console.no_color
     console.rule(f"row {sample['uid']}", align="left", characters="-", style="dim")
     for name, part in sample["parts"].items():
         text = Text()
@@ -86,7 +87,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
         for run in part["runs"]:
             written = _visible(run["text"])
             trained = run["fate"] == "trained"
-            marked = f"»{written}«" if trained and not console.is_terminal else written
+            marked = f"»{written}«" if trained and not coloured else written
             text.append(marked, style="green" if trained else "dim")
         console.print(text, soft_wrap=True)
         count = sum(t["fate"] == "trained" for t in part["tokens"])

@@ -31,8 +31,8 @@ def inspect(
     """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
     Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut {cause: uids}, lengths {part: {min, median, p95,
-    max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [{text, fate}]}}}].
-    Raises DataError as training would.
+    max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}]. Raises
+    DataError as training would.
     """
     check_stage(stage)
     describe = {"sft": _examples, "dpo": _pairs}.get(stage, _prompts)

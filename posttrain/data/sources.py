@@ -115,7 +115,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, _object(_parse(line, where, first_line=number), where)
+                yield where, _object(_parse(line.rstrip(), where, first_line=number), where)
 
 
 def _json(path: Path) -> Iterator[Record]:
@@ -155,7 +155,7 @@ def _csv(path: Path) -> Iterator[Record]:
                     raise DataError(f"not {len(reader.fieldnames or ())} cells, as the header has", where=where)
                 yield where, row
         except csv.Error as cause:
-            raise DataError(f"broken CSV: {cause}", where=f"{path}:{reader.line_num}") from cause
+            raise DataError(f"broken CSV: {cause}", where=f"{path}:{reader.reader.line_num}") from cause
 
 
 def _parquet(path: Path) -> Iterator[Record]:

@@ -45,8 +45,8 @@ def _prepare_quantized(model: Any) -> Any:
 
 
 def merge_in(model: Any, folder: Path) -> Any:
-    """The dense base with the adapter in `folder` added to its weights: a plain model again."""
-    return _load(model, folder, trainable=False).merge_and_unload(safe_merge=True)
+    """The dense base with the adapter in `folder` added to its weights: a plain model again, all of it trainable."""
+    return _load(model, folder, trainable=False).merge_and_unload(safe_merge=True).requires_grad_(True)
 
 
 def continue_from(model: Any, folder: Path) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from posttrain import chat, hub
 from posttrain.errors import MissingExtra, ModelError
-from posttrain.models import adapters, tiny
+from posttrain.models import adapters, quantize, tiny
 from posttrain.models.places import Place, locate, not_found
 from posttrain.models.precision import keep_master_weights
 from posttrain.places import find
@@ -161,7 +161,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
 
 def _base_model(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
     if section.quantize:
-        return _quantized(section, base, base_dir, seed)
+        return quantize.leave_unpacked(_quantized(section, base, base_dir, seed))
     return dense(section, base, base_dir, seed).to(device_of(section))
 
 
@@ -186,17 +186,12 @@ def _dequantize() -> dict[str, Any]:
 
 
 def _quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     options = {
         "dtype": dtype_of(section),
         "device_map": {"": str(device_of(section))},
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype_of(section),
-        ),
+        "quantization_config": quantize.nf4(dtype_of(section)),
         **_attention(section),
     }
     if base.kind not in ("tiny", "gguf"):

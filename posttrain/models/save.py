@@ -17,6 +17,7 @@ from posttrain import chat
 from posttrain.errors import RunError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, dense, generation_config, quiet
+from posttrain.models.quantize import leave_unpacked
 from posttrain.run.durable import sync_file, sync_folder, told_when_full
 
 PROBE = "What is 17 + 25? Say why."
@@ -54,13 +55,26 @@ def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
     """Write the weights; returns what they are and the probe logits that they must give."""
     model = loaded.model
     if not loaded.is_lora:
-        model.save_pretrained(folder)
-        return "full", probe_logits(model, loaded.tokenizer)
+        return "full", _write_full(loaded, folder)
     if _base_is_elsewhere(loaded):
         _write_adapter(loaded, folder, with_base=True)
         return "adapter", probe_logits(model, loaded.tokenizer)
     _write_adapter(loaded, folder / "adapter", with_base=_reproducible_base(loaded))
     return "merged", _write_merged(loaded, folder)
+
+
+def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
+    """All weights, in the precision that products were computed in: float32 masters are for the optimiser only."""
+    if loaded.half is None:
+        loaded.model.save_pretrained(folder)
+        return probe_logits(loaded.model, loaded.tokenizer)
+    state = {n: w.to(loaded.half) if w.is_floating_point() else w for n, w in loaded.model.state_dict().items()}
+    loaded.model.save_pretrained(folder, state_dict=state)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with loaded.autocast():
+        return probe_logits(loaded.model, loaded.tokenizer)
 
 
 def _base_is_elsewhere(loaded: LoadedModel) -> bool:
@@ -77,7 +91,7 @@ def _reproducible_base(loaded: LoadedModel) -> bool:
 
 def _write_adapter(loaded: LoadedModel, folder: Path, *, with_base: bool) -> None:
     """The trained adapter alone. Its config names the base only where that name leads to the same weights."""
-    loaded.model.save_pretrained(folder, selected_adapters=["default"])
+    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     base = loaded.origin.base if loaded.origin else None
@@ -141,7 +155,7 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor) -> dict[str, An
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not torch.equal(_probe_ids(tokenizer), _probe_ids(loaded.tokenizer)):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded))
+    model = leave_unpacked(AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded)))
     gap = _gap(probe_logits(model, tokenizer), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not gap <= TOLERANCE.get(dtype, 5e-2):

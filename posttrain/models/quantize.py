@@ -1,0 +1,32 @@
+"""4-bit base weights (NF4, bitsandbytes), on a GPU or a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def nf4(dtype: torch.dtype) -> Any:
+    """QLoRA's settings: NF4 with doubly quantised scales; products are computed in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def leave_unpacked(model: Any) -> Any:
+    """Keep bitsandbytes from repacking the weights in place, and return the model.
+
+    On CPUs with AVX512-BF16 the first forward pass in eval mode repacks every layer with its scales rounded to bfloat16
+    (`Linear4bit.forward` in 0.50), and state_dict() undoes it with a second rounding: the frozen base, and with it the
+    reference policy, would change under the adapter.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model

@@ -1,0 +1,111 @@
+"""What `data inspect` reports and prints."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from posttrain.cli.data import app, show
+from posttrain.data.inspect import inspect, spread
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+
+Write = Callable[[Iterable[dict[str, Any]]], str]
+
+ROWS = [
+    {"prompt": "q", "completion": "one\ntwo", "answer": "2"},
+    {"prompt": "q", "completion": "one\ntwo", "answer": "2"},
+    {"prompt": "ß", "completion": "three", "answer": "3"},
+    {"prompt": "q", "completion": "", "answer": "4"},
+]
+
+
+def checks(report: dict[str, Any]) -> dict[str, bool]:
+    return {c["name"]: c["ok"] for c in report["checks"]}
+
+
+def test_a_report_of_examples(tiny: Any, jsonl: Write) -> None:
+    report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.eos_token_id], samples=1)
+    assert (report["rows"], report["items"]) == (4, 3)
+    assert list(report["dropped"]) == ["empty completion"]
+    assert report["lengths"]["trained"] == {"min": 6, "median": 8, "p95": 8, "max": 8}
+    assert checks(report) == {
+        "end of turn is learnt": True,
+        "chat template": True,
+        "text is kept": True,
+        "known characters": False,  # ß
+        "no doubles": False,
+    }
+    part = report["samples"][0]["parts"]["sequence"]
+    assert [t["fate"] for t in part["tokens"]] == ["prompt"] * 4 + ["trained"] * 8
+    assert part["runs"][1] == {"text": "one\ntwo<eos>", "fate": "trained"}
+    json.dumps(report)
+
+
+def test_an_end_of_turn_that_does_not_end_generation_is_seen(tiny: Any, jsonl: Write) -> None:
+    """The generation config ends at another token than the one that the template trains: answers would never stop."""
+    report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.unk_token_id])
+    assert checks(report)["end of turn is learnt"] is False
+
+
+def test_a_template_that_opens_think_is_told(tiny: Any, jsonl: Write, with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template(
+        tiny.chat_template.replace("'<|assistant|>' -}}{%- endif -%}\n", "'<|assistant|><think>' -}}{%- endif -%}\n")
+    )
+    report = inspect("rl", Data(source=jsonl(ROWS)), tokenizer, Path.cwd(), [2])
+    assert "opened tag" in checks(report)
+    assert report["columns"] == ["answer", "completion", "prompt", "uid"]
+    assert "opened tag" not in checks(inspect("rl", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [2]))
+
+
+def test_pairs_show_both_sides(tiny: Any, jsonl: Write) -> None:
+    path = jsonl([{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    report = inspect("dpo", Data(source=path), tiny, Path.cwd(), [2])
+    assert [p["runs"][0]["text"] for p in report["samples"][0]["parts"].values()] == [
+        "<bos><|user|>q<|assistant|>",
+        "a<eos>",
+        "b<eos>",
+    ]
+
+
+def test_spread_gives_lengths_that_occur() -> None:
+    """Of 1..20: the median is the 10th, p95 the 19th."""
+    assert spread(list(range(20, 0, -1))) == {"min": 1, "median": 10, "p95": 19, "max": 20}
+    assert spread([4]) == {"min": 4, "median": 4, "p95": 4, "max": 4}
+
+
+def test_the_printed_form_marks_trained_text_without_colour_and_colours_it_on_a_terminal(
+    tiny: Any, jsonl: Write
+) -> None:
+    report = inspect("sft", Data(source=jsonl(ROWS)), tiny, Path.cwd(), [tiny.eos_token_id])
+    plain, uncoloured, coloured = io.StringIO(), io.StringIO(), io.StringIO()
+    show(report, Console(file=plain, width=100, highlight=False))
+    assert "<bos><|user|>q<|assistant|>»one⏎\ntwo<eos>«" in plain.getvalue()
+    assert "dropped  empty completion  1" in plain.getvalue()
+    assert "LOOK no doubles: 1 of 3" in plain.getvalue()
+    show(report, Console(file=uncoloured, width=100, highlight=False, force_terminal=True, no_color=True))
+    assert "two<eos>«" in uncoloured.getvalue()
+    show(report, Console(file=coloured, width=100, highlight=False, force_terminal=True, color_system="standard"))
+    assert "\x1b[32mtwo<eos>\x1b[0m" in coloured.getvalue()
+
+
+def test_the_command_prints_json_for_programs(tmp_path: Path, jsonl: Write) -> None:
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text(f"stage: sft\nmodel: {{path: tiny}}\ndata: {{source: {jsonl(ROWS)}}}\nrun: {{steps: 1}}\n")
+    result = CliRunner().invoke(app, ["inspect", str(recipe), "data.max_length=11", "--rows", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["stage"], len(report["samples"]), report["items"]) == ("sft", 1, 1)
+    assert set(report["dropped"]) == {"longer than max_length", "empty completion"}
+
+
+def test_a_stage_without_data_is_refused(tiny: Any) -> None:
+    with pytest.raises(DataError, match="a recipe for `merge` has no data of its own"):
+        inspect("merge", Data(source="x"), tiny, Path.cwd(), [2])

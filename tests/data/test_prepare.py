@@ -1,0 +1,128 @@
+"""Lengths, drops and ratios: every row is accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.data.prepare import (
+    ANSWER_TOO_LONG,
+    EMPTY_COMPLETION,
+    KEPT_LONG,
+    PROMPT_CUT,
+    SAME_SIDES,
+    TOO_LONG,
+    prepare_examples,
+    prepare_pairs,
+    prepare_prompts,
+)
+from posttrain.errors import DataError
+from posttrain.models.tiny import build_tokenizer
+from posttrain.recipe.sections import Data
+
+Write = Callable[[Iterable[dict[str, Any]]], str]
+
+# Token counts with the tiny template: <bos> <|user|> prompt <|assistant|> completion <eos> = 4 + both lengths.
+ROWS = [
+    {"prompt": "short", "completion": "ok"},  # 4 + 5 + 2 = 11
+    {"prompt": "a longer prompt", "completion": "yes"},  # 4 + 15 + 3 = 22
+    {"prompt": "x", "completion": "an answer that goes on"},  # 4 + 1 + 22 = 27
+    {"prompt": "empty", "completion": "  "},
+]
+
+
+def examples(path: str, tokenizer: Any, **keys: Any) -> Any:
+    return prepare_examples(Data(source=path, **keys), tokenizer, Path.cwd())
+
+
+def causes(prepared: Any) -> dict[str, int]:
+    return {cause: len(uids) for cause, uids in (prepared.dropped | prepared.cut).items()}
+
+
+def test_without_a_limit_only_empty_answers_go(tiny: Any, jsonl: Write) -> None:
+    """Trained: 2+1, 3+1, 22+1 of 11, 22, 27 tokens: 30 of 60."""
+    prepared = examples(jsonl(ROWS), tiny)
+    assert [len(e.ids) for e in prepared.items] == [11, 22, 27]
+    assert causes(prepared) == {EMPTY_COMPLETION: 1}
+    assert prepared.dropped[EMPTY_COMPLETION] == [prepared.rows[3]["uid"]]
+    assert prepared.trained_ratio == 30 / 60
+    assert len(prepared) == 3
+
+
+def test_drop(tiny: Any, jsonl: Write) -> None:
+    prepared = examples(jsonl(ROWS), tiny, max_length=20)
+    assert [len(e.ids) for e in prepared.items] == [11]
+    assert causes(prepared) == {TOO_LONG: 1, ANSWER_TOO_LONG: 1, EMPTY_COMPLETION: 1}
+
+
+def test_truncate_prompt_cuts_the_prompts_beginning_and_never_the_answer(tiny: Any, jsonl: Write) -> None:
+    """At 20 tokens, `yes<eos>` leaves 16 of 18 prompt tokens: BOS and the last 15. The third answer alone has 23."""
+    prepared = examples(jsonl(ROWS), tiny, max_length=20, overlong="truncate_prompt")
+    cut = prepared.items[1]
+    assert tiny.decode(list(cut.ids)) == "<bos> longer prompt<|assistant|>yes<eos>"
+    assert (len(cut.ids), sum(cut.trained), cut.trained[-4:]) == (20, 4, (True,) * 4)
+    assert causes(prepared) == {PROMPT_CUT: 1, ANSWER_TOO_LONG: 1, EMPTY_COMPLETION: 1}
+
+
+def test_keep_and_error(tiny: Any, jsonl: Write) -> None:
+    prepared = examples(jsonl(ROWS), tiny, max_length=20, overlong="keep")
+    assert [len(e.ids) for e in prepared.items] == [11, 22, 27]
+    assert causes(prepared) == {KEPT_LONG: 2, EMPTY_COMPLETION: 1}
+    with pytest.raises(DataError, match=r"22 tokens, over data\.max_length 20"):
+        examples(jsonl(ROWS), tiny, max_length=20, overlong="error")
+
+
+def test_nothing_left_is_an_error_with_the_causes(tiny: Any, jsonl: Write) -> None:
+    with pytest.raises(
+        DataError, match=f"no row is left of 4: {TOO_LONG}: 2; {ANSWER_TOO_LONG}: 1; {EMPTY_COMPLETION}: 1"
+    ):
+        examples(jsonl(ROWS), tiny, max_length=5)
+
+
+def test_everything_trained_is_an_error_unless_it_is_meant(jsonl: Write) -> None:
+    """An empty prompt and no token before it: only the answer is left, which looks like a lost mask."""
+    path = jsonl([{"prompt": "", "completion": "abc"}])
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = None
+    with pytest.raises(DataError, match="every token is trained on"):
+        examples(path, tokenizer, chat=False)
+    assert examples(path, tokenizer, chat=False, train_on="all").trained_ratio == 1
+
+
+def test_prompts_are_measured_alone_and_cut_text_fits_the_cut_tokens(tiny: Any, jsonl: Write) -> None:
+    """Prompts of 3 + 5, 15, 1, 5 tokens."""
+    path = jsonl(ROWS)
+    kept = prepare_prompts(Data(source=path, max_length=10), tiny, Path.cwd())
+    assert [len(p.ids) for p in kept.items] == [8, 4, 8]
+    assert causes(kept) == {TOO_LONG: 1}
+    cut = prepare_prompts(Data(source=path, max_length=10, overlong="truncate_prompt"), tiny, Path.cwd()).items[1]
+    assert cut.text == "<bos>r prompt<|assistant|>"
+    assert cut.ids == tuple(tiny(cut.text, add_special_tokens=False)["input_ids"])
+    assert cut.row["completion"] == "yes"
+
+
+def test_pairs_are_measured_by_their_longer_side(tiny: Any, jsonl: Write) -> None:
+    """Prompt 3 + 1; sides 1 + 1 and 8 + 1: 13 tokens."""
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "too long"},
+        {"prompt": "q", "chosen": "a", "rejected": "a"},
+        {"prompt": "q", "chosen": "a", "rejected": ""},
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+    ]
+    path = jsonl(rows)
+    whole = prepare_pairs(Data(source=path, max_length=13), tiny, Path.cwd())
+    assert causes(whole) == {SAME_SIDES: 1, EMPTY_COMPLETION: 1}
+    assert [len(p.rejected_ids) for p in whole.items] == [9, 2]
+    assert whole.trained_ratio == (2 + 9 + 2 + 2) / (6 + 13 + 6 + 6)
+    assert causes(prepare_pairs(Data(source=path, max_length=12), tiny, Path.cwd()))[TOO_LONG] == 1
+    cut = prepare_pairs(Data(source=path, max_length=12, overlong="truncate_prompt"), tiny, Path.cwd()).items[0]
+    assert tiny.decode(list(cut.prompt_ids)) == "<bos>q<|assistant|>"
+
+
+def test_smollm2_rows_whose_padding_token_is_eos_keep_eos_trained(smollm2: Any, jsonl: Write) -> None:
+    prepared = examples(jsonl(ROWS), smollm2, train_on="assistant")
+    assert all(e.ids[-1] == smollm2.pad_token_id and e.trained[-1] for e in prepared.items)
+    assert 0 < prepared.trained_ratio < 1

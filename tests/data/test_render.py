@@ -1,0 +1,240 @@
+"""Which tokens are trained on, checked by eye: trained runs stand in [brackets]."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from posttrain.data.render import Example, render_example, render_examples, render_pair, render_prompt
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+
+TURNS = [
+    {"role": "user", "content": "1+1=?"},
+    {"role": "assistant", "content": "<think>a</think>2"},
+    {"role": "user", "content": "ok"},
+    {"role": "assistant", "content": "<think>b</think>bye"},
+]
+ROW = {"uid": "u", "prompt": "1+1=?", "completion": "<think>a</think>2"}
+TALK = {"uid": "t", "messages": TURNS}
+
+
+def section(**keys: Any) -> Data:
+    return Data(source="unused", **keys)
+
+
+def marked(example: Example, tokenizer: Any) -> str:
+    """The sequence as text, trained runs in [brackets]."""
+    text, inside = "", False
+    for token, trained in zip(example.ids, example.trained, strict=True):
+        text += ("[" if trained and not inside else "]" if inside and not trained else "") + tokenizer.decode([token])
+        inside = trained
+    return text + ("]" if inside else "")
+
+
+# --- tiny: `<bos>`, then every turn `<|role|>content`, assistants closed by `<eos>`
+
+
+def test_completion_trains_the_last_turn_with_its_eos(tiny: Any) -> None:
+    assert (
+        marked(render_example(ROW, tiny, section()), tiny) == "<bos><|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]"
+    )
+    assert marked(render_example(TALK, tiny, section()), tiny) == (
+        "<bos><|user|>1+1=?<|assistant|><think>a</think>2<eos><|user|>ok<|assistant|>[<think>b</think>bye<eos>]"
+    )
+
+
+def test_the_mask_by_hand(tiny: Any) -> None:
+    """<bos> <|user|> q <|assistant|> a b <eos>: 7 tokens, the last three are the model's."""
+    example = render_example({"uid": "u", "prompt": "q", "completion": "ab"}, tiny, section())
+    ids = tiny.convert_tokens_to_ids(["<bos>", "<|user|>", "q", "<|assistant|>", "a", "b", "<eos>"])
+    assert example.ids == tuple(ids)
+    assert example.trained == (False,) * 4 + (True,) * 3
+
+
+def test_assistant_trains_every_turn_and_all_trains_everything(tiny: Any) -> None:
+    assert marked(render_example(TALK, tiny, section(train_on="assistant")), tiny) == (
+        "<bos><|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]<|user|>ok<|assistant|>[<think>b</think>bye<eos>]"
+    )
+    assert all(render_example(TALK, tiny, section(train_on="all")).trained)
+
+
+def test_turns_behind_the_last_assistant_turn_are_left_out(tiny: Any) -> None:
+    row = {"uid": "u", "messages": [*TURNS, {"role": "user", "content": "more?"}]}
+    assert render_example(row, tiny, section()).ids == render_example({**TALK, "uid": "u"}, tiny, section()).ids
+
+
+def test_the_systems_message_goes_first_where_there_is_none(tiny: Any) -> None:
+    own = {"uid": "u", "messages": [{"role": "system", "content": "mine"}, *TURNS[:2]]}
+    assert marked(render_example(ROW, tiny, section(system="S")), tiny).startswith("<bos><|system|>S<|user|>")
+    assert marked(render_example(own, tiny, section(system="S")), tiny).startswith("<bos><|system|>mine<|user|>")
+
+
+def test_tool_calls_are_trained_and_tool_results_are_not(tiny: Any) -> None:
+    """Arguments as JSON text (OpenAI's form) and a tools column as JSON text; null content as tables give it."""
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    row = {
+        "uid": "u",
+        "tools": json.dumps([{"name": "add"}]),
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "two"},
+        ],
+    }
+    assert marked(render_example(row, tiny, section(train_on="assistant")), tiny) == (
+        '<bos><|system|>{"name": "add"}\n<|user|>q<|assistant|>'
+        '[<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><eos>]<|tool|>2<|assistant|>[two<eos>]'
+    )
+
+
+def test_prompts_are_the_conversation_before_the_models_turn(tiny: Any) -> None:
+    prompt = render_prompt(TALK, tiny, section())
+    assert prompt.text == "<bos><|user|>1+1=?<|assistant|><think>a</think>2<eos><|user|>ok<|assistant|>"
+    assert prompt.ids == tuple(tiny(prompt.text, add_special_tokens=False)["input_ids"])
+    assert render_prompt(ROW, tiny, section()).text == "<bos><|user|>1+1=?<|assistant|>"
+    example = render_example(ROW, tiny, section())
+    assert example.ids[: len(render_prompt(ROW, tiny, section()).ids)] == render_prompt(ROW, tiny, section()).ids
+
+
+def test_pairs_share_the_prompt_and_both_sides_end(tiny: Any) -> None:
+    pair = render_pair({"uid": "u", "prompt": "q", "chosen": "a", "rejected": "bc"}, tiny, section())
+    decoded = [tiny.decode(list(ids)) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)]
+    assert decoded == ["<bos><|user|>q<|assistant|>", "a<eos>", "bc<eos>"]
+
+
+def test_plain_text_without_a_template(tiny: Any) -> None:
+    row = {"uid": "u", "prompt": "1+1=", "completion": "2"}
+    assert marked(render_example(row, tiny, section(chat=False)), tiny) == "1+1=[2<eos>]"
+    assert marked(render_example({**row, "prompt": ""}, tiny, section(chat=False)), tiny) == "<bos>[2<eos>]"
+    assert marked(render_example(row, tiny, section(chat=False, train_on="all")), tiny) == "[1+1=2<eos>]"
+    assert render_prompt(row, tiny, section(chat=False)).text == "1+1="
+    with pytest.raises(DataError, match="`chat: false` cannot write"):
+        render_example({"uid": "u", "prompt": [TURNS[0]], "completion": "x"}, tiny, section(chat=False))
+
+
+def test_text_only_rows_need_train_on_all(tiny: Any) -> None:
+    assert marked(render_example({"uid": "u", "text": "abc"}, tiny, section(train_on="all")), tiny) == "[abc<eos>]"
+    with pytest.raises(DataError, match="no prompt to leave out"):
+        render_example({"uid": "u", "text": "abc"}, tiny, section())
+
+
+def test_rows_without_an_answer_say_what_is_missing(tiny: Any) -> None:
+    with pytest.raises(DataError, match="no `completion` to train on") as error:
+        render_example({"uid": "u", "prompt": "q", "answer": "7"}, tiny, section())
+    assert "columns: {completion: answer}" in str(error.value)
+    with pytest.raises(DataError, match="no assistant message"):
+        render_example({"uid": "u", "messages": TURNS[:1]}, tiny, section())
+    with pytest.raises(DataError, match="no `chosen` and `rejected`"):
+        render_pair(ROW, tiny, section())
+
+
+# --- templates with habits
+
+STRIPS_THINKING = (  # Qwen3's habit: earlier turns lose their thinking
+    "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}"
+    "<|assistant|>{{ m.content.split('</think>')[-1] }}<eos>"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+OPENS_THINK = (  # DeepSeek-R1's habits: the prompt opens <think>, every finished turn loses its thinking
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}## {{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}## assistant\n{% endif %}"
+)
+OTHER_END = (  # Gemma's habit: a turn ends in another token than EOS, and a line end follows
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|tool|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_thinking_stripped_from_earlier_turns_gives_one_sequence_a_turn(with_template: Callable[[str], Any]) -> None:
+    """Each turn in the form it has when it is written: with its thinking, behind earlier turns without theirs."""
+    tokenizer = with_template(STRIPS_THINKING)
+    found = render_examples(TALK, tokenizer, section(train_on="assistant"))
+    assert [marked(e, tokenizer) for e in found] == [
+        "<|user|>1+1=?<|assistant|>[<think>a</think>2<eos>]",
+        "<|user|>1+1=?<|assistant|>2<eos><|user|>ok<|assistant|>[<think>b</think>bye<eos>]",
+    ]
+    assert [e.uid for e in found] == ["t.0", "t.1"]
+    with pytest.raises(DataError, match="several sequences"):
+        render_example(TALK, tokenizer, section(train_on="assistant"))
+
+
+def test_a_prompt_that_opens_think_is_not_opened_twice(with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template(OPENS_THINK)
+    assert marked(render_example(ROW, tokenizer, section()), tokenizer) == (
+        "<|user|>1+1=?<|assistant|><think>\n[a</think>2<eos>]"
+    )
+    with pytest.raises(DataError, match="the answer never closes it"):
+        render_example({**ROW, "completion": "2"}, tokenizer, section())
+
+
+def test_a_template_without_an_end_of_turn_gets_eos(with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template(NO_END)
+    assert marked(render_example(ROW, tokenizer, section()), tokenizer) == (
+        "## user\n1+1=?\n## assistant\n[<think>a</think>2<eos>]"
+    )
+
+
+def test_the_end_of_turn_is_the_templates_and_nothing_behind_it_is_trained(with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template(OTHER_END)
+    row = {**ROW, "completion": "o"}  # a letter that the end-of-turn token's own text has, too
+    assert (
+        marked(render_example(row, tokenizer, section()), tokenizer)
+        == "<|user|>1+1=?<|tool|>\n<|assistant|>[o<|tool|>]"
+    )
+
+
+def test_a_template_that_refuses_is_quoted(with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template("{{ raise_exception('no system role') }}")
+    with pytest.raises(DataError, match=r"refuses the messages \(user\): TemplateError: no system role"):
+        render_prompt(ROW, tokenizer, section())
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template") as error:
+        render_prompt(ROW, tokenizer, section())
+    assert "data.chat: false" in str(error.value)
+
+
+# --- SmolLM2: a real BPE tokenizer; pad = EOS = <|im_end|>; its template puts "\n" behind each turn
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+
+
+def test_smollm2_every_assistant_turn(smollm2: Any) -> None:
+    example = render_example(TALK, smollm2, section(train_on="assistant"))
+    assert marked(example, smollm2) == (
+        SYSTEM + "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n[<think>a</think>2<|im_end|>]\n"
+        "<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n[<think>b</think>bye<|im_end|>]"
+    )
+
+
+def test_smollm2_trains_eos_although_it_is_the_padding_token(smollm2: Any) -> None:
+    """Four <|im_end|> in the sequence: only the one that ends the model's turn is trained on, by its position."""
+    assert smollm2.pad_token_id == smollm2.eos_token_id == 2
+    example = render_example(TALK, smollm2, section())
+    assert [t for i, t in zip(example.ids, example.trained, strict=True) if i == 2] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_smollm2_one_token_that_spans_prompt_and_answer_is_split(smollm2: Any) -> None:
+    """`hello` is one token, but the model is given `hel` alone and has to write `lo there` behind its tokens."""
+    row = {"uid": "u", "prompt": "hel", "completion": "lo there"}
+    assert len(smollm2("hello there")["input_ids"]) == 2
+    example = render_example(row, smollm2, section(chat=False))
+    prompt = render_prompt(row, smollm2, section(chat=False)).ids
+    assert example.ids[: len(prompt)] == prompt
+    assert marked(example, smollm2) == "hel[lo there<|im_end|>]"

