@@ -77,20 +77,14 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
         return
     rows = summary.get("table")
     if isinstance(rows, list) and rows:
-        _print_closing_table(rows)
+        from posttrain.run.table import print_table
+
+        print_table(rows, summary.get("findings", []))
         return
     plain = {key: text for key, value in summary.items() if (text := _cell(value)) is not None}
     width = max((len(key) for key in plain), default=0)
     for key, text in plain.items():
         typer.echo(f"{key:<{width}}  {text}")
-
-
-def _print_closing_table(rows: list[Mapping[str, Any]]) -> None:
-    from rich.console import Console
-
-    from posttrain.run.table import rich_table
-
-    Console().print(rich_table(rows))
 
 
 def _cell(value: Any) -> str | None:

@@ -30,13 +30,20 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 class Progress:
     """Shows the newest values of `columns` (metric keys), the step and the time left.
 
-    title: what runs. total: steps, or None where only a time limit ends the run. The first column gets a small curve.
+    title: what runs. total: steps, or None where only a time limit ends the run. max_minutes: a time limit that may end
+    it before. The first column gets a small curve.
     """
 
     def __init__(
-        self, title: str, total: int | None, columns: Sequence[str], *, console: Console | None = None
+        self,
+        title: str,
+        total: int | None,
+        columns: Sequence[str],
+        *,
+        max_minutes: float | None = None,
+        console: Console | None = None,
     ) -> None:
-        self.title, self.total, self.columns = title, total, tuple(columns)
+        self.title, self.total, self.columns, self.max_minutes = title, total, tuple(columns), max_minutes
         self._console = console or Console(stderr=True)
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None  # step and time of the first update, for the time left
@@ -56,9 +63,7 @@ class Progress:
     def update(self, step: int, values: Mapping[str, float | int | None]) -> None:
         """Show a step that is done. Without a terminal: a line, but not more often than every few seconds."""
         now = time.monotonic()
-        first_step, first_time = self._first = self._first or (step, now)
-        pace = (now - first_time) / (step - first_step) if step > first_step else None
-        left = pace * (self.total - step) if pace is not None and self.total is not None else None
+        left = self._left(step, now)
         cells = [(label(key), format_value(label(key), values[key])) for key in self.columns if key in values]
         head = values.get(self.columns[0]) if self.columns else None
         if head is not None:
@@ -69,6 +74,16 @@ class Progress:
             self._printed = now
             shown = "  ".join(f"{name} {text}" for name, text in cells)
             self._plain(f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}")
+
+    def _left(self, step: int, now: float) -> float | None:
+        """Seconds until the last step at the pace so far, or until the time limit if that comes before."""
+        first_step, first_time = self._first = self._first or (step, now)
+        if step == first_step or (self.total is None and self.max_minutes is None):
+            return None
+        pace = (now - first_time) / (step - first_step)
+        by_steps = pace * (self.total - step) if self.total is not None else float("inf")
+        by_time = 60 * self.max_minutes - (now - first_time) if self.max_minutes is not None else float("inf")
+        return max(0.0, min(by_steps, by_time))
 
     def note(self, text: str) -> None:
         """One line that stays, above the live display."""

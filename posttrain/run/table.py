@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 
@@ -43,12 +45,16 @@ def half_width(value: Mapping[str, Any]) -> str:
     return f"{value['mean']:.3f} ±{(value['high'] - value['low']) / 2:.3f}".replace("±0.", "±.")
 
 
-def rich_table(rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """The same for a terminal."""
-    table = Table(title=title or None, title_justify="left", header_style="bold")
-    names = headers(rows)
-    for name in names:
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> None:
+    """The table and a sentence a comparison on stdout; wide enough where stdout is a file or a pipe."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    for name in headers(rows):
+        table.add_column(name, justify="left" if name == "model" else "right")
     for row in rows:
-        table.add_row(*row_cells(row)[: len(names)])
-    return table
+        table.add_row(*row_cells(row))
+    console.print(table)
+    for sentence in findings:
+        console.print(sentence, soft_wrap=True)

@@ -81,7 +81,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     )
     with (
         GracefulStop() as stop,
-        Progress("rl", steps, COLUMNS) as progress,
+        Progress("rl", steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
     ):
         progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
