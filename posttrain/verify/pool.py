@@ -81,8 +81,22 @@ class Worker:
             return int(number), start
         return None, self.since
 
-    def kill(self) -> int:
-        """End the process and everything it started; returns its exit code. Its last messages can still be read."""
+    @property
+    def exited(self) -> bool:
+        """Whether the process has ended. It is not reaped where that can be avoided, so that its id stays its own."""
+        if not hasattr(os, "waitid"):
+            return self.process.poll() is not None
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self.process.returncode is not None or os.waitid(os.P_PID, self.process.pid, flags) is not None
+
+    def kill(self, patience: float = 0.0) -> int:
+        """End the process and everything it started; returns its exit code. Its last messages can still be read.
+
+        patience: seconds that a process which is ending gets, so that the code is its own.
+        """
+        give_up = time.monotonic() + patience
+        while not self.exited and time.monotonic() < give_up:
+            time.sleep(0.002)
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -134,7 +148,7 @@ class Pool:
         for worker in waiting:
             if worker.connection in heard:
                 self._receive(worker, work)
-            elif worker.process.poll() is not None:  # its connection is held open by something it started
+            elif worker.exited:  # its connection is held open by something it started
                 self._replace(worker, work, overdue=False)
 
     def _receive(self, worker: Worker, work: _Work) -> None:
@@ -176,7 +190,7 @@ class Pool:
     def _replace(self, worker: Worker, work: _Work, *, overdue: bool) -> None:
         """Take out a worker that is late or dead. Its current call is a time-out or an error; the rest is redone."""
         killed_at = time.monotonic()
-        code = worker.kill()
+        code = worker.kill(patience=0.0 if overdue else 2.0)
         self.workers.remove(worker)
         if not worker.ready:
             raise RunError(f"a reward worker could not load its scripts: {_cause(code)}")

@@ -1,0 +1,128 @@
+"""`posttrain reward test`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+
+GOOD = "def score(completion, answer): return float(completion.strip() == answer)\n"
+EXAMPLES = 'EXAMPLES = [("7", {"answer": "7"}, 1.0), ("", {"answer": "7"}, 0.0)]\n'
+
+
+def reward_test(*args: str) -> Any:
+    return CliRunner().invoke(app, ["reward", "test", *args])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """An RL recipe with its data beside it; the reward is `score` of mine.py."""
+    rows = [{"prompt": f"{n}?", "answer": str(n)} for n in range(100, 110)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text(GOOD + EXAMPLES)
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "stage: rl\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\n"
+        "rewards: [{use: mine.py:score}]\nscoring: {workers: 1}\nrun: {steps: 1}\n"
+    )
+    return path
+
+
+def test_examples_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD + EXAMPLES)
+    for target in (str(path), f"{path}:score"):
+        result = reward_test(target)
+        assert result.exit_code == 0, result.output
+        assert "mine.py:score  2 of 2 examples right" in result.stdout
+
+
+def test_a_failing_example_is_shown_and_exits_2(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(GOOD + EXAMPLES.replace("0.0", "0.5"))
+    result = reward_test(str(path))
+    assert result.exit_code == 2
+    assert "1 of 2 examples right" in result.stdout
+    assert "'' {'answer': '7'}\n    expected 0.5, got 0.0" in result.stdout
+
+
+def test_a_shipped_script_as_json() -> None:
+    result = reward_test("length.cosine", "--json")
+    assert result.exit_code == 0, result.output
+    [told] = json.loads(result.stdout)["examples"]
+    assert (told["function"], told["failed"]) == ("cosine", 0)
+    assert told["passed"] == len(told["outcomes"]) > 4
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere.py", "reward script not found"),
+        ("length.cosin", "no EXAMPLES of a function cosin"),
+        ("nothing", "no recipe"),
+    ],
+)
+def test_unknown_targets(target: str, message: str) -> None:
+    result = reward_test(target)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_recipe_tries_its_rewards_on_its_rows(recipe: Path) -> None:
+    result = reward_test(str(recipe), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["examples"][0]["passed"] == 2
+    [part] = found["recipe"]
+    assert (part["rows"], part["gold_written_as"], part["bad_gold"], part["ok"]) == (10, "plain", {}, True)
+    means = {kind: cell["mean"] for kind, cell in part["components"]["score"]["variants"].items()}
+    assert means.pop("gold") == 1.0
+    assert set(means.values()) == {0.0}
+    assert set(means) == {"near miss", "empty", "truncated", "very long", "unicode", "garbage"}
+
+
+def test_the_table_of_a_recipe(recipe: Path) -> None:
+    result = reward_test(str(recipe))
+    assert "rl: 10 rows, gold written as plain" in result.stdout
+    assert "near miss" in result.stdout
+    assert "gold scores best on 10 of 10 rows (score)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ("return 1.0", "gold scores best on 0 of 10 rows"),
+        ("return 1 / len(completion) if completion != answer else 1.0", "10 error"),
+    ],
+)
+def test_a_recipe_whose_reward_fails_exits_2(body: str, shown: str, recipe: Path) -> None:
+    (recipe.parent / "mine.py").write_text(f"def score(completion, answer): {body}\n")
+    result = reward_test(str(recipe))
+    assert result.exit_code == 2
+    assert shown in result.stdout
+    assert "score has no EXAMPLES" in result.stderr
+
+
+def test_a_column_that_the_data_lacks(recipe: Path) -> None:
+    (recipe.parent / "mine.py").write_text("def score(completion, anwser): return 1.0\n")
+    result = reward_test(str(recipe))
+    assert result.exit_code == 2
+    assert "the data has no column `anwser`" in result.stderr
+
+
+def test_torch_is_not_loaded(recipe: Path) -> None:
+    program = (
+        "import sys; from posttrain.__main__ import main\n"
+        f"sys.argv = ['posttrain', 'reward', 'test', {str(recipe)!r}]\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

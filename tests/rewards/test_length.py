@@ -1,0 +1,76 @@
+"""Length rewards on numbers done by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Reward = Callable[[str], Callable[..., Any]]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20481, -1.0), (10**6, -1.0)]
+)
+def test_soft_overlong_with_the_values_of_the_paper(length: int, expected: float, reward: Reward) -> None:
+    """Free up to 20480 - 4096 = 16384; 18432 is 2048 of 4096 over."""
+    assert reward("length.soft_overlong")("", length, max_length=20480, buffer=4096) == expected
+
+
+def test_soft_overlong_scales_with_factor_and_steps_without_a_buffer(reward: Reward) -> None:
+    soft = reward("length.soft_overlong")
+    assert soft("", 90, max_length=100, buffer=20, factor=0.4) == pytest.approx(-0.2)
+    assert soft("", 150, max_length=100, buffer=20, factor=0.4) == pytest.approx(-0.4)
+    assert [soft("", n, max_length=100, buffer=0) for n in (99, 100, 101)] == [0.0, 0.0, -1.0]
+
+
+def test_soft_overlong_is_continuous_and_never_rises(reward: Reward) -> None:
+    values = [reward("length.soft_overlong")("", n, max_length=50, buffer=20) for n in range(70)]
+    steps = [a - b for a, b in itertools.pairwise(values)]
+    assert all(0 <= step <= 1 / 20 + 1e-12 for step in steps)
+
+
+def test_truncation(reward: Reward) -> None:
+    truncation = reward("length.truncation")
+    assert truncation("", 44, True, max_length=44) == 1.0
+    assert truncation("", 45, True, max_length=44) == 0.0
+    assert truncation("", 44, True, True, max_length=44) == 0.0
+    assert truncation("", 1, False, max_length=44) == 0.0
+    assert truncation("", 1, None, max_length=44) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "correct", "truncated", "expected"),
+    [
+        (0, 1, False, 2.0),  # k = 1
+        (500, 1, False, 1.5),  # k = 1/2
+        (500, 0, False, -5.0),
+        (0, 0, False, -10.0),
+        (250, 1, None, 1 + (1 + math.sqrt(0.5)) / 2),  # cos(pi/4)
+        (983, 0, False, -10 * (1 + math.cos(math.pi * 0.983)) / 2),
+        (984, 1, False, -10.0),  # 984 + 16 = 1000
+        (5000, 1, False, -10.0),
+        (5, 1, True, -10.0),
+        (5, None, False, None),
+        (5, None, True, -10.0),
+    ],
+)
+def test_cosine(length: int, correct: Any, truncated: Any, expected: float | None, reward: Reward) -> None:
+    assert reward("length.cosine")("", length, correct, truncated, max_length=1000) == pytest.approx(expected)
+
+
+def test_cosine_is_monotone_and_right_beats_wrong(reward: Reward) -> None:
+    cosine = reward("length.cosine")
+    right = [cosine("", n, True, max_length=200) for n in range(184)]
+    wrong = [cosine("", n, False, max_length=200) for n in range(184)]
+    assert all(a > b for a, b in itertools.pairwise(right))
+    assert all(a < b for a, b in itertools.pairwise(wrong))
+    assert min(right) > max(wrong)
+
+
+def test_cosine_does_not_turn_back_beyond_its_limit(reward: Reward) -> None:
+    params = {"max_length": 100, "margin": 0, "exceed_reward": -1.0, "min_value_correct": 0.5, "max_value_correct": 1.0}
+    assert [reward("length.cosine")("", n, True, **params) for n in (100, 150, 200)] == [-1.0, -1.0, -1.0]

@@ -1,0 +1,60 @@
+"""Every shipped script: its examples hold, and it is an ordinary script."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.places import shipped
+from posttrain.verify.examples import examples_of, run_examples
+from posttrain.verify.load import first_argument_is_completion, load_script
+
+SCRIPTS = sorted(shipped("rewards").glob("*.py"))
+BORROWED = {"reasoning_gym"}  # declared dependencies that a script may import
+
+
+def test_there_are_scripts() -> None:
+    assert {"math", "format", "length", "tools", "gym"} <= {path.stem for path in SCRIPTS}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_examples_hold(path: Path) -> None:
+    outcomes = run_examples(path)
+    assert len(outcomes) >= 4
+    assert [f"{o.function}({o.example.completion!r}) gave {o.got}" for o in outcomes if not o.ok] == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_examples_cover_right_wrong_and_empty(path: Path) -> None:
+    for name, examples in examples_of(path).items():
+        values = {e.expected["reward"] if isinstance(e.expected, dict) else e.expected for e in examples}
+        assert len(values - {None}) >= 2, f"{name}: all examples score the same"
+        assert any(e.completion == "" for e in examples), f"{name}: no empty completion"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_every_reward_has_examples_and_a_docstring(path: Path) -> None:
+    module = load_script(path)
+    rewards = {
+        name: value
+        for name, value in module.items()
+        if first_argument_is_completion(value) and value.__module__ == module["__name__"] and name in examples_of(path)
+    }
+    assert rewards
+    assert module["__doc__"] and "rewards:" in module["__doc__"], "the head says how to use it"
+    assert all(value.__doc__ for value in rewards.values())
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_scripts_import_only_the_standard_library_verify_and_declared_packages(path: Path) -> None:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    foreign = {m for m in found if m.partition(".")[0] not in sys.stdlib_module_names and m not in BORROWED}
+    assert all(m.startswith("posttrain.verify") for m in foreign), foreign

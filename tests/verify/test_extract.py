@@ -1,0 +1,163 @@
+"""Extraction, by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from posttrain.verify.extract import (
+    after_think,
+    anchor,
+    answer_tag,
+    extract,
+    hash_line,
+    last_boxed,
+    last_number,
+    last_tag,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"\boxed{4} then \boxed{5}", "5"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{4} then \boxed{5", "4"),
+        (r"\boxed{5", None),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{1} \fbox{2}", "2"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \} b}", r"a \} b"),
+        (r"\boxed{\boxed{5}}", "5"),  # the inner box starts last
+        (r"\boxed{ \boxed{5}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed{ 5 }", " 5 "),
+        (r"} \boxed{5} }", "5"),
+        (r"{ \boxed{5}", "5"),
+        (r"\\boxed{5}", "5"),  # escaped once too often, as models do
+        (r"\boxed{1\\2}", r"1\\2"),  # a row break, then a digit
+        (r"\boxed{1\\}", r"1\\"),  # a row break does not escape the brace
+        (r"\boxed 5", None),
+        ("boxed{5}", None),
+        ("\\boxed{a\nb}", "a\nb"),
+        ("", None),
+        ("答え \\boxed{é}", "é"),
+    ],
+)
+def test_last_boxed(text: str, expected: str | None) -> None:
+    assert last_boxed(text) == expected
+
+
+def test_last_boxed_is_linear_in_hostile_text() -> None:
+    started = time.process_time()
+    assert last_boxed(r"\boxed{" * 100_000) is None
+    assert last_boxed(r"\boxed{" * 50_000 + "5" + "}" * 50_000) == "5"
+    assert time.process_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>5</answer>", "5"),
+        ("<answer>4</answer> no <answer>5</answer>", "5"),
+        ("<answer>4</answer> no <answer>5", "4"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("<answer>5", None),
+        ("</answer>5<answer>", None),
+        ("<answer>a<answer>b</answer>", "a<answer>b"),  # non-greedy from the first opening tag
+        ("<answer></answer>", ""),
+        ("", None),
+    ],
+)
+def test_last_tag(text: str, expected: str | None) -> None:
+    assert last_tag(text, "answer") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a</think>b</think> c", " c"), ("no thought", "no thought"), ("a</think>", ""), ("", "")],
+)
+def test_after_think(text: str, expected: str) -> None:
+    assert after_think(text) == expected
+
+
+def test_after_think_takes_another_delimiter() -> None:
+    assert after_think("a[/THINK]b</think>c", "[/THINK]") == "b</think>c"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>so \\boxed{5}</answer>", "5"),
+        ("\\boxed{4} <answer>5</answer>", "5"),
+        ("<answer>\\boxed{5</answer>", "\\boxed{5"),
+        ("\\boxed{4}", None),
+    ],
+)
+def test_answer_tag_takes_the_box_inside(text: str, expected: str | None) -> None:
+    assert answer_tag(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("48 + 24 = 72\n#### 72", "72"),
+        ("#### 1\n#### 2\nmore", "2"),
+        ("####  1,000  ", "1,000"),
+        ("#### \n7", None),  # nothing on its line
+        ("### 7", None),
+    ],
+)
+def test_hash_line(text: str, expected: str | None) -> None:
+    assert (hash_line(text) or None) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The answer is 12.", "12"),
+        ("**The answer is 12.**", "12"),
+        ("The final answer is **12**.", "12"),
+        ("the Answer is $12$.\nThat is all.", "12"),
+        ("The answer is: 12", "12"),
+        ("The answer is 3.5.", "3.5"),
+        ("The answer is 3\nno, the answer is 4", "4"),
+        ("The answer is x^2 + 1 ", "x^2 + 1"),
+        ("The answer is", ""),
+        ("I give up", None),
+    ],
+)
+def test_anchor(text: str, expected: str | None) -> None:
+    assert anchor(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2 and 3", "3"),
+        ("costs $1,234.50 in all", "1,234.50"),
+        ("it is -7.", "-7"),
+        ("5-3", "3"),  # a difference, not a negative number
+        ("about .5", ".5"),
+        ("3, 4,", "4"),
+        ("none", None),
+    ],
+)
+def test_last_number(text: str, expected: str | None) -> None:
+    assert last_number(text) == expected
+
+
+def test_the_first_extractor_that_finds_something_decides() -> None:
+    text = r"<answer>4</answer> \boxed{5} and 6"
+    assert extract(text, ["boxed", "answer_tag"]) == "5"
+    assert extract(text, ["answer_tag", "boxed"]) == "4"
+    assert extract(text, ["hash", "last_number"]) == "6"
+    assert extract(r"\boxed{} #### 7", ["boxed", "hash"]) == ""  # found, though blank
+    assert extract("seven", ["boxed", "hash"]) is None
+
+
+def test_an_unknown_extractor_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown extractor 'box'"):
+        extract("", ["box"])  # type: ignore[list-item]

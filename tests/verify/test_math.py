@@ -1,0 +1,138 @@
+"""Equivalence as the library decides it, and the rules around it that are ours."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from posttrain.verify import math
+from posttrain.verify.math import equal, gold_text, grade
+
+
+@pytest.mark.parametrize(
+    ("gold", "candidate", "expected"),
+    [
+        (r"\frac{1}{2}", "0.5", True),
+        ("1/3", "0.333333", True),
+        ("1/3", "0.333", False),
+        ("3.14", r"\pi", False),
+        (r"3\pi", "9.42", False),
+        (r"\{1,2\}", r"\{2,1\}", True),
+        ("1,2", "2,1", True),
+        ("(1,2)", "(2,1)", False),
+        ("[0,1)", "(0,1)", False),
+        ("5", "x = 5", True),
+        ("50%", "0.5", True),
+        ("50", r"50\%", True),
+        ("5", r"5\text{ cm}", True),
+        ("90", r"90^\circ", True),
+        ("5", r"\$5", True),
+        ("1000", "1,000", True),
+        (r"\text{(C)}", "C", True),
+        (r"\text{Paris}", r"\text{paris}", True),
+        ("1000", "1e3", False),
+        ("12", "12.", False),
+        ("x^2+1", "1+x^2", True),
+        ("7", "8", False),
+    ],
+)
+def test_equal(gold: str, candidate: str, expected: bool) -> None:
+    assert equal(gold, candidate) is expected
+
+
+def test_a_gold_that_cannot_be_parsed_is_no_judgement() -> None:
+    assert equal("}", "5") is None
+    assert grade(r"\boxed{5}", "}")["reward"] is None
+    assert grade("no box", "}")["reward"] is None
+
+
+def test_decimals_set_the_rounding() -> None:
+    assert equal("1/3", "0.333", decimals=3) is True
+    assert equal("1/3", "0.33", decimals=3) is False
+
+
+def test_the_short_cut_for_integers_agrees_with_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two plain integers are compared as text. The library must say the same of every such pair."""
+    draw = random.Random(0)
+    numbers = [0, 1, -1, 10, 999_999_999_999_999] + [draw.randint(-(10**15) + 1, 10**15 - 1) for _ in range(10)]
+    pairs = [(str(a), str(b)) for a in numbers for b in (a, a + 1, -a) if abs(b) < 10**15]
+    short = [equal(a, b) for a, b in pairs]
+    assert {True, False} == set(short)
+    monkeypatch.setattr(math, "_INTEGER", math.re.compile("(?!)"))
+    assert [equal(a, b) for a, b in pairs] == short
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{7} #### 8", "7"),
+        ("6 * 7 = 42\n#### 42", "42"),
+        ("#### 1 #### 2 ", "2"),
+        (" 5 ", "5"),
+        ("", None),
+        ("  ", None),
+        (r"\boxed{}", None),
+        ("text ####", None),
+    ],
+)
+def test_gold_text(answer: str, expected: str | None) -> None:
+    assert gold_text(answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "params", "reward", "extracted"),
+    [
+        (r"\boxed{5}", "5", {}, 1.0, "5"),
+        (r"\boxed{4} wait \boxed{5}", "5", {}, 1.0, "5"),  # the library would read the set {4, 5}
+        ("", "5", {}, 0.0, None),
+        (r"\boxed{}", "5", {}, 0.0, ""),
+        (r"\boxed{  }", "5", {}, 0.0, "  "),
+        (r"\boxed{5", "5", {}, 0.0, None),
+        (r"<think>\boxed{5}</think>", "5", {}, 0.0, None),
+        (r"<think>\boxed{4}</think>\boxed{5}", "5", {}, 1.0, "5"),
+        (r"a</think>b</think>\boxed{5}", "5", {}, 1.0, "5"),
+        (r"\boxed{5}", "5", {"require_think": True}, 0.0, None),
+        (r"x</think>\boxed{5}", "5", {"require_think": True}, 1.0, "5"),
+        (r"x[/T]\boxed{5}", "5", {"require_think": True, "think_delimiter": "[/T]"}, 1.0, "5"),
+        (r"\boxed{4}[/T] five", "4", {"think_delimiter": "[/T]"}, 0.0, None),
+        ("<answer>5</answer>", "5", {}, 0.0, None),
+        ("<answer>5</answer>", "5", {"extract": ("answer_tag",)}, 1.0, "5"),
+        (r"<answer>so \boxed{5}</answer>", "5", {"extract": ("answer_tag",)}, 1.0, "5"),
+        ("#### 5", "5", {"extract": ("boxed", "hash")}, 1.0, "5"),
+        ("The answer is **12.**", "12", {"extract": ("anchor",)}, 1.0, "12"),
+        (r"The answer is $\boxed{5}$.", "5", {"extract": ("anchor",)}, 1.0, r"\boxed{5}"),
+        ("5 or 6", "6", {"extract": ("last_number",)}, 1.0, "6"),
+        (r"\boxed{} #### 5", "5", {"extract": ("boxed", "hash")}, 0.0, ""),  # the box was found first
+        (r"\boxed{5}", 5, {}, 1.0, "5"),
+        (r"\boxed{5}", "", {}, None, None),
+        (r"\boxed{5}", None, {}, None, None),
+        (r"\boxed{0.333}", "1/3", {"decimals": 3}, 1.0, "0.333"),
+        (r"\boxed{\frac{}", "5", {}, 0.0, None),
+        (r"\boxed{答え}", "5", {}, 0.0, "答え"),
+    ],
+)
+def test_grade(
+    completion: str, answer: Any, params: dict[str, Any], reward: float | None, extracted: str | None
+) -> None:
+    assert grade(completion, answer, **params) == {"reward": reward, "extracted": extracted}
+
+
+@pytest.mark.parametrize(
+    "gold", ["1/2", r"\frac{3}{4}", r"\sqrt{2}", "(1, 2)", r"\{1, 2\}", "x = 5", "50%", r"\text{no}"]
+)
+def test_gold_equals_itself(gold: str) -> None:
+    assert equal(gold, gold) is True
+
+
+def test_no_signal_is_armed() -> None:
+    """The library's own limits use SIGALRM and fail outside the main thread; ours must not."""
+    import threading
+
+    found: list[bool | None] = []
+    thread = threading.Thread(target=lambda: found.append(equal("1/2", "0.5")))
+    thread.start()
+    thread.join()
+    assert found == [True]

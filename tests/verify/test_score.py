@@ -1,0 +1,169 @@
+"""From samples to components, rewards and correctness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RewardError
+from posttrain.verify.score import Sample, Scorer, built_in
+
+Scorers = Callable[..., Scorer]
+Samples = Callable[..., list[Sample]]
+
+
+def test_components_are_named_weighted_and_summed(scorer: Scorers) -> None:
+    """Right answer and form: 1 + 0.1 * 1; wrong answer: 0.1; right answer without the form: 1."""
+    rewards = (
+        {"use": "math.accuracy", "params": {"extract": ["answer_tag"]}},
+        {"use": "format.structure", "weight": 0.1, "name": "form"},
+    )
+    right, wrong, bare = (
+        "<think>a</think><answer>7</answer>",
+        "<think>a</think><answer>8</answer>",
+        "<answer>7</answer>",
+    )
+    with scorer(*rewards) as s:
+        scores = s.score([Sample(text, {"answer": "7"}) for text in (right, wrong, bare)])
+    assert scores.components == {"accuracy": [1.0, 0.0, 1.0], "form": [1.0, 1.0, 0.0]}
+    assert scores.rewards == pytest.approx([1.1, 0.1, 1.0])
+    assert scores.correct == [True, False, True]
+    assert scores.errors == scores.timeouts == scores.abstained == {"accuracy": 0, "form": 0}
+    assert scores.first_traceback is None
+    assert scores.seconds > 0
+
+
+def test_parts_are_logged_and_never_summed(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+    path = script(
+        """
+        def parts(completion, level):
+            return {"reward": level, "style": 10, "rare": 5 if level > 1 else None} if level else None
+        """
+    )
+    with scorer({"use": f"{path}:parts", "weight": 2.0}) as s:
+        scores = s.score(samples([{"level": 1}, {"level": 2}, {"level": 0}]))
+    assert scores.components == {
+        "parts": [1.0, 2.0, None],
+        "parts/style": [10.0, 10.0, None],
+        "parts/rare": [None, 5.0, None],
+    }
+    assert scores.rewards == [2.0, 4.0, None]
+    assert scores.abstained == {"parts": 1}
+
+
+def test_correct_is_given_to_those_who_ask(scorer: Scorers) -> None:
+    """truncation reads `correct` of accuracy, though it comes first in the recipe; accuracy is logged only."""
+    rewards = ({"use": "length.truncation", "params": {"max_length": 10}}, {"use": "math.accuracy", "weight": 0.0})
+    rows = [(r"\boxed{7}", "7", 5), (r"\boxed{7}", "7", 11), (r"\boxed{8}", "7", 5), (r"\boxed{7}", "", 5)]
+    with scorer(*rewards) as s:
+        assert s.correctness == 1
+        scores = s.score([Sample(c, {"answer": a}, token_count=n) for c, a, n in rows])
+    assert scores.components == {"truncation": [1.0, 0.0, 0.0, None], "accuracy": [1.0, 1.0, 0.0, None]}
+    assert scores.correct == [True, True, False, None]
+    assert scores.rewards == [1.0, 0.0, 0.0, None]
+
+
+def test_correct_at_sets_what_right_means(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+    path = script("def share(completion, x): return x")
+    with scorer(f"{path}:share", correct_at=0.5) as s:
+        assert s.score(samples([{"x": 0.4}, {"x": 0.5}, {"x": None}])).correct == [False, True, None]
+
+
+def test_the_marked_component_says_what_is_right(scorer: Scorers) -> None:
+    rewards = ("format.structure", {"use": "math.accuracy", "correct": True})
+    with scorer(*rewards) as s:
+        assert s.score([Sample(r"\boxed{7}", {"answer": "7"})]).correct == [True]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (("math.accuracy", "math.accuracy"), "two rewards are called `accuracy`"),
+        (({"use": "length.truncation", "params": {"max_length": 5}},), "none says it"),
+        (({"use": "math.accuracy", "correct": True}, {"use": "format.structure", "correct": True}), "several rewards"),
+        (
+            ("math.accuracy", {"use": "length.truncation", "params": {"max_length": 5}, "correct": True}),
+            "cannot say it",
+        ),
+    ],
+)
+def test_ambiguous_correctness_is_refused(rewards: tuple[Any, ...], message: str, scorer: Scorers) -> None:
+    with pytest.raises(RewardError, match=message):
+        scorer(*rewards)
+
+
+def test_none_for_a_whole_group_leaves_the_component_out(scorer: Scorers) -> None:
+    """The maths verifier has nothing to say about group 1 (no answers); form counts there alone."""
+    rewards = ("math.accuracy", {"use": "format.structure", "weight": 0.5})
+    good = "<think>a</think><answer>\\boxed{7}</answer>"
+    with scorer(*rewards) as s:
+        scores = s.score(
+            [
+                Sample(good, {"answer": "7"}, group=0),
+                Sample(good, {"answer": ""}, group=0),
+                Sample(good, {"answer": None}, group=1),
+                Sample("", {}, group=1),
+            ]
+        )
+    assert scores.rewards == [1.5, None, 0.5, 0.0]
+    assert scores.abstained == {"accuracy": 3, "structure": 0}
+
+
+def test_on_none_error_names_the_row(scorer: Scorers, samples: Samples) -> None:
+    with scorer({"use": "math.accuracy", "on_none": "error"}) as s, pytest.raises(RewardError, match="None for row r1"):
+        s.score(samples([{"answer": "7"}, {"answer": ""}]))
+
+
+def test_no_samples_no_scores(scorer: Scorers) -> None:
+    with scorer("math.accuracy") as s:
+        scores = s.score([])
+    assert scores.components == {"accuracy": []}
+    assert scores.rewards == scores.correct == []
+
+
+def test_built_ins() -> None:
+    sample = Sample("c", {"uid": "u", "prompt": "2+3"}, prompt="<user>2+3<think>\n", finish="length", token_count=9)
+    expected: dict[str, Any] = {
+        "prompt": "<user>2+3<think>\n",
+        "messages": [{"role": "user", "content": "2+3"}],
+        "finish_reason": "length",
+        "truncated": True,
+        "token_count": 9,
+        "step": 4,
+        "correct": None,
+        "prefilled_think": True,
+    }
+    assert {name: built_in(name, sample, 4, None) for name in expected} == expected
+    told = Sample("c", {"messages": [{"role": "user", "content": "hi"}]}, prompt="no thought")
+    assert built_in("messages", told, 0, None) == [{"role": "user", "content": "hi"}]
+    assert built_in("prefilled_think", told, 0, None) is False
+
+
+def test_every_built_in_has_a_value() -> None:
+    from posttrain.verify.load import BUILT_INS
+
+    for name in BUILT_INS:
+        built_in(name, Sample("c", {"prompt": "p"}), 0, True)
+
+
+def test_a_prefilled_thought_satisfies_the_form(scorer: Scorers) -> None:
+    with scorer("format.structure") as s:
+        text = "a</think><answer>7</answer>"
+        assert s.score([Sample(text, {}, prompt="q<think>"), Sample(text, {}, prompt="q")]).rewards == [1.0, 0.0]
+
+
+def test_optional_columns_keep_their_default_where_a_row_lacks_them(
+    script: Callable[..., Path], scorer: Scorers, samples: Samples
+) -> None:
+    path = script("def scaled(completion, factor=3.0): return factor")
+    with scorer(f"{path}:scaled") as s:
+        assert s.score(samples([{"factor": 2.0}, {"factor": None}, {}])).rewards == [2.0, 3.0, 3.0]
+
+
+def test_step_is_passed_on(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+    path = script("def now(completion, step): return step")
+    with scorer(f"{path}:now") as s:
+        assert s.score(samples([{}]), step=17).rewards == [17.0]
