@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "merge": FOUNDATION | {"models", "run"},
     "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run"},
     "train": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss"},
-    "pipeline": FOUNDATION | {"run"},
+    "pipeline": FOUNDATION | {"run", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {"cli": {"errors", "places"}, "__main__": {"errors", "places", "cli"}}
 

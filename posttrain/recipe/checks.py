@@ -97,6 +97,17 @@ def _idle_keys(recipe: Any) -> Found:
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
 
 
+def _kl_place(recipe: Any) -> Found:
+    """An estimator in a place where it does not do what its user means."""
+    if not isinstance(recipe, st.RlRecipe) or recipe.kl.coef == 0:
+        return
+    use, where = recipe.kl.use, recipe.kl.where
+    if where == "loss" and use == "k1":
+        yield "kl.use", "k1 in the loss has gradient 1 for every token, whatever the reference says", "use k2 or k3"
+    if where == "reward" and use in ("k3_is", "k3_straight_through"):
+        yield "kl.use", f"{use} differs from k3 only in its gradient, and a reward has none", "use k1 or k3"
+
+
 def _eval_settings(recipe: Any) -> Found:
     if isinstance(recipe, st.EvalRecipe):
         for position, k in enumerate(recipe.eval.k):
@@ -131,6 +142,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _reward_names,
     _groups,
     _idle_keys,
+    _kl_place,
     _eval_settings,
     _merge_inputs,
 )

@@ -68,7 +68,6 @@ class Objective:
         norm_len: the length of aggregation `fixed` where the recipe gives none. Raises UserError for names, keys and
         combinations that make no sense.
         """
-        check_kl(kl)
         functions, needs = _bind({"keep": keep, "advantage": advantage, "loss": loss, "kl": kl}, base_dir)
         if kl.coef == 0:
             del functions["kl"]
@@ -167,22 +166,6 @@ def token_sum(value: Tensor, mask: Tensor) -> Tensor:
     """Sum over trained tokens of a statistic [N,T], or [N] that holds for every token of its row."""
     spread = value if value.dim() == 2 else value[:, None].expand(mask.shape)
     return torch.where(mask, spread, 0.0).sum()
-
-
-def check_kl(kl: Kl) -> None:
-    """Raises RecipeError for an estimator in a place where it does not do what its user means."""
-    if kl.coef == 0:
-        return
-    if kl.where == "loss" and kl.use == "k1":
-        raise RecipeError(
-            "kl.use k1 in the loss: its gradient is 1 for every token, whatever the reference says",
-            hint="use k2 or k3, or write `kl.where: reward`",
-        )
-    if kl.where == "reward" and kl.use in ("k3_is", "k3_straight_through"):
-        raise RecipeError(
-            f"kl.use {kl.use} in the reward: it differs from k3 only in its gradient, and a reward has none",
-            hint="use k1 or k3, or write `kl.where: loss`",
-        )
 
 
 def _bind(

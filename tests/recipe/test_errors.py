@@ -154,6 +154,8 @@ def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        (RL + "kl: {use: k1, coef: 0.1}\n", "r.yaml:6:11  kl.use: k1 in the loss has gradient 1 for every token"),
+        (RL + "kl: {use: k3_is, coef: 0.1, where: reward}\n", "kl.use: k3_is differs from k3 only in its gradient"),
         (RL + "rollout: {group_size: 1}\n",
          "r.yaml:6:23  rollout.group_size: advantage `group` compares the completions of one prompt, and there is"),
         (RL + "rollout: {temperature: 0}\n", "r.yaml:6:24  rollout.temperature: 0 gives a prompt the same completion"),

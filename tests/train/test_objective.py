@@ -234,20 +234,6 @@ def test_needs(kl: dict[str, Any], needs: set[str]) -> None:
     assert sections(kl=kl).needs - {"groups"} == needs
 
 
-@pytest.mark.parametrize(
-    ("kl", "told"),
-    [
-        ({"use": "k1", "coef": 0.1}, "k1 in the loss"),
-        ({"use": "k3_is", "coef": 0.1, "where": "reward"}, "k3_is in the reward"),
-        ({"use": "k3_straight_through", "coef": 0.1, "where": "reward"}, "k3_straight_through in the reward"),
-    ],
-)
-def test_kl_estimators_in_the_wrong_place_are_refused(kl: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
-        sections(kl=kl)
-    sections(kl={**kl, "coef": 0.0})
-
-
 def test_the_norm_len_of_the_recipe_wins() -> None:
     assert sections(loss={"aggregation": "fixed"}).norm_len == 8
     assert sections(loss={"aggregation": "fixed", "norm_len": 5}).norm_len == 5
