@@ -28,7 +28,7 @@ def voted_answer(completion: str, *, finished: bool, order: Sequence[Extractor] 
 
 
 def vote_order(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Sequence[Extractor] | None:
-    """Where the correctness reward looks for the answer: its `extract`, set or default; None if it has no such argument."""
+    """Where the correctness reward looks for the answer: its `extract`, set or default; None without one."""
     marked = next((i for i, section in enumerate(sections) if section.correct), 0)
     reward = rewards[marked]
     argument = inspect.signature(reward.function).parameters.get("extract")

@@ -26,7 +26,8 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 
 REPORT = "merge_report.json"
-PROBE_TOKENS = 32
+PROBE = "The capital of France is Paris. 17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
+PROBE_TOKENS = 32  # of a model without a tokenizer
 LOG_WIDTH = 160  # of the table where there is no terminal to fit it into
 # Everything beside weights and config that makes a model usable; taken from the tokenizer's source.
 _COMPANIONS = (
@@ -59,7 +60,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
             partial.mkdir(parents=True)
             tally = _write(plan, partial, directory)
             changes = compare_written(plan, partial, tally)
-            probe = compare_logits(plan.anchor.folder, partial)
+            probe = compare_logits(plan.anchor.folder, partial, probe_ids(plan))
             summary = _summary(plan, tally, changes, probe, time.perf_counter() - started, directory.final)
             write_json(partial / REPORT, summary)
         shutil.rmtree(directory.final, ignore_errors=True)
@@ -124,19 +125,28 @@ def _write_config(plan: Plan, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def compare_logits(before: Path, after: Path) -> dict[str, float]:
-    """Load both models with transformers and compare logits on fixed token ids: largest gap, and largest logit after.
+def probe_ids(plan: Plan) -> list[int]:
+    """Token ids of a fixed text. (Ids in a row would be special tokens, on which bfloat16 models blow up.)"""
+    from transformers import AutoTokenizer
+
+    if plan.tokenizer.vocabulary is None:
+        return list(range(PROBE_TOKENS))
+    return list(AutoTokenizer.from_pretrained(plan.tokenizer.folder)(PROBE)["input_ids"])
+
+
+def compare_logits(before: Path, after: Path, ids: Sequence[int]) -> dict[str, float]:
+    """Load both models with transformers and compare logits on these token ids: largest gap, and largest logit after.
 
     Raises RunError if the merged model does not load whole or its logits are not finite.
     """
-    old, new = probe_logits(before), probe_logits(after)
+    old, new = probe_logits(before, ids), probe_logits(after, ids)
     gap = float((new - old).abs().max()) if old.shape == new.shape else float("nan")
     return {"logit_gap": gap, "largest_logit": float(new.abs().max())}
 
 
 @torch.no_grad()
-def probe_logits(folder: Path) -> torch.Tensor:
-    """Output [1, T, V] in float32 of a model folder on the token ids 0, 1, 2 ... T-1."""
+def probe_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
+    """Output [1, T, V] of a model folder on T token ids; computed in the stored dtype, returned in float32."""
     import transformers
 
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
@@ -145,9 +155,7 @@ def probe_logits(folder: Path) -> torch.Tensor:
     wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
         raise RunError(f"transformers does not load it whole: {wrong}", where=str(folder))
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    ids = torch.arange(min(PROBE_TOKENS, vocabulary))[None]
-    logits = model.eval()(input_ids=ids).logits.float()
+    logits = model.eval()(input_ids=torch.tensor([ids])).logits.float()
     if not torch.isfinite(logits).all():
         raise RunError("its logits are not finite", where=str(folder))
     return logits
