@@ -29,7 +29,7 @@ from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Re
 CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
 CONCURRENT_CALLS = 32  # coroutines that one worker runs together
 LOAD_SECONDS = 120.0  # for importing a script and its setup()
-STARTLESS_DEATHS = 3  # workers that may die one after the other outside any call
+STARTLESS_DEATHS = 3  # times that every worker may die outside a call before one answers
 
 _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker import start; start({fds})"
 
@@ -113,7 +113,11 @@ class Pool:
         self.startless_deaths = 0
 
     def start(self) -> None:
-        """Start the missing workers; does not wait until they have loaded their scripts."""
+        """Start the missing workers, also for idle ones that have died; does not wait until they are ready."""
+        for worker in [w for w in self.workers if w.idle and w.exited]:
+            worker.kill()
+            worker.connection.close()
+            self.workers.remove(worker)
         while len(self.workers) < self.size:
             self.workers.append(Worker(self.targets))
 
@@ -157,14 +161,14 @@ class Pool:
         except (EOFError, OSError):
             self._replace(worker, work, overdue=False)
             return
+        self._take_in(worker, work, kind, content)
+
+    def _take_in(self, worker: Worker, work: _Work, kind: str, content: Any) -> None:
         if kind == "failed":
             raise RewardError(f"a reward script cannot be loaded in its worker:\n{content}")
         if kind == "ready":
             worker.ready = True
-        else:
-            self._record(worker, work, content)
-
-    def _record(self, worker: Worker, work: _Work, content: Sequence[tuple[Any, ...]]) -> None:
+            return
         self.startless_deaths = 0
         for result in map(Result._make, content):
             del worker.unanswered[result.number]
@@ -192,8 +196,6 @@ class Pool:
         killed_at = time.monotonic()
         code = worker.kill(patience=0.0 if overdue else 2.0)
         self.workers.remove(worker)
-        if not worker.ready:
-            raise RunError(f"a reward worker could not load its scripts: {_cause(code)}")
         self._read_rest(worker, work)
         number, _ = worker.current()
         left = worker.unanswered
@@ -203,7 +205,7 @@ class Pool:
         if number == CONCURRENT:
             number = next(iter(left), None)
         if number is None:
-            self._count_startless(code, bool(left))
+            self._count_startless(code, bool(left) or not worker.ready)
         elif not overdue or killed_at >= self._deadline(worker):  # else it had gone on to the next call in time
             call = left.pop(number)
             late = overdue or code == -signal.SIGALRM
@@ -215,12 +217,11 @@ class Pool:
         """What a killed worker had sent before."""
         with contextlib.suppress(EOFError, OSError), worker.connection:
             while True:
-                _, content = worker.connection.recv()
-                self._record(worker, work, content)
+                self._take_in(worker, work, *worker.connection.recv())
 
-    def _count_startless(self, code: int, had_calls: bool) -> None:
-        self.startless_deaths += had_calls
-        if self.startless_deaths > STARTLESS_DEATHS:
+    def _count_startless(self, code: int, counts: bool) -> None:
+        self.startless_deaths += counts
+        if self.startless_deaths > STARTLESS_DEATHS * self.size:
             raise RunError(f"reward workers end before they begin a call: {_cause(code)}")
 
 

@@ -60,7 +60,7 @@ def test_one_gold_call(predicted: list[Any], expected: float, why: str, reward: 
 
 def test_two_gold_calls_of_one_tool_are_matched_greedily_in_gold_order(reward: Reward) -> None:
     """Gold f(x=1), f(x=2); predicted f(x=2), f(x=3). The first gold call has no equal value anywhere and takes the
-    first prediction (keys 1); the second takes f(x=3) (keys 1). Names 1: 3 of 1 + 2 + 2. The best matching would earn 4.
+    first prediction (keys 1); the second takes f(x=3) (keys 1). Names 1: 3 of 1 + 2 + 2. The best would earn 4.
     """
     f = [{"name": "f", "parameters": {"x": x}} for x in (1, 2, 3)]
     found = reward("tools.toolrl")(text(f[1], f[2]), gold(f[0], f[1]))

@@ -168,6 +168,17 @@ def test_no_process_is_left_behind(samples: Samples, faulty: Any) -> None:
     assert children() == before
 
 
+def test_workers_that_died_between_two_steps_are_replaced(samples: Samples, faulty: Any) -> None:
+    before = children()
+    with faulty(workers=5) as s:
+        s.score(samples([{"what": "ok"}] * 200))
+        for pid in children() - before:
+            os.kill(pid, signal.SIGKILL)
+        scores = s.score(samples([{"what": "ok"}] * 20))
+    assert scores.rewards == [1.0] * 20
+    assert scores.errors == {"score": 0}
+
+
 def test_what_a_reward_started_ends_with_its_worker(samples: Samples, faulty: Any, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with faulty() as s:
