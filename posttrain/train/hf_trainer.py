@@ -156,36 +156,41 @@ class RunLoop:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """After every optimiser step: write its metrics, save when due, and decide whether to go on."""
         del start_time
-        if "loss" not in logs:  # the trainer's closing summary: ours is `summary`
+        if "loss" not in logs:  # the trainer's closing summary: ours is `train`'s
             return
         run, state = self.job.recipe.run, self.job.state
+        self.last_metrics = values = self._finish_step(logs["loss"], logs["grad_norm"])
+        over = self.job.finished or self.stop.requested
+        if state.step % run.log_every == 0 or self.job.finished:
+            self.metrics.write(state.step, values)
+        self.progress.update(state.step, values)
+        if over or (run.save_every and state.step % run.save_every == 0):
+            save_checkpoint(self.job)
+        if over:
+            self.control.should_training_stop = True  # type: ignore[attr-defined]
+
+    def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
+        """Move the run's counters past the step; returns its metrics."""
+        state, planned = self.job.state, self.job.plan
         sums = {name: float(value) for name, value in self.sums.items()}
         seconds = time.perf_counter() - self.started
-        state.step, state.seconds, state.tokens = (
-            state.step + 1,
-            state.seconds + seconds,
-            state.tokens + int(sums["tokens"]),
-        )
-        state.position = min(state.step * self.job.plan.size, self.job.plan.rows)
+        state.step += 1
+        state.position = min(state.step * planned.size, planned.rows)
+        state.tokens += int(sums["tokens"])
+        state.seconds += seconds
         values = {
-            "loss": logs["loss"],
-            "grad_norm": logs["grad_norm"],
+            "loss": loss,
+            "grad_norm": grad_norm,
             "lr": self.lr,
             **self.step_metrics(sums),
             "trained_ratio": sums["trained"] / sums["tokens"],
+            "epoch": state.position / self.job.sampler.n_items,
             "num_tokens": state.tokens,
             "time/step": seconds,
             "time/tokens_per_s": sums["tokens"] / seconds,
         }
         state.first_metrics = state.first_metrics or values
-        self.last_metrics = values
-        if state.step % run.log_every == 0 or self.job.finished:
-            self.metrics.write(state.step, values)
-        self.progress.update(state.step, values)
-        if self.job.finished or self.stop.requested or (run.save_every and state.step % run.save_every == 0):
-            save_checkpoint(self.job)
-        if self.job.finished or self.stop.requested:
-            self.control.should_training_stop = True  # type: ignore[attr-defined]
+        return values
 
 
 def bad_gradient(model: nn.Module) -> str | None:
@@ -236,7 +241,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
     with (
         contextlib.closing(metrics),
         GracefulStop() as stop,
-        Progress(recipe.verb, job.plan.steps, columns) as progress,
+        Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
     ):
         for note in notes:
             progress.note(note)
@@ -244,7 +249,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
             progress.note(f"resumed after step {job.state.step}")
         trainer.attach(metrics, progress, stop)
         if not job.finished:
-            trainer.train()
+            with explained_out_of_memory(job):
+                trainer.train()
     if not job.finished:
         raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
     last = getattr(trainer, "last_metrics", {})
@@ -259,17 +265,36 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
     }
 
 
+@contextlib.contextmanager
+def explained_out_of_memory(job: Job) -> Iterator[None]:
+    """A GPU without memory left becomes a RunError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as cause:
+        raise RunError(
+            f"step {job.state.step + 1}: the GPU has no memory left",
+            where=str(job.directory.path),
+            allowed=f"now: batch.micro_size {job.plan.micro}, data.max_length {job.recipe.data.max_length}, "
+            f"model.gradient_checkpointing {str(job.recipe.model.gradient_checkpointing).lower()}",
+            hint="lower batch.micro_size (the numbers stay the same), or switch gradient_checkpointing on, or lower "
+            "data.max_length; then start a new run",
+        ) from cause
+
+
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
     """A TRL trainer of class `kind` around our model, optimiser and schedule. `options` are its own settings."""
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
+    args = config(**arguments(job), **options)
+    args._n_gpu = min(args.n_gpu, 1)  # one process, one device; otherwise all visible GPUs are put under DataParallel
     trainer = kind(
         model=job.loaded.model,
-        args=config(**arguments(job), **options),
+        args=args,
         processing_class=job.loaded.tokenizer,
         optimizers=(job.optimizer, None),
         **parts,
     )
     trainer.job = job
+    trainer.model_accepts_loss_kwargs = True  # RunLoop's losses are divided by the denominator of the whole step
     trainer.remove_callback(PrinterCallback)  # stdout is for data
     for name, parameter in job.loaded.model.named_parameters():
         # TRL turns the adapter of a 4-bit model into bfloat16, in which small updates are lost.

@@ -300,3 +300,13 @@ def test_rows_longer_than_the_window_are_refused(sft_recipe, tmp_path):
     hf_trainer.check_window(loaded, "row 3", 2048)
     with pytest.raises(DataError, match="row 3 has 2049 tokens; the model's window is 2048"):
         hf_trainer.check_window(loaded, "row 3", 2049)
+
+
+def test_a_gpu_without_memory_is_told_with_what_to_change(sft_recipe, opened, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sft.Sft, "denominator", fail)
+    with opened() as directory, pytest.raises(RunError, match="step 1: the GPU has no memory left") as told:
+        sft.run(sft_recipe(), directory)
+    assert "batch.micro_size 4" in str(told.value)
