@@ -60,9 +60,8 @@ def near_miss(answer: Any) -> Any:
 
 
 def _near_text(text: str) -> str:
-    if digits := list(re.finditer(r"\d", text)):
-        at = digits[-1].start()
-        return f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}"
+    if digit := re.search(r"[0-9]", text):  # the first one: verifiers may round the last away
+        return f"{text[: digit.start()]}{int(digit[0]) + 1 if digit[0] != '9' else 8}{text[digit.end() :]}"
     if text.strip().lower() in OPPOSITES:
         return OPPOSITES[text.strip().lower()]
     if option := re.search(r"(?<![A-Za-z\\])[A-Z](?![A-Za-z])", text):
