@@ -1,0 +1,54 @@
+"""Every recipe in recipes/debug runs from end to end and leaves what a run leaves. They are found, not listed."""
+
+import json
+
+import pytest
+
+from posttrain.pipeline import run_stage
+from posttrain.places import shipped
+from posttrain.recipe.load import load
+from posttrain.run.directory import RunDirectory
+from posttrain.run.metrics import read_metrics
+
+FOUND = sorted((shipped("recipes") / "debug").glob("*.yaml"))
+
+
+def test_there_is_one_for_every_stage():
+    assert {path.stem for path in FOUND} == {"sft", "dpo", "rl", "merge", "eval", "pipeline"}
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
+def test_a_debug_recipe_runs(path, tmp_path):
+    loaded = load(str(path))
+    out = tmp_path / "run"
+    with RunDirectory.open(out, name=path.stem, text=loaded.text, resolved=loaded.resolved) as directory:
+        summary = run_stage(loaded.recipe, directory)
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert "<h2>" in (out / "report.html").read_text() or path.stem == "merge"
+    check = {"eval": evaluated, "merge": merged, "pipeline": compared}.get(path.stem, trained)
+    check(loaded.recipe, out, summary)
+
+
+def trained(recipe, out, summary):
+    steps = [row["step"] for row in read_metrics(out)]
+    assert steps == list(range(1, summary["steps"] + 1)) and len(steps) >= 4
+    assert all(row["grad_norm"] > 0 for row in read_metrics(out))
+    assert (out / "final" / "model.safetensors").exists()
+    assert len(list((out / "checkpoints").iterdir())) == recipe.run.keep_checkpoints
+
+
+def evaluated(recipe, out, summary):
+    assert len((out / "completions.jsonl").read_text().splitlines()) == recipe.data.size * recipe.eval.samples
+    assert summary["accuracy"] == 0.0
+
+
+def merged(_, out, summary):
+    assert summary["changed"] == 0 and (out / "final" / "model.safetensors").exists()
+
+
+def compared(_, out, summary):
+    assert [row["model"] for row in summary["table"]] == ["sft", "rl"]
+    assert set(summary["seeds"]) == {"0", "1"}
+    longer, rl = summary["seeds"]["1"]["longer"], summary["seeds"]["1"]["rl"]
+    assert longer["train_seconds"] >= rl["train_seconds"] or longer["steps"] == 4
+    assert len(list(out.glob("seed-*/*/report.html"))) == 16
