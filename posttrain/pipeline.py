@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import MissingExtra, PosttrainError, RecipeError, UserError
+from posttrain.errors import MissingExtra, PosttrainError, RecipeError, RunError, UserError
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.stages import PipelineRecipe, Stage
@@ -112,7 +112,7 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
             done[name] = Done(folder, summary, skipped=True)
             continue
         started = time.perf_counter()
-        summary = _run_in(folder, loaded, name)
+        summary = (_run_apart if uses_vllm(loaded.recipe) else _run_in)(folder, loaded, name)
         took = duration(time.perf_counter() - started)
         print(f"{MILESTONE}{name} in {took}  {headline(summary)}", file=sys.stderr, flush=True)
         done[name] = Done(folder, summary, skipped=False)
@@ -129,6 +129,24 @@ def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
     except PosttrainError:
         print(f"stage {name} did not finish; its directory is {folder}", file=sys.stderr)
         raise
+
+
+def uses_vllm(recipe: Stage) -> bool:
+    """Whether a vLLM engine runs in the stage. It gives its GPU memory back only when its process ends."""
+    engine = getattr(recipe, "engine", None) or getattr(recipe, "rollout", None)
+    return engine is not None and engine.engine == "vllm"
+
+
+def _run_apart(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
+    """The stage in a process of its own."""
+    request = folder.with_suffix(".json")
+    write_json(request, {"stage": loaded.resolved, "base_dir": str(loaded.recipe.base_dir.resolve())})
+    command = [sys.executable, "-m", "posttrain.pipeline", "stage", str(request), str(folder), name]
+    run_children([Child(name, command, folder.with_suffix(".log"))], parallel=1)
+    summary = read_json(folder / "summary.json")
+    if summary is None:
+        raise RunError(f"stage {name} ended without a summary", allowed=f"its output is in {folder}.log")
+    return summary
 
 
 def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
@@ -156,7 +174,7 @@ def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
     return [
         Child(
             name=f"seed {seed}",
-            command=[sys.executable, "-m", "posttrain.pipeline", str(request), str(directory.path), str(seed)],
+            command=[sys.executable, "-m", "posttrain.pipeline", "seed", str(request), str(directory.path), str(seed)],
             log=directory.logs / f"seed-{seed}.log",
             env={"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"},
         )
@@ -189,16 +207,22 @@ def _labels(recipe: PipelineRecipe) -> dict[str, str]:
     return {name: labels[name] if name in once else name for name in labels}
 
 
-def main(request: str, path: str, seed: str) -> int:
-    """The child of `_children`: one seed; errors are told on stderr in one piece for the parent to show."""
+def main(kind: str, request: str, path: str, name: str) -> int:
+    """The child of `_children` and `_run_apart`: one seed, or one stage.
+
+    Errors are told on stderr in one piece for the parent to show.
+    """
     stop_with_parent()
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    base_dir = Path(asked["base_dir"])
     try:
-        loaded = load_dict(
-            {"stage": "pipeline", "stages": asked["stages"]}, base_dir=Path(asked["base_dir"]), where="pipeline"
-        )
-        assert isinstance(loaded.recipe, PipelineRecipe)
-        run_seed(loaded.recipe, Path(path), int(seed))
+        if kind == "stage":
+            _run_in(Path(path), load_dict(asked["stage"], base_dir=base_dir, where=f"stage {name}"), name)
+        else:
+            values = {"stage": "pipeline", "stages": asked["stages"]}
+            loaded = load_dict(values, base_dir=base_dir, where="pipeline")
+            assert isinstance(loaded.recipe, PipelineRecipe)
+            run_seed(loaded.recipe, Path(path), int(name))
     except PosttrainError as error:
         print(f"{ERROR}{error}", file=sys.stderr, flush=True)
         return error.exit_code

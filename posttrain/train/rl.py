@@ -67,9 +67,7 @@ class Pieces:
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train, save the final model, return the summary. Resumes from the newest complete checkpoint, if any."""
     quiet()
-    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
-    prepared = prepare_prompts(recipe.data, loaded.tokenizer, recipe.base_dir)
-    check_fits(prepared.items, recipe.rollout, model_window(loaded))
+    prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_sections(
         recipe.keep,
@@ -85,6 +83,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
     ):
         progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
+        loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+        check_fits(prepared.items, recipe.rollout, model_window(loaded))
         max_len = needed_length(prepared.items, recipe.rollout)
         engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
         try:
