@@ -82,6 +82,24 @@ class RolloutBatch:
     ref_logp: Tensor | None = None  # [N,T] frozen reference
     advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
+    lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
+    answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
+    turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
+    token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
+    # What the policy pass adds only where a component needs it, at rollout time and without gradient:
+    entropy: Tensor | None = None  # [N,T] nats
+    values: Tensor | None = None  # [N,T] critic; the old values of a clipped value loss
+    hidden: Tensor | None = None  # [N,T,H] last hidden state of the policy, of the position that predicts the token
+    topk_logp: Tensor | None = None  # [N,T,K] the K largest log-probs, falling
+    topk_chosen: Tensor | None = None  # [N,T,K] bool, the sampled token among them
+    old_vocab_mean_logp: Tensor | None = None  # [N,T] mean of the log-probs over the vocabulary
+    tempered_ref_logp: Tensor | None = None  # [N,T] sampled token's log-prob under softmax(power * reference logits)
+    # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
+    new_values: Tensor | None = None  # [N,T] critic
+    vocab_mean_logp: Tensor | None = None  # [N,T]
+    step: int = 0  # finished steps of the run
+    total_steps: int = 1  # planned steps of the run
+    memory: Mapping[str, Any] = field(default_factory=dict)  # component name -> what it remembers from the last step
 
     def __len__(self) -> int:
         return int(self.group_ids.shape[0])
@@ -104,7 +122,7 @@ class RolloutBatch:
             if isinstance(value, Tensor):
                 changed[item.name] = f(value)
             elif isinstance(value, Mapping):
-                changed[item.name] = {k: f(v) for k, v in value.items()}
+                changed[item.name] = {k: f(v) if isinstance(v, Tensor) else v for k, v in value.items()}
         return dataclasses.replace(self, **changed)
 
 
@@ -114,6 +132,46 @@ class TokenLoss:
 
     values: Tensor
     stats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupLoss:
+    """What a loss over whole groups returns: `values` [K], one a group in order of first appearance, averaged over the
+    groups of the optimiser batch; `stats` name -> [K], detached."""
+
+    values: Tensor
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which tokens are trained on: `mask` [N,T] bool, within the batch's mask.
+
+    denominator: the loss is divided by the tokens and rows of the batch before the selection (`all`), or of what is
+    `kept`; a method must say which, because it decides how large the step is.
+    """
+
+    mask: Tensor
+    denominator: Literal["all", "kept"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Engine-trainer mismatch: `weights` [N,T] multiply the policy-gradient term, cells where `mask` [N,T] is False
+    lose it. Both are constants; other terms (KL, regularisers) and denominators stay as they are."""
+
+    weights: Tensor
+    mask: Tensor
+    stats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What a component with a memory returns: its result, and the JSON-able state that comes back to it in the next
+    step as `batch.memory[its name]` (absent in the first); it is kept in checkpoints."""
+
+    result: Any
+    memory: Any
 
 
 @dataclass(frozen=True)

@@ -28,17 +28,42 @@ from posttrain.places import find, split_function
 
 INDEX = Path(__file__).with_name("components.json")
 
-# kind -> the package whose modules register components of that kind
+# kind -> the package whose modules register components of that kind, in the order in which a step calls them
 PACKAGES = {
-    "loss": "posttrain.loss",
-    "kl": "posttrain.loss",
-    "pair_loss": "posttrain.loss",
-    "advantage": "posttrain.advantage",
+    "group_reward": "posttrain.advantage",
     "keep": "posttrain.advantage",
+    "advantage": "posttrain.advantage",
+    "factor": "posttrain.advantage",
+    "bonus": "posttrain.advantage",
+    "spread": "posttrain.advantage",
+    "select": "posttrain.advantage",
+    "correction": "posttrain.loss",
+    "loss": "posttrain.loss",
+    "group_loss": "posttrain.loss",
+    "kl": "posttrain.loss",
+    "regulariser": "posttrain.loss",
+    "controller": "posttrain.control",
+    "pair_loss": "posttrain.loss",
     "merge": "posttrain.merge",
 }
 
-Kind = Literal["loss", "kl", "pair_loss", "advantage", "keep", "merge"]
+Kind = Literal[
+    "group_reward",
+    "keep",
+    "advantage",
+    "factor",
+    "bonus",
+    "spread",
+    "select",
+    "correction",
+    "loss",
+    "group_loss",
+    "kl",
+    "regulariser",
+    "controller",
+    "pair_loss",
+    "merge",
+]
 
 
 @dataclass(frozen=True)

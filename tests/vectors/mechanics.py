@@ -6,6 +6,8 @@ does not hold are passed as they are; a name that the product does not take is a
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.batch import PairBatch, RolloutBatch
+from posttrain.batch import GroupLoss, PairBatch, RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.loss.pair import mean
 from posttrain.merge.rules import merge_state
@@ -29,7 +31,9 @@ Adapter = Callable[[Case], dict[str, Any]]
 
 
 def tensor(value: Any) -> Tensor:
-    """A JSON array as float64; null is NaN."""
+    """A JSON array as float64; null is NaN. A tensor stays as it is."""
+    if isinstance(value, Tensor):
+        return value
     if isinstance(value, list):
         return torch.stack([tensor(item) for item in value]) if value else torch.zeros(0, dtype=torch.float64)
     return torch.tensor(torch.nan if value is None else value, dtype=torch.float64)
@@ -103,6 +107,8 @@ def trace(function: Callable[..., Any], output: str, *, over: str, state: str, n
 
 def flat(value: Any, group_ids: Any = None) -> tuple[Tensor, Tensor]:
     """Rows [N] and their group ids, from a table [B,G] (groups may differ in size), or [N] with ids or as one group."""
+    if isinstance(value, Tensor):
+        return value.flatten(), flat(value.detach().tolist(), group_ids)[1]
     if value and isinstance(value[0], list):
         ids = [group for group, row in enumerate(value) for _ in row]
         return tensor([cell for row in value for cell in row]), torch.tensor(ids, dtype=torch.long)
@@ -173,6 +179,176 @@ def by_group(rows: Tensor, group_ids: Tensor) -> list[bool]:
 def gradient(scalar: Tensor, wanted: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(scalar, wanted, allow_unused=True, retain_graph=True)
     return torch.zeros_like(wanted) if found is None else found
+
+
+ROWS = ("rewards", "correct", "truncated", "lengths", "answer_ids")  # batch fields of one number a row
+
+
+def on_batch(
+    function: Callable[..., Any],
+    outputs: Names | str,
+    *,
+    params: Names | None = None,
+    fields: Names | None = None,
+    start: Mapping[str, Any] | None = None,
+    rows: Sequence[str] = (),
+    single: Sequence[str] = (),
+    logp: bool = False,
+    grads: Names | None = None,
+    aggregation: str | None = None,
+    tables: Sequence[str] = (),
+) -> Adapter:
+    """function(batch, **params) -> one output, or {output: attribute path of the result}.
+
+    Values (params and inputs alike) named like a batch field, or mapped to one in `fields`, go into the batch; the
+    others are keywords, renamed by `params`; start: keywords that a case may leave out. Fields of one number a row
+    (ROWS, components.NAME, labels in words, and those named in `rows`) may be tables [B,G], which also give the groups;
+    `single`: inputs [B,G] that are one token a row.
+    logp: call function(batch, logp, ...). grads: output -> input whose gradient it is, of the `loss`: the mean of a
+    GroupLoss, the `aggregation` of a TokenLoss. The path `loss` names it, `.` the result itself. tables: outputs [N]
+    given back as [B,G].
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments(case))
+        leaves = {name: tensor(values[name]).requires_grad_() for name in set((grads or {}).values()) if name in values}
+        places = {name: (fields or {}).get(name, name) for name in values}
+        inside = {n: f for n, f in places.items() if f.split(".")[0] in _FIELDS or f == "logp"}
+        batch, policy = typed({f: leaves.get(n, values[n]) for n, f in inside.items()}, rows, _places(single, inside))
+        free = {**(start or {}), **renamed({n: v for n, v in arguments(case).items() if n not in inside}, params or {})}
+        result = function(batch, policy, **free) if logp else function(batch, **free)
+        loss = scalar(result, batch, aggregation) if grads or _wants_loss(outputs) else None
+        found = {n: _read(result, loss, path) for n, path in _paths(outputs).items()}
+        found |= {n: gradient(loss, leaves[x]) for n, x in (grads or {}).items() if x in leaves}
+        return {n: by_table(v, batch.group_ids) if n in tables else _detached(v) for n, v in found.items()}
+
+    return adapter
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(RolloutBatch))
+
+
+def _places(names: Sequence[str], inside: Names) -> set[str]:
+    return {inside[name] for name in names if name in inside}
+
+
+def _paths(outputs: Names | str) -> Names:
+    return {outputs: "."} if isinstance(outputs, str) else outputs
+
+
+def _wants_loss(outputs: Names | str) -> bool:
+    return "loss" in _paths(outputs).values()
+
+
+def _read(result: Any, loss: Any, path: str) -> Any:
+    """`.`, `loss`, or names joined by dots: attributes, keys of mappings, places of tuples."""
+    if path in (".", "loss"):
+        return result if path == "." else loss
+    for part in path.split(".", 1) if path.startswith("stats.") else path.split("."):
+        if isinstance(result, Mapping):
+            result = result[part]
+        else:
+            result = result[int(part)] if part.isdigit() else getattr(result, part)
+    return result
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def typed(
+    values: Mapping[str, Any], rows: Sequence[str] = (), single: Sequence[str] = ()
+) -> tuple[RolloutBatch, Tensor | None]:
+    """A RolloutBatch and `logp`, from field name -> JSON or tensor; `components.NAME` is one component.
+
+    Group ids are given, or come from the first table [B,G], or are 0. Without a mask every row has one trained token.
+    """
+    made: dict[str, Any] = {"components": {}}
+    ids = values.get("group_ids")
+    for place, value in values.items():
+        field, _, name = place.partition(".")
+        if field in ROWS or field == "components" or place in rows or place in single:
+            column, made_ids = numbered(value, ids) if field == "answer_ids" else flat(value, ids)
+            made.setdefault("group_ids", made_ids)
+            column = column[:, None] if place in single else column
+            made = {**made, "components": {**made["components"], name: column}} if name else {**made, field: column}
+        elif field != "group_ids":
+            made[field] = tensor(value) if isinstance(value, (list, Tensor)) else value
+    count = next(len(x) for x in made.values() if isinstance(x, Tensor))
+    mask = made.get("mask", torch.ones(count, 1))
+    one = torch.zeros(count, dtype=torch.long) if ids is None else torch.tensor(ids, dtype=torch.long)
+    made = {**made, "mask": mask.bool(), "group_ids": made.get("group_ids", one)}
+    logp = made.pop("logp", None)
+    return RolloutBatch(**made), logp
+
+
+def numbered(value: Any, group_ids: Any = None) -> tuple[Tensor, Tensor]:
+    """Words as numbers, [N] or [B,G]: equal ones share a number, null is -1."""
+    words = list(dict.fromkeys(x for row in value for x in (row if isinstance(row, list) else [row]) if x is not None))
+    numbers = {None: None, **{word: number for number, word in enumerate(words)}}
+    table = [[numbers[x] for x in row] if isinstance(row, list) else numbers[row] for row in value]
+    column, ids = flat(table, group_ids)
+    return column.nan_to_num(nan=float("-1")).long(), ids
+
+
+def scalar(result: Any, batch: RolloutBatch, aggregation: str | None) -> Tensor:
+    """The loss of a result: the mean over groups, the aggregation of a token matrix, or the result's own `loss`."""
+    if isinstance(result, GroupLoss):
+        return result.values.mean()
+    if aggregation is not None:
+        return aggregate(result.values, batch.mask, aggregation, totals(batch.mask))  # type: ignore[arg-type]
+    return result if isinstance(result, Tensor) else result.loss
+
+
+def by_table(rows: Tensor, group_ids: Tensor) -> list[list[Any]]:
+    """[N] as one list a group, in order of first appearance."""
+    return [rows.detach()[group_ids.eq(group)].tolist() for group in dict.fromkeys(group_ids.tolist())]
+
+
+def parts(adapters: Mapping[str, Adapter], name: str = "part") -> Adapter:
+    """The adapter that the case's param `name` chooses; the param goes no further."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        params = dict(case["params"])
+        return adapters[params.pop(name)]({**case, "params": params})
+
+    return adapter
+
+
+def controlled(
+    controller: Callable[..., Any],
+    outputs: Names,
+    *,
+    traces: Names | None = None,
+    steps: str | None = None,
+    params: Names | None = None,
+    initial: str | None = None,
+) -> Adapter:
+    """A controller over a run: outputs are lists, one entry a step.
+
+    traces: input -> metric; entry i of every trace is what step i measured, and outputs are read after that update.
+    steps: an input of step numbers, for controllers that follow the step alone. initial: the param or input that is the
+    recipe's number (default 0). An output is `value` (of the step; with traces, of the next one) or a path into the
+    state.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments(case))
+        first = values.pop(initial, 0.0) if initial else 0.0
+        series = {metric: values.pop(name) for name, metric in (traces or {}).items() if name in values}
+        numbers = values.pop(steps) if steps else range(len(next(iter(series.values()), [])))
+        made = controller(**renamed({n: v for n, v in values.items() if n not in case["inputs"]}, params or {}))
+        state = made.start(first)
+        found: dict[str, list[Any]] = {name: [] for name in outputs}
+        for step, after in zip(numbers, itertools.count(1), strict=False):
+            if traces:
+                state = made.update(state, {metric: trace[step] for metric, trace in series.items()}, step)
+            now = after if traces else step
+            for name, path in outputs.items():
+                found[name].append(made.value(state, now) if path == "value" else _read(state, None, path))
+        return found
+
+    return adapter
 
 
 def advantages(function: Callable[[RolloutBatch], Tensor], params: Names) -> Adapter:

@@ -19,7 +19,7 @@ def test_files_adapters_and_interface_name_the_same_methods(
 ) -> None:
     assert len(METHODS) >= 20
     assert sorted(vectors) == METHODS
-    assert sorted(adapters) == METHODS
+    assert sorted({name.partition(".")[0] for name in adapters}) == METHODS  # METHOD.OP is a companion function
     assert sorted(interface) == METHODS
 
 
@@ -40,6 +40,8 @@ def test_defaults_are_those_of_the_interface(
     for case in vectors[method]:
         params = {**defaults(interface[method]["params"], case["params"]), **case["params"]}
         inputs = {**defaults(interface[method]["inputs"], {}), **case["inputs"]}
+        if case.get("op"):  # the interface tells the defaults of the method, not of its companions
+            continue
         filled = {**case, "params": params, "inputs": inputs}
         assert runner.compute(adapters, method, filled) == runner.compute(adapters, method, case)
 
@@ -49,6 +51,8 @@ def test_every_output_of_the_interface_is_computed(
     method: str, runner: ModuleType, adapters: Any, vectors: Any, interface: Any
 ) -> None:
     for case in vectors[method]:
+        if case.get("op"):
+            continue
         assert interface[method]["outputs"].keys() <= runner.compute(adapters, method, case).keys()
 
 

@@ -1,0 +1,12 @@
+"""Controllers: numbers of a recipe that change over a run, from the step or from what was measured. No torch.
+
+A controller is a frozen dataclass with keyword-only fields (its recipe keys) and three pure methods on a JSON state:
+
+    @register("controller", "adaptive_kl", paper="1909.08593")
+    @dataclass(frozen=True, kw_only=True)
+    class AdaptiveKl:
+        target: float = 6.0
+        def start(self, initial: float) -> dict: ...  # state before step 0; initial: the recipe's number
+        def value(self, state: dict, step: int) -> float: ...  # the number to use in step 0, 1, ...
+        def update(self, state: dict, metrics: Mapping, step: int) -> dict: ...  # state after that step's metrics
+"""
