@@ -86,9 +86,21 @@ class RolloutBatch:
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], numbers of the data row, NaN = none
+    # Workflows and environments, where a row is one call or one step of a trajectory:
+    agent_ids: Tensor | None = None  # [N] int64, the role that made the call
+    trajectory_ids: Tensor | None = None  # [N] int64
+    step_ids: Tensor | None = None  # [N] int64, order of the steps within their trajectory
+    state_ids: Tensor | None = None  # [N] int64, equal or similar states of the environment share a number
+    edge_ids: Tensor | None = None  # [N,T] int64, turns that do the same in the same state share a number
+    hinted: Tensor | None = None  # [N] bool, the completion continues a hint
+    hint_mask: Tensor | None = None  # [N,T] bool, trained tokens that are the hint's
     # What the policy pass adds only where a component needs it, at rollout time and without gradient:
     entropy: Tensor | None = None  # [N,T] nats
     values: Tensor | None = None  # [N,T] critic; the old values of a clipped value loss
+    mc_values: Tensor | None = None  # [N,T] mean return of the environment's own rollouts from the token's turn
+    prompt_logp: Tensor | None = None  # [N,P] log-probs of the prompt's tokens
+    prompt_mask: Tensor | None = None  # [N,P] bool, False = padding or a token without a log-prob
     hidden: Tensor | None = None  # [N,T,H] last hidden state of the policy, of the position that predicts the token
     topk_logp: Tensor | None = None  # [N,T,K] the K largest log-probs, falling
     topk_chosen: Tensor | None = None  # [N,T,K] bool, the sampled token among them
