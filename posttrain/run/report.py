@@ -46,6 +46,7 @@ def render(run_path: Path) -> str:
         _tiles(summary),
         _closing_table(summary),
         _stages(run_path, summary),
+        _stage_curves(run_path, summary),
         _curves(read_metrics(run_path)),
         _samples(read_samples(run_path)),
         _details("Summary", json.dumps(summary, indent=2, ensure_ascii=False)) if summary else "",
@@ -118,6 +119,18 @@ def _stages(run_path: Path, summary: Mapping[str, Any]) -> str:
         rows.append(f"<tr><td>{escape(stage)}</td>{''.join(f'<td>{link}</td>' for link in links)}</tr>")
     head = "".join(f"<th>{escape(text)}</th>" for text in ["stage", *(f"seed {seed}" for seed in seeds)])
     return f"<section><h2>Stages</h2><table><tr>{head}</tr>{''.join(rows)}</table></section>"
+
+
+def _stage_curves(run_path: Path, summary: Mapping[str, Any]) -> str:
+    """The reward of every RL stage of a pipeline, a chart a seed."""
+    charts = []
+    for seed, stages in (summary.get("seeds") or {}).items():
+        for stage in stages:
+            points = _points(read_metrics(run_path / f"seed-{seed}" / stage), "reward")
+            if len(points) > 1:
+                charts.append((stage, chart(f"{stage}, seed {seed}: reward", points)))
+    shown = "".join(figure for _, figure in sorted(charts, key=lambda pair: pair[0]))
+    return f"<section><h2>Rewards</h2><div class=charts>{shown}</div></section>" if charts else ""
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
