@@ -93,8 +93,13 @@ class RolloutBatch:
     step_ids: Tensor | None = None  # [N] int64, order of the steps within their trajectory
     state_ids: Tensor | None = None  # [N] int64, equal or similar states of the environment share a number
     edge_ids: Tensor | None = None  # [N,T] int64, turns that do the same in the same state share a number
+    dones: Tensor | None = None  # [N] bool, the episode ended with this step
     hinted: Tensor | None = None  # [N] bool, the completion continues a hint
     hint_mask: Tensor | None = None  # [N,T] bool, trained tokens that are the hint's
+    answer_mask: Tensor | None = None  # [N,T] bool, tokens of the final answer, None = not marked
+    external: Tensor | None = None  # [N,T] bool, tokens of a given solution that the policy did not sample
+    expert_logp: Tensor | None = None  # [N,T] old policy's log-probs of an expert answer, by position; NaN = past its end
+    returns: Tensor | None = None  # [N,T] what a critic learns, from the advantage function
     # What the policy pass adds only where a component needs it, at rollout time and without gradient:
     entropy: Tensor | None = None  # [N,T] nats
     values: Tensor | None = None  # [N,T] critic; the old values of a clipped value loss
@@ -140,19 +145,31 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a policy loss returns: `values` [N,T] to be aggregated once, `stats` name -> [N] or [N,T], detached."""
+    """What a policy loss or a regulariser returns: `values` [N,T] to be aggregated once, `stats` name -> [N] or [N,T],
+    detached.
+
+    counted [N,T] bool: for a term with a mean of its own, the tokens that this mean is over: its sum is divided by
+    their number in the whole optimiser batch. It depends on the batch only, never on logp. None = aggregated as the
+    recipe says.
+    """
 
     values: Tensor
     stats: Mapping[str, Tensor] = field(default_factory=dict)
+    counted: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class GroupLoss:
     """What a loss over whole groups returns: `values` [K], one a group in order of first appearance, averaged over the
-    groups of the optimiser batch; `stats` name -> [K], detached."""
+    groups of the optimiser batch; `stats` name -> [K], detached.
+
+    weights [K]: how much a group counts in that average, e.g. its number of pairs; they depend on the batch only, never
+    on logp. None, or 0 everywhere in the optimiser batch: all alike.
+    """
 
     values: Tensor
     stats: Mapping[str, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
