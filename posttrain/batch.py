@@ -81,12 +81,15 @@ class RolloutBatch:
     rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
     ref_logp: Tensor | None = None  # [N,T] frozen reference
     advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
+    second_advantages: Tensor | None = None  # [N] of a loss that adds two surrogates
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
     lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], numbers of the data row, NaN = none
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # component -> the recipe's weight; {} = unknown
+    channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages that keep a loss of their own
     # Workflows and environments, where a row is one call or one step of a trajectory:
     agent_ids: Tensor | None = None  # [N] int64, the role that made the call
     trajectory_ids: Tensor | None = None  # [N] int64
@@ -173,6 +176,15 @@ class GroupLoss:
 
 
 @dataclass(frozen=True)
+class ChannelAdvantages:
+    """What an advantage with several channels returns: `total` [N] becomes the batch's advantages, `channels`
+    name -> [N] its `channels`."""
+
+    total: Tensor
+    channels: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Selection:
     """Which tokens are trained on: `mask` [N,T] bool, within the batch's mask.
 
@@ -182,6 +194,15 @@ class Selection:
 
     mask: Tensor
     denominator: Literal["all", "kept"]
+
+
+@dataclass(frozen=True)
+class TwoAdvantages:
+    """What an advantage returns that wants two surrogates added up: `values` and `second` [N], weights already in. A
+    loss that does not know `second_advantages` gets their sum, which is the same where nothing is clipped."""
+
+    values: Tensor
+    second: Tensor
 
 
 @dataclass(frozen=True)
