@@ -25,6 +25,7 @@ class Engine(Protocol):
 
     version: int  # policy version of the weights that it holds
     window: int  # longest prompt + completion in tokens
+    gap: float  # what `probe` gave right after the last sync
 
     def generate(
         self,

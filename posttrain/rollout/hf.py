@@ -31,6 +31,7 @@ class TransformersEngine:
         self.pad_id = loaded.pad_id
         self.batch_size = batch_size
         self.version = 0
+        self.gap = 0.0
         self.window = int(getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED)
 
     def generate(

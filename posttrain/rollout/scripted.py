@@ -27,6 +27,7 @@ class ScriptedEngine:
         self.logp = logp
         self.window = window
         self.version = 0
+        self.gap = 0.0
         self.calls: list[dict[str, Any]] = []
 
     def generate(

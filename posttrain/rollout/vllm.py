@@ -41,6 +41,7 @@ class VllmEngine:
         self.section = section
         self.window = window_of(section, loaded, max_len)
         self.version = 0
+        self.gap = 0.0
         self.asleep = False
         self.empty = False  # slept without keeping weights, and not synced since
         self.adapter: Any = None  # vLLM's LoRARequest of the newest version
@@ -48,6 +49,7 @@ class VllmEngine:
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, self.window - 1))
         self.dtype = engine_dtype(loaded)
         self.had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.scratch = scratch
         folder = scratch / "engine-model"
         if loaded.is_lora:
             weights.write_base(loaded, folder, self.dtype)
@@ -129,12 +131,12 @@ class VllmEngine:
                     self.llm.apply_model(repack_head)
         self.empty = False
         self.llm.reset_prefix_cache()
-        gap = self.probe(model)
-        if not gap <= TOLERANCE[self.dtype]:
+        self.gap = self.probe(model)
+        if not self.gap <= TOLERANCE[self.dtype]:
             raise EngineError(
-                f"stale engine: after syncing version {version} its log-probs are {gap:.3g} nats from the trainer's",
+                f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats off",
                 allowed=f"at most {TOLERANCE[self.dtype]} on average over {len(self.ids) - 1} tokens",
-                hint="rollout.engine: transformers samples with the trainer's own weights",
+                hint="the trainer computes others from its weights; rollout.engine: transformers samples with those themselves",
             )
         self.version = version
 
@@ -143,8 +145,8 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         old = self.adapter_folder
-        self.adapter_folder = weights.write_adapter(model, version)
         number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
+        self.adapter_folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{number}")
         self.adapter = LoRARequest(f"version-{version}", number, str(self.adapter_folder))
         self.llm.llm_engine.add_lora(self.adapter)
         if old is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
-
-SHARED_MEMORY = Path("/dev/shm")
-PEFT_PREFIX = "base_model.model."
 
 
 def dense_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -74,9 +70,7 @@ def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def write_adapter(model: Any, version: int) -> Path:
-    """The trained adapter in a new folder of its own, in /dev/shm where there is one. The caller removes it."""
-    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix=f"posttrain-adapter-{version}-", dir=root))
+def write_adapter(model: Any, folder: Path) -> Path:
+    """The trained adapter in `folder`, in PEFT's format, which vLLM reads. Some megabytes, seldom more."""
     model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
     return folder
