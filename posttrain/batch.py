@@ -81,7 +81,6 @@ class RolloutBatch:
     rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
     ref_logp: Tensor | None = None  # [N,T] frozen reference
     advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
-    second_advantages: Tensor | None = None  # [N] of a loss that adds two surrogates
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
     lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
@@ -194,15 +193,6 @@ class Selection:
 
     mask: Tensor
     denominator: Literal["all", "kept"]
-
-
-@dataclass(frozen=True)
-class TwoAdvantages:
-    """What an advantage returns that wants two surrogates added up: `values` and `second` [N], weights already in. A
-    loss that does not know `second_advantages` gets their sum, which is the same where nothing is clipped."""
-
-    values: Tensor
-    second: Tensor
 
 
 @dataclass(frozen=True)
