@@ -134,9 +134,10 @@ class VllmEngine:
         self.gap = self.probe(model)
         if not self.gap <= TOLERANCE[self.dtype]:
             raise EngineError(
-                f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats off",
+                f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats"
+                " from the trainer's",
                 allowed=f"at most {TOLERANCE[self.dtype]} on average over {len(self.ids) - 1} tokens",
-                hint="the trainer computes others from its weights; rollout.engine: transformers samples with those themselves",
+                hint="rollout.engine: transformers samples with the trainer's own weights",
             )
         self.version = version
 
