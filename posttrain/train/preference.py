@@ -30,6 +30,7 @@ from posttrain.places import split_function
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import sync_file, told_when_full
+from posttrain.run.progress import Progress
 from posttrain.train import hf_trainer
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -193,12 +194,14 @@ def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict
     out = torch.zeros(2, len(rows))
     training = model.training
     model.eval()
-    for start in range(0, len(order), job.plan.micro):
-        numbers = order[start : start + job.plan.micro]
-        batch = collate([rows[n] for n in numbers])
-        with torch.no_grad(), job.loaded.autocast():
-            sums = summed_logps(model, {name: value.to(job.loaded.device) for name, value in batch.items()})
-        out[:, numbers] = sums.cpu().view(2, -1)
+    with Progress("reference", len(order), ()) as progress:
+        for start in range(0, len(order), job.plan.micro):
+            numbers = order[start : start + job.plan.micro]
+            batch = collate([rows[n] for n in numbers])
+            with torch.no_grad(), job.loaded.autocast():
+                sums = summed_logps(model, {name: value.to(job.loaded.device) for name, value in batch.items()})
+            out[:, numbers] = sums.cpu().view(2, -1)
+            progress.update(start + len(numbers), {})
     model.train(training)
     return dict(zip(SIDES, out.unbind(), strict=True))
 
