@@ -76,6 +76,7 @@ class Component:
     paper: str = ""
     needs: tuple[str, ...] = ()
     stage_note: str = ""
+    exclusive: tuple[str, ...] = ()
     params: dict[str, tuple[str, Any]] = field(default_factory=dict)
 
     @property
@@ -87,18 +88,29 @@ _components: dict[tuple[str, str], Component] = {}
 
 
 def register(
-    kind: Kind, name: str, *, paper: str = "", needs: tuple[str, ...] = (), note: str = ""
+    kind: Kind,
+    name: str,
+    *,
+    paper: str = "",
+    needs: tuple[str, ...] = (),
+    note: str = "",
+    exclusive: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a function its recipe name. A second function of the same kind and name is an error.
 
-    paper: arXiv id. needs: what the batch must carry (`ref_logp`, `rollout_logp`, `old_logp`, `groups`, ...), so that a
-    recipe which cannot work is refused at load. note: where this reading departs from its source.
+    paper: arXiv id. needs: what it must have, so that a recipe which cannot work, or would do nothing, is refused at
+    load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one completion
+    a prompt), `updates` (more than one update a step), `all_correct` (groups that are all right must not be filtered
+    out), `every_row` (it has a gradient where the advantage is 0). note: where this reading departs from its source.
+    exclusive: what it corrects or does that no second component of a recipe may do, e.g. `engine ratio`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if (kind, name) in _components:
             raise ValueError(f"{kind} `{name}` is registered twice")
-        _components[kind, name] = Component(kind, name, function, paper, needs, note, keywords(function))
+        _components[kind, name] = Component(
+            kind, name, function, paper, needs, note, exclusive, keywords(function)
+        )
         return function
 
     return decorate
@@ -119,7 +131,9 @@ def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
 
 def _annotation(hint: Any) -> str:
     text = inspect.formatannotation(hint)
-    return text.replace("typing.", "").replace("collections.abc.", "").replace("NoneType", "None")
+    for module in ("typing.", "collections.abc.", "posttrain.options."):
+        text = text.replace(module, "")
+    return text.replace("NoneType", "None")
 
 
 def get(kind: Kind, name: str) -> Component:
@@ -138,13 +152,22 @@ def get(kind: Kind, name: str) -> Component:
     return _components[kind, name]
 
 
-def resolve(kind: Kind, use: str, base_dir: Path | None = None) -> Component:
-    """A registered name, `file.py:function` (beside the recipe or in the working directory), or `module:function`."""
+def resolve(kinds: Kind | tuple[Kind, ...], use: str, base_dir: Path | None = None) -> Component:
+    """A registered name, `file.py:function` (beside the recipe or in the working directory), or `module:function`.
+
+    Several kinds may share a place in a recipe; a function of the user is of the first, unless it is registered.
+    """
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
     if split_function(use) is None:
-        return get(kind, use)
-    function = load_function(use, base_dir, what=kind)
-    marked = next((c for c in _components.values() if c.function is function and c.kind == kind), None)
-    return marked or Component(kind, use, function, params=keywords(function))
+        return get(kind_of(kinds, use), use)
+    function = load_function(use, base_dir, what=kinds[0])
+    marked = next((c for c in _components.values() if c.function is function and c.kind in kinds), None)
+    return marked or Component(kinds[0], use, function, params=keywords(function))
+
+
+def kind_of(kinds: tuple[Kind, ...], name: str) -> Kind:
+    """Which of these kinds has a component of that name; the first where none has."""
+    return next((kind for kind in kinds if name in index().get(kind, {})), kinds[0])
 
 
 def load_function(
@@ -213,6 +236,7 @@ def build_index() -> dict[str, dict[str, dict[str, Any]]]:
             },
             "paper": component.paper,
             "needs": list(component.needs),
+            "exclusive": list(component.exclusive),
             "note": component.stage_note,
             "doc": component.doc,
         }

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from posttrain import registry
 from posttrain.errors import Problem
 from posttrain.places import split_function
+from posttrain.recipe import objective_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.sections import Critic, Reward
 from posttrain.recipe.tree import Node, dotted, follow
 
 Found = Iterator[tuple[str, str, str]]
@@ -23,15 +22,24 @@ Found = Iterator[tuple[str, str, str]]
 def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
     """The problems of a recipe whose values are right one by one. `prefix` marks a stage of a pipeline."""
     problems: list[Problem] = []
-    for check in CHECKS if prefix else (*CHECKS, _references):
+    for check in (*CHECKS, *objective_checks.CHECKS) if prefix else (*CHECKS, *objective_checks.CHECKS, _references):
         for key, what, right in check(recipe):
-            path = [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
+            path = _path(key)
             node, depth = follow(tree, path)
-            if node.origin.kind == "preset":  # what a paper chose may be idle beside what the user chose
-                continue
+            if node.origin.kind == "preset":
+                if check in CHECKS:  # what a paper chose may be idle beside what the user chose
+                    continue
+                node, depth = follow(tree, ["algorithm"])
             mark = node.origin.mark if depth == len(path) and not node.mapping else node.at_key.mark
             problems.append(Problem(mark, f"{dotted([*prefix, *path])}: {what}", hint=right))
     return problems
+
+
+def _path(key: str) -> list[str | int]:
+    """The parts of a dotted key; what stands under `controllers` is named by a dotted key itself."""
+    if key.startswith("controllers."):
+        return ["controllers", key.removeprefix("controllers.")]
+    return [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
 
 
 def _length(recipe: Any) -> Found:
@@ -65,25 +73,12 @@ def reward_name(reward: Reward) -> str:
     return reward.name or (split[1] if split else reward.use.rpartition(".")[2])
 
 
-def component_needs(section: ComponentSection | None) -> set[str]:
-    """What the component of a section says that it needs; empty for a user's own function."""
-    if section is None:
-        return set()
-    return set(registry.index().get(section.kind, {}).get(section.use, {}).get("needs", []))
-
-
 def _groups(recipe: Any) -> Found:
     if not isinstance(recipe, st.RlRecipe):
         return
-    if recipe.rollout.group_size == 1:
-        for name in ("keep", "advantage", "loss"):
-            section = getattr(recipe, name)
-            if "groups" in component_needs(section):
-                what = f"{name} `{section.use}` compares the completions of one prompt, and there is only 1"
-                yield "rollout.group_size", what, "write 2 or more"
-    elif recipe.rollout.temperature == 0:
+    if recipe.rollout.group_size > 1 and recipe.rollout.temperature == 0:
         yield "rollout.temperature", "0 gives a prompt the same completion every time", "write a temperature above 0"
-    if recipe.rollout.max_gen_batches > 1 and recipe.keep is None:
+    if recipe.rollout.max_gen_batches > 1 and not recipe.keeps:
         what = "refills the groups that `keep` drops, and there is no `keep`"
         yield "rollout.max_gen_batches", what, "add `keep: dynamic_sampling`"
 
@@ -91,15 +86,27 @@ def _groups(recipe: Any) -> Found:
 def _idle_keys(recipe: Any) -> Found:
     if not isinstance(recipe, st.RlRecipe):
         return
-    if recipe.loss.norm_len is not None and recipe.loss.aggregation != "fixed":
+    terms = [recipe.loss.aggregation, *(term.aggregation for term in recipe.regularisers)]
+    if recipe.loss.norm_len is not None and "fixed" not in terms:
         yield "loss.norm_len", f"does nothing with aggregation {recipe.loss.aggregation}", "write `aggregation: fixed`"
-    if recipe.kl.model_fields_set - {"coef"} and "coef" not in recipe.kl.model_fields_set:
+    if recipe.kl.model_fields_set - {"coef"} and not (
+        "coef" in recipe.kl.model_fields_set or "kl.coef" in recipe.controllers
+    ):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
+
+
+def _idle_critic(recipe: Any) -> Found:
+    """A learning rate for a value head that nothing reads."""
+    if isinstance(recipe, st.RlRecipe) and recipe.critic != Critic():
+        needs = {need for _, section in recipe.components() for need in section.needs}
+        own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
+        if not own and not needs & {"values", "new_values"}:
+            yield "critic", "does nothing: no component reads a critic's values", "remove it"
 
 
 def _kl_place(recipe: Any) -> Found:
     """An estimator in a place where it does not do what its user means."""
-    if not isinstance(recipe, st.RlRecipe) or recipe.kl.coef == 0:
+    if not isinstance(recipe, st.RlRecipe) or (recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers):
         return
     use, where = recipe.kl.use, recipe.kl.where
     if where == "loss" and use == "k1":
@@ -142,6 +149,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _reward_names,
     _groups,
     _idle_keys,
+    _idle_critic,
     _kl_place,
     _eval_settings,
     _merge_inputs,

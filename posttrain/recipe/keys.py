@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from posttrain import registry
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import STAGES, Stage
 from posttrain.recipe.tree import Node, child
@@ -46,14 +45,16 @@ def own_keys(model: type[BaseModel]) -> dict[str, Any]:
 def section_at(stage: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
     """The section class at a path of a recipe, or None where there is none (free mappings, component arguments)."""
     model: type[BaseModel] = stage
+    named = False  # below a mapping whose keys are names: the part is a name
     for part in path:
-        if isinstance(part, int):
+        if isinstance(part, int) or named:
+            named = False
             continue
         field = own_keys(model).get(part)
         below = models(field.annotation) if field else []
-        if not below:
+        if not below or field is None:
             return None
-        model = below[0]
+        model, named = below[0], typing.get_origin(field.annotation) is dict
     return model
 
 
@@ -68,7 +69,7 @@ def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -
     if issubclass(model, ComponentSection):
         named = child(node, "use") if node else None
         use = named.value if named else model.default_use()
-        keys += registry.index().get(model.kind, {}).get(str(use), {}).get("params", {})
+        keys += model.known().get(str(use), {}).get("params", {})
     return keys
 
 

@@ -37,7 +37,9 @@ def merge(lower: Node, upper: Node, components: Components | None = None) -> Nod
 
 
 def spelt_out(node: Node) -> Node:
-    """`keep: dynamic_sampling` -> `keep: {use: dynamic_sampling}`."""
+    """`keep: dynamic_sampling` -> `keep: {use: dynamic_sampling}`; in a list, each entry."""
+    if isinstance(node.value, list):
+        return Node([spelt_out(entry) for entry in node.value], node.origin, node.key_origin)
     if not isinstance(node.value, str):
         return node
     return Node({"use": Node(node.value, node.origin, node.key_origin)}, node.origin, node.key_origin)
@@ -116,7 +118,7 @@ def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[s
         return value
     if node is not None and isinstance(node.value, list):
         position = _position(node, parts[0], value.origin, above)
-        entry = node.value[position]
+        entry = spelt_out(node.value[position]) if len(parts) > 1 else node.value[position]
         layer = _nested(entry, parts[1:], value, (*above, position))
         entries = [*node.value[:position], merge(entry, layer, keys.components_in(entry)), *node.value[position + 1 :]]
         return Node(entries, node.origin, node.key_origin)

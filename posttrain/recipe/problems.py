@@ -13,7 +13,7 @@ from posttrain.errors import Problem, nearest
 from posttrain.recipe import keys
 from posttrain.recipe.removed import sentence
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.stages import Stage
+from posttrain.recipe.stages import TAGS, Stage
 from posttrain.recipe.tree import Node, dotted, follow
 
 Item = dict[str, Any]
@@ -24,7 +24,7 @@ def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequenc
     problems: list[Problem] = []
     choices: dict[tuple[str | int, ...], list[Item]] = {}  # a value of several allowed types has an error for each
     for found in error.errors(include_url=False):
-        item: Item = dict(found)
+        item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
         if depth < len(item["loc"]) and item["type"] != "missing":
@@ -147,7 +147,7 @@ def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stag
     if not about and field and (inner := keys.models(field.annotation)):
         about = (inner[0].__doc__ or "").split("\n")[0]
     if key == "use" and model and issubclass(model, ComponentSection):
-        about = f"known: {', '.join(sorted(registry.index().get(model.kind, {})))}; or path/file.py:function"
+        about = f"known: {', '.join(sorted(model.known()))}; or path/file.py:function"
     full = f"{shown_path}.{key}" if shown_path else key
     return Problem(node.at_key.mark, f"{full}: is missing", about or "")
 
@@ -193,7 +193,7 @@ def _other_component(key: str, model: type[BaseModel] | None, parent: Node) -> s
     """A key that another component of the same kind takes."""
     if model is None or not issubclass(model, ComponentSection):
         return None
-    takers = [name for name, entry in registry.index().get(model.kind, {}).items() if key in entry["params"]]
+    takers = [name for name, entry in model.known().items() if key in entry["params"]]
     if not takers:
         return None
     named = parent.mapping.get("use")

@@ -63,7 +63,7 @@ def _stage(model: type[Stage], definitions: dict[str, Schema]) -> Schema:
     for key, section in keys.components_of(stage).items():
         definitions[f"{stage}_{key}"] = _component(section)
         description = schema["properties"][key].get("description", "")
-        schema["properties"][key] = _optional(f"#/definitions/{stage}_{key}", model, key, description)
+        schema["properties"][key] = _placed(f"#/definitions/{stage}_{key}", model, key, description)
     for path in model.unused:
         key, _, last = path.partition(".")
         for name in {renamed[m.__name__] for m in keys.models(model.model_fields[key].annotation)}:
@@ -84,8 +84,16 @@ def _sections(model: type[Stage]) -> set[str]:
     return named - {section.__name__ for section in keys.components_of(model.model_fields["stage"].default).values()}
 
 
-def _optional(reference: str, model: type[Stage], key: str, description: str) -> Schema:
-    choices: list[Schema] = [{"$ref": reference}]
+def _placed(reference: str, model: type[Stage], key: str, description: str) -> Schema:
+    """A component where its field has one, several, one or several, or one a name."""
+    one, annotation = {"$ref": reference}, model.model_fields[key].annotation
+    choices: list[Schema] = [one]
+    if typing.get_origin(annotation) is list:
+        choices = [{"type": "array", "items": one}]
+    elif typing.get_origin(annotation) is dict:
+        choices = [{"type": "object", "additionalProperties": one}]
+    elif "list[" in str(annotation):
+        choices.append({"type": "array", "items": one})
     if model.model_fields[key].default is None:
         choices.append({"type": "null"})
     return {"anyOf": choices, **({"description": description} if description else {})}
@@ -122,7 +130,7 @@ def _with_variable(key: str, schema: Schema) -> Schema:
 def _component(section: type[ComponentSection]) -> Schema:
     """A component section: the name alone, or `use` with the keys of that component; any keys for a user's function."""
     own = _tidy(section.model_json_schema(by_alias=True), {})["properties"]
-    known = registry.index().get(section.kind, {})
+    known = section.known()
     branches = [_branch(section, name, described, own) for name, described in known.items()]
     user = {"type": "object", "required": ["use"], "properties": {**own, "use": {"type": "string", "pattern": ":"}}}
     short = {"anyOf": [{"enum": list(known)}, {"type": "string", "pattern": ":"}]}
@@ -130,7 +138,7 @@ def _component(section: type[ComponentSection]) -> Schema:
 
 
 def _branch(section: type[ComponentSection], name: str, described: Schema, own: Schema) -> Schema:
-    params = _tidy(_params(section.kind, name), {}).get("properties", {})
+    params = _tidy(_params(registry.kind_of(section.kinds, name), name), {}).get("properties", {})
     properties = copy.deepcopy(own) | params | {"use": {"const": name, "description": described["doc"]}}
     branch = {"type": "object", "properties": properties, "additionalProperties": False}
     return branch if name == section.default_use() else {**branch, "required": ["use"]}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, mo
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
+from posttrain.options import Channel, Gate
 from posttrain.places import split_function
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)  # built when used
@@ -29,7 +30,7 @@ class ComponentSection(Section):
     here: its keys are taken as they are and checked when the function is loaded.
     """
 
-    kind: ClassVar[registry.Kind]
+    kinds: ClassVar[tuple[registry.Kind, ...]]  # of the components that may stand here
     use: str
     _params: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -55,7 +56,7 @@ class ComponentSection(Section):
             problems += _details(error)
         try:
             if isinstance(use, str):
-                params = component_params(cls.kind, use, {k: v for k, v in value.items() if k not in own})
+                params = component_params(cls.kinds, use, {k: v for k, v in value.items() if k not in own})
         except ValidationError as error:
             problems += _details(error)
         if problems or section is None:
@@ -66,6 +67,21 @@ class ComponentSection(Section):
     @model_serializer(mode="wrap")
     def _with_params(self, handler: Any) -> dict[str, Any]:
         return {**handler(self), **self._params}
+
+    @classmethod
+    def known(cls) -> dict[str, dict[str, Any]]:
+        """The registered components that may stand here: name -> what the index says of it."""
+        return {name: entry for kind in cls.kinds for name, entry in registry.index().get(kind, {}).items()}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the index says of the component in use; empty for a function of the user."""
+        return self.known().get(self.use, {})
+
+    @property
+    def needs(self) -> set[str]:
+        """What the component in use says that it needs."""
+        return set(self.described.get("needs", []))
 
     @classmethod
     def default_use(cls) -> str | None:
@@ -81,10 +97,11 @@ def registered(kind: registry.Kind, name: str) -> str:
     return name
 
 
-def component_params(kind: registry.Kind, use: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def component_params(kinds: tuple[registry.Kind, ...], use: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The checked keyword arguments of a component, with defaults. Raises ValidationError with exact keys."""
     if split_function(use) is not None:
         return dict(given)
+    kind = registry.kind_of(kinds, use)
     try:
         registered(kind, use)
     except PydanticCustomError as unknown:
@@ -111,6 +128,7 @@ _NAMES = (
     {t.__name__: t for t in (int, float, str, bool, list, dict, tuple)}
     | {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
     | {"Mapping": Mapping, "None": None}
+    | {"Gate": Gate, "Channel": Channel}
 )
 
 

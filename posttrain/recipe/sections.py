@@ -145,25 +145,64 @@ class Scoring(Section):
     )
 
 
-class Keep(ComponentSection):
-    """Which groups stay in the batch."""
+class GroupReward(ComponentSection):
+    """A reward of a whole group: it makes new rewards from those of the rows, their components and lengths."""
 
-    kind: ClassVar = "keep"
+    kinds: ClassVar = ("group_reward",)
+
+
+class Keep(ComponentSection):
+    """Which groups or rows stay in the batch."""
+
+    kinds: ClassVar = ("keep",)
 
 
 class Advantage(ComponentSection):
-    """How rewards become advantages."""
+    """How rewards become advantages: the normaliser."""
 
-    kind: ClassVar = "advantage"
+    kinds: ClassVar = ("advantage",)
     use: str = "group"
+
+
+class Factor(ComponentSection):
+    """A factor on the advantages of each row."""
+
+    kinds: ClassVar = ("factor",)
+
+
+class Bonus(ComponentSection):
+    """New advantages from those that there are."""
+
+    kinds: ClassVar = ("bonus",)
+
+
+class Spread(ComponentSection):
+    """How a row's advantage is divided among its turns or tokens."""
+
+    kinds: ClassVar = ("spread",)
+
+
+class Select(ComponentSection):
+    """Which rows and tokens are trained on."""
+
+    kinds: ClassVar = ("select",)
+
+
+class CorrectionSection(ComponentSection):
+    """A weight or mask against the difference between the engine's and the trainer's log-probs."""
+
+    kinds: ClassVar = ("correction",)
+
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
 
 
 class Loss(ComponentSection):
     """The policy loss and how its token matrix becomes one number."""
 
-    kind: ClassVar = "loss"
+    kinds: ClassVar = ("loss", "group_loss")
     use: str = "clip"
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"] = "seq_mean_token_mean"
+    aggregation: Aggregation = "seq_mean_token_mean"
     norm_len: Positive | None = Field(None, description="constant length of `fixed`; default: max_new_tokens")
     count_empty_rows: bool = Field(True, description="rows without trained tokens stay in the row count")
     mask_truncated: bool = Field(False, description="completions that hit the limit carry no loss")
@@ -172,16 +211,36 @@ class Loss(ComponentSection):
 class Kl(ComponentSection):
     """Distance to the reference policy. coef 0 = no reference model at all."""
 
-    kind: ClassVar = "kl"
+    kinds: ClassVar = ("kl",)
     use: str = "k3"
     coef: NonNegative = 0.0
     where: Literal["loss", "reward"] = "loss"
 
 
+class Regulariser(ComponentSection):
+    """A term added to the loss."""
+
+    kinds: ClassVar = ("regulariser",)
+    coef: float = Field(1.0, description="it is multiplied by this")
+    aggregation: Aggregation | None = Field(None, description="default: that of the loss")
+
+
+class Controller(ComponentSection):
+    """What drives one number of the recipe over the run."""
+
+    kinds: ClassVar = ("controller",)
+
+
+class Critic(Section):
+    """The value head: a linear layer on the policy's last hidden states, which it does not change."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the value head")
+
+
 class PairLossSection(ComponentSection):
     """The preference loss."""
 
-    kind: ClassVar = "pair_loss"
+    kinds: ClassVar = ("pair_loss",)
     use: str = "dpo"
 
 
@@ -241,6 +300,9 @@ class Run(Section):
     save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_checkpoints: Positive = Field(2, description="complete checkpoints to keep")
     log_every: Positive = 1
+    keep_rollouts: Annotated[int, Field(ge=0)] = Field(
+        1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain whatif`"
+    )
     samples_per_step: Annotated[int, Field(ge=0)] = Field(4, description="rollouts written to samples.jsonl a step")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop cleanly after this much training")
 

@@ -6,10 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from posttrain.recipe import sections as s
-from posttrain.recipe.section import Section, registered
+from posttrain.recipe.section import ComponentSection, Section, registered
+
+
+TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
+OneOrMany = Annotated[
+    Annotated[s.Keep, Tag(TAGS[0])] | Annotated[list[s.Keep], Tag(TAGS[1])],
+    Discriminator(lambda value: TAGS[isinstance(value, list)]),
+]
 
 
 class Stage(Section):
@@ -27,7 +34,7 @@ class Stage(Section):
         return self._base_dir
 
 
-_NO_ROLLOUTS = {"run.samples_per_step": "only rl writes rollouts as it goes"}
+_NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts as it goes")
 _NO_TRAINING = dict.fromkeys(
     (
         "run.steps",
@@ -37,6 +44,7 @@ _NO_TRAINING = dict.fromkeys(
         "run.keep_checkpoints",
         "run.log_every",
         "run.samples_per_step",
+        "run.keep_rollouts",
     ),
     "this stage does not train",
 )
@@ -93,12 +101,46 @@ class RlRecipe(Stage):
     rollout: s.Rollout = Field(default_factory=s.Rollout)
     rewards: list[s.Reward] = Field(min_length=1)
     scoring: s.Scoring = Field(default_factory=s.Scoring)
-    keep: s.Keep | None = None
+    group_rewards: list[s.GroupReward] = Field(
+        default_factory=list, description="rewards of whole groups, in order, before `keep`"
+    )
+    keep: OneOrMany | None = Field(None, description="one filter, or a list: all must hold")
     advantage: s.Advantage = Field(default_factory=lambda: s.Advantage.model_validate({}))
+    factors: list[s.Factor] = Field(default_factory=list, description="what multiplies the advantages of a row")
+    bonuses: list[s.Bonus] = Field(default_factory=list, description="what changes advantages after the factors")
+    spread: s.Spread | None = None
+    select: list[s.Select] = Field(default_factory=list, description="tokens to train on: all must hold")
+    corrections: list[s.CorrectionSection] = Field(
+        default_factory=list, description="weights and masks on the policy-gradient term"
+    )
     loss: s.Loss = Field(default_factory=lambda: s.Loss.model_validate({}))
     kl: s.Kl = Field(default_factory=lambda: s.Kl.model_validate({}))
+    regularisers: list[s.Regulariser] = Field(default_factory=list, description="terms added to the loss")
+    controllers: dict[str, s.Controller] = Field(
+        default_factory=dict, description="key of a number (`kl.coef`, `bonuses.0.alpha`): what drives it"
+    )
+    critic: s.Critic = Field(default_factory=s.Critic)
     batch: s.RlBatch = Field(default_factory=s.RlBatch)
     optim: s.Optim = Field(default_factory=s.Optim)
+
+    @property
+    def keeps(self) -> list[s.Keep]:
+        """The filters of `keep`, however they are written."""
+        return self.keep if isinstance(self.keep, list) else [self.keep] if self.keep else []
+
+    def components(self) -> list[tuple[str, ComponentSection]]:
+        """Every component of the objective with its key, in the order in which a step calls them."""
+        order = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select", "corrections")
+        found: list[tuple[str, ComponentSection]] = []
+        for key in (*order, "loss", "kl", "regularisers", "controllers"):
+            value = getattr(self, key)
+            if isinstance(value, list):
+                found += [(f"{key}.{number}", section) for number, section in enumerate(value)]
+            elif isinstance(value, dict):
+                found += [(f"{key}.{name}", section) for name, section in value.items()]
+            elif value is not None:
+                found.append((key, value))
+        return found
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> RlRecipe:

@@ -52,7 +52,8 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "  known here: lr, betas, eps, weight_decay, schedule, warmup_steps, max_grad_norm",
             "  hint: did you mean `schedule`?",
             "r.yaml:15:1  num_generations: unknown key",
-            "  known here: stage, algorithm, model, data, rollout, rewards, scoring, keep, advantage, loss, kl, batch,"
+            "  known here: stage, algorithm, model, data, rollout, rewards, scoring, group_rewards, keep, advantage,"
+            " factors, bonuses, spread, select, corrections, loss, kl, regularisers, controllers, critic, batch,"
             " optim, extends, run",
             "  hint: write `rollout.group_size`",
             "r.yaml:17:9  run.seed: must be a whole number, not 4.7",

@@ -1,0 +1,171 @@
+"""What would be a silent no-op, or could not work, among the components of an `rl` recipe; refused with the reason.
+
+Components say what they need and what they do alone (`registry.register`), so most of this knows no method by name.
+Each check yields (key, what is wrong, what would be right).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.sections import Loss
+from posttrain.recipe.stages import RlRecipe
+
+Found = Iterator[tuple[str, str, str]]
+
+# What an rl run can give a component, besides `groups`, `updates` and the marks that are no data.
+FROM_ROLLOUTS = {
+    *("rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"),
+}
+FROM_MODEL = {  # by a pass of the policy or the reference, made only where it is needed
+    *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
+    *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask"),
+}
+FROM_COMPONENTS = {"advantages", "channels", "second_advantages", "returns"}  # another component makes them
+MARKS = {"groups", "updates", "all_correct", "every_row"}
+WHY_NOT = {
+    **dict.fromkeys(("turn_ids", "trajectory_ids", "step_ids", "state_ids", "edge_ids"), "rollouts of several turns"),
+    **dict.fromkeys(("dones", "mc_values"), "rollouts in an environment"),
+    "agent_ids": "rollouts of several agents",
+    **dict.fromkeys(("hinted", "hint_mask"), "rollouts that continue a hint"),
+    **dict.fromkeys(("external", "expert_logp"), "rollouts mixed with given solutions"),
+    "token_rewards": "rewards by token",
+    "answer_mask": "completions whose answer is marked",
+}
+
+
+def used(recipe: RlRecipe) -> list[tuple[str, ComponentSection]]:
+    """The components that do something: a KL without a coefficient does not."""
+    off = recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers
+    return [(key, section) for key, section in recipe.components() if not (key == "kl" and off)]
+
+
+def updates(recipe: RlRecipe) -> int:
+    """Optimiser updates on one batch of rollouts."""
+    return recipe.batch.epochs * recipe.batch.minibatches
+
+
+def _needs(recipe: Any) -> Found:
+    """What a component needs must come from somewhere."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    made = _made(recipe)
+    for key, section in used(recipe):
+        name = f"{key.partition('.')[0]} `{section.use}`"
+        if "groups" in section.needs and recipe.rollout.group_size == 1:
+            what = f"{name} compares the completions of one prompt, and there is only 1"
+            yield "rollout.group_size", what, "write 2 or more"
+        if "updates" in section.needs and updates(recipe) == 1:
+            what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
+            yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
+        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made):
+            if need in FROM_COMPONENTS:
+                what, right = f"`{section.use}` reads {need}, and no component makes them", _maker(need)
+            else:
+                what = f"`{section.use}` needs {need}: {WHY_NOT.get(need, 'nothing in this recipe gives them')}"
+                right = "this stage samples one completion a prompt in one turn; use another component"
+            yield f"{key}.use", what, right
+
+
+def _made(recipe: RlRecipe) -> set[str]:
+    """What the advantage of the recipe leaves for others to read."""
+    made = {"advantages"}
+    for makers, what in _MAKERS:
+        if recipe.advantage.use in makers or ":" in recipe.advantage.use:
+            made.add(what)
+    return made
+
+
+_MAKERS = ((("channels",), "channels"), (("copo",), "second_advantages"), (("gae", "step_gae"), "returns"))
+
+
+def _maker(need: str) -> str:
+    return next((f"write `advantage: {makers[0]}`" for makers, what in _MAKERS if what == need), "")
+
+
+def _exclusive(recipe: Any) -> Found:
+    """What only one component of a recipe may do."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    doers: dict[str, tuple[str, str]] = {}
+    for key, section in used(recipe):
+        for deed in section.described.get("exclusive", []):
+            if deed in doers:
+                other = doers[deed][1]
+                yield f"{key}.use", f"`{section.use}` and `{other}` both {deed}: that would be done twice", "keep one"
+            doers.setdefault(deed, (key, section.use))
+
+
+def _filtered_away(recipe: Any) -> Found:
+    """A component that acts on groups that are all right, behind a filter that drops them."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    for number, keep in enumerate(recipe.keeps):
+        if keep.use not in ("dynamic_sampling", "mixed") or keep.params.get("metric", "correct") != "correct":
+            continue
+        key = f"keep.{number}" if isinstance(recipe.keep, list) else "keep"
+        for _, section in used(recipe):
+            if "all_correct" in section.needs:
+                what = f"`{keep.use}` drops the groups that are all right, where `{section.use}` has most to say"
+                right = "remove `keep`" if keep.use == "mixed" else "write `metric: reward`, or remove `keep`"
+                yield f"{key}.use", what, right
+
+
+def _whole_groups(recipe: Any) -> Found:
+    """A loss over groups: its minibatches hold whole groups, and what acts on a token matrix has no place."""
+    if not isinstance(recipe, RlRecipe) or not _is_group_loss(recipe):
+        return
+    name = recipe.loss.use
+    if recipe.batch.minibatches > recipe.rollout.prompts_per_step:
+        what = f"loss `{name}` needs whole groups in a minibatch, and a step has {recipe.rollout.prompts_per_step}"
+        yield "batch.minibatches", what, f"write {recipe.rollout.prompts_per_step} or fewer"
+    if recipe.corrections:
+        yield "corrections", f"loss `{name}` has one value a group: there are no tokens to weigh", "remove them"
+    tokens = recipe.kl.coef or "kl.coef" in recipe.controllers or recipe.regularisers
+    if recipe.loss.aggregation != Loss.model_fields["aggregation"].default and not tokens:
+        yield "loss.aggregation", f"does nothing: loss `{name}` has one value a group", "remove it"
+
+
+def _is_group_loss(recipe: RlRecipe) -> bool:
+    from posttrain import registry
+
+    return recipe.loss.use in registry.index().get("group_loss", {})
+
+
+def _sequence_clip(recipe: Any) -> Found:
+    """A ratio of whole sequences stays within a few thousandths of 1: a token's clip range never clips."""
+    if not isinstance(recipe, RlRecipe) or recipe.loss.use != "gspo":
+        return
+    for key in ("clip_low", "clip_high"):
+        value = recipe.loss.params.get(key)
+        if value is not None and value >= 0.05:
+            what = f"{value:g} never clips: gspo's ratio is the geometric mean over the tokens of a row"
+            yield f"loss.{key}", what, "write a few ten-thousandths (3e-4 and 4e-4 in the paper)"
+
+
+def _controlled(recipe: Any) -> Found:
+    """A controller drives a number that is there, and that a step reads."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    for key in recipe.controllers:
+        if key not in numbers(recipe):
+            allowed = ", ".join(sorted(numbers(recipe)))
+            yield f"controllers.{key}", "is no number that can change during a run", f"one of: {allowed}"
+
+
+ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature")
+
+
+def numbers(recipe: RlRecipe) -> dict[str, float]:
+    """The numbers that a controller may drive, by their keys: those of components, and of the rollout."""
+    found = {key: getattr(recipe.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
+    for key, section in recipe.components():
+        if not key.startswith("controllers."):
+            own = {"coef": section.coef} if hasattr(section, "coef") else {}
+            found |= {f"{key}.{name}": value for name, value in {**section.params, **own}.items()}
+    return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled)
