@@ -22,7 +22,8 @@ from posttrain.registry import load_function, load_module
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
 # truncated: finish_reason is length. token_count: of the completion. step: of the training run. correct: what the
-# correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`.
+# correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`. token_ids:
+# those of the completion. token_ends: the character of the completion at which each token ends ([] outside training).
 BUILT_INS = (
     "prompt",
     "messages",
@@ -32,6 +33,8 @@ BUILT_INS = (
     "step",
     "correct",
     "prefilled_think",
+    "token_ids",
+    "token_ends",
 )
 
 

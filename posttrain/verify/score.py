@@ -27,6 +27,8 @@ class Sample:
     finish: Literal["stop", "length"] = "stop"
     token_count: int = 0
     group: int = 0
+    token_ids: Sequence[int] = ()
+    token_ends: Sequence[int] = ()  # the character at which each token ends, where it was asked for
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,10 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
             return correct
         case "prefilled_think":
             return sample.prompt.rstrip().endswith("<think>")
+        case "token_ids":
+            return list(sample.token_ids)
+        case "token_ends":
+            return list(sample.token_ends)
     raise ValueError(name)
 
 
