@@ -1,0 +1,192 @@
+"""Rewards for choosing how to think: which format, how hard the question is, how many tools to call.
+
+What a completion chose is an annotation: a reward component of weight 0 (`efficiency.mode`, `efficiency.tool_calls`)
+whose name these functions take. All give new rewards [N]; NaN (not scored) stays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.gate import component, numbered, pass_rates, right, row_lengths
+from posttrain.advantage.group import group_min, group_sum, rewards_of
+from posttrain.advantage.length_rewards import extremes, times_positive
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
+
+
+@register("group_reward", "format_diversity", paper="2505.20258", needs=("groups", "components"))
+def format_diversity(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
+    """reward * scale, scale = 1 + (G/F - 1) * (1 + cos(pi * step / total_steps)) / 2; F rows of the G have its format.
+
+    ARM's Ada-GRPO: rare formats are protected from extinction early on; at the end every scale is 1. `on` names the
+    component that holds the number of the format; negative or NaN means none could be recognised: such rows share one
+    bucket and have reward 0.
+    """
+    return torch.where(_category(batch, on) < 0, rewards_of(batch) * 0, rewards_of(batch)) * diversity_scale(
+        batch, on=on, decay=decay
+    )
+
+
+def diversity_scale(batch: RolloutBatch, *, on: str = "mode", decay: Literal["cosine", "none"] = "cosine") -> Tensor:
+    """The factor [N], from G/F at step 0 to 1 at the last step; `none` stays at G/F."""
+    key = numbered(batch.group_ids)
+    pair = torch.unique(torch.stack([key.double(), _category(batch, on)], 1), dim=0, return_inverse=True)[1]
+    ones = torch.ones_like(key, dtype=torch.float64)
+    share = group_sum(ones, key)[key] / group_sum(ones, pair)[pair]
+    return 1 + (share - 1) * (cosine(batch.step, batch.total_steps) if decay == "cosine" else 1.0)
+
+
+def cosine(step: float, total_steps: float) -> float:
+    """Half a cosine from 1 at step 0 to 0 at total_steps and beyond."""
+    return 0.5 * (1 + math.cos(math.pi * min(max(step / max(total_steps, 1), 0.0), 1.0)))
+
+
+@register("group_reward", "difficulty_tag", paper="2505.18822", needs=("groups", "correct", "components"))
+def difficulty_tag(
+    batch: RolloutBatch,
+    *,
+    on: str = "tag",
+    threshold: float = 0.625,
+    tag_weight: float = 0.5,
+    length_weight: float = 0.5,
+) -> Tensor:
+    """reward + tag_weight * r_tag + length_weight * r_len: the model says how hard the question is, and acts on it.
+
+    AdaCtrl, after its code. A group is easy if its share of right answers is above the threshold (equal: hard). r_tag:
+    1 if the tag (`on`: 0 easy, 1 hard) is the group's difficulty, 0 if it is the other, -1 if there is none. r_len only
+    where it matches: h = (1 - cos(pi L / longest of the group)) / 2 for hard, 1 - h for easy groups, right or wrong.
+    """
+    terms = difficulty_terms(batch, on=on, threshold=threshold)
+    return rewards_of(batch) + tag_weight * terms["tag_reward"] + length_weight * terms["length_reward"]
+
+
+def difficulty_terms(batch: RolloutBatch, *, on: str = "tag", threshold: float = 0.625) -> dict[str, Tensor]:
+    """`difficulty` [K] (0 easy, 1 hard) and the unweighted `tag_reward` and `length_reward` [N]."""
+    key, rates = pass_rates(batch)
+    hard = rates <= threshold
+    tag = _category(batch, on)
+    known = (tag == 0) | (tag == 1)
+    matches = tag == hard[key].double()
+    lengths = row_lengths(batch)
+    longest = extremes(lengths, key)[1][key]
+    h = torch.where(longest > 0, 0.5 * (1 - torch.cos(math.pi * lengths / longest.clamp(min=1))), 0.0)
+    return {
+        "difficulty": hard.double(),
+        "tag_reward": torch.where(known, matches.double(), -1.0),
+        "length_reward": torch.where(matches, torch.where(hard[key], h, 1 - h), 0.0),
+    }
+
+
+@register(
+    "group_reward",
+    "optimal_tool_calls",
+    paper="2504.14870",
+    needs=("groups", "correct", "components", "all_correct"),
+)
+def optimal_tool_calls(
+    batch: RolloutBatch,
+    *,
+    on: str = "tool_calls",
+    variant: Literal["grpo", "ppo"] = "grpo",
+    alpha: float = 1.0,
+    smooth: float = 1.0,
+) -> Tensor:
+    """The positive part of the reward * alpha * r_tool: full pay for as few tool calls as a right answer needs (OTC).
+
+    m calls; n: fewest calls among the right rows of the group (0 if there is none). grpo: n = 0 gives 1 for m = 0 and
+    cos(m pi / (2m + smooth)) else; n > 0 gives sin(pi f / 2n) with f = 2nm / (m + n), largest at m = n and falling on
+    both sides. ppo: the cosine alone. smooth is a guess: the paper's value is not known, larger is milder.
+    """
+    factor = alpha * tool_terms(batch, on=on, variant=variant, smooth=smooth)["tool_reward"]
+    return times_positive(rewards_of(batch), factor)
+
+
+def tool_terms(
+    batch: RolloutBatch, *, on: str = "tool_calls", variant: Literal["grpo", "ppo"] = "grpo", smooth: float = 1.0
+) -> dict[str, Tensor]:
+    """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
+    calls, key = component(batch, on).double(), numbered(batch.group_ids)
+    fewest = group_min(torch.where(right(batch), calls, torch.inf).nan_to_num(nan=torch.inf), key)
+    optimal = torch.where(fewest.isinf(), -1.0, fewest) if variant == "grpo" else torch.full_like(fewest, -1.0)
+    n = optimal.clamp(min=0)[key]
+    falling = torch.where(calls == 0, 1.0, torch.cos(math.pi * calls / (2 * calls + smooth)))
+    harmonic = 2 * n * calls / (calls + n).clamp(min=1)
+    peaked = torch.sin(math.pi * harmonic / (2 * n.clamp(min=1)))
+    return {"optimal_calls": optimal, "tool_reward": torch.where(n > 0, peaked, falling)}
+
+
+def _category(batch: RolloutBatch, on: str) -> Tensor:
+    """A component that holds numbers of categories [N]; -1 where it is NaN or negative."""
+    value = component(batch, on).double().nan_to_num(nan=-1.0)
+    return torch.where(value < 0, -1.0, value)
+
+
+@register("group_reward", "difficulty_budget", paper="2505.23727", needs=("topk_logp",))
+def difficulty_budget(
+    batch: RolloutBatch,
+    *,
+    difficulty: str = "difficulty",
+    hard: float = 5.0,
+    medium: float = 3.5,
+    hard_budget: float = 256.0,
+    easy_budget: float = 96.0,
+    uncertainty_scale: float = 25.0,
+    beta: float = 0.002,
+) -> Tensor:
+    """The positive part of the reward * clip(1 - beta * (L - budget), 0, 1): a soft budget for easy and hard prompts.
+
+    PixelThink, after its code. difficulty: a data column (or component) of 1 to 10, or `pass_rate` for 10 * (1 - the
+    group's share of right answers), which is ours. At least `hard`: hard_budget + uncertainty_scale * u; below `medium`:
+    easy_budget; between: no length term. u: mean over the row's tokens of 1 - (p of the likeliest - p of the second).
+    The budgets are the paper's, for words of short thoughts: set your own, in tokens.
+    """
+    terms = budget_terms(
+        batch,
+        difficulty=difficulty,
+        hard=hard,
+        medium=medium,
+        hard_budget=hard_budget,
+        easy_budget=easy_budget,
+        uncertainty_scale=uncertainty_scale,
+        beta=beta,
+    )
+    return times_positive(rewards_of(batch), terms["length_score"])
+
+
+def budget_terms(
+    batch: RolloutBatch,
+    *,
+    difficulty: str,
+    hard: float,
+    medium: float,
+    hard_budget: float,
+    easy_budget: float,
+    uncertainty_scale: float,
+    beta: float,
+) -> dict[str, Tensor]:
+    """`uncertainty`, `budget` (-1 = none) and `length_score` of each row [N]."""
+    d, u = _difficulty(batch, difficulty), uncertainty(batch)
+    budget = torch.where(d >= hard, hard_budget + uncertainty_scale * u, torch.where(d < medium, easy_budget, -1.0))
+    score = (1 - beta * (row_lengths(batch) - budget)).clamp(0, 1)
+    return {"uncertainty": u, "budget": budget, "length_score": torch.where(budget < 0, 1.0, score)}
+
+
+def uncertainty(batch: RolloutBatch) -> Tensor:
+    """Mean over the trained tokens of 1 - (p of the likeliest token - p of the second) [N]; 0 without tokens."""
+    if batch.topk_logp is None:
+        return torch.zeros(len(batch), dtype=torch.float64, device=batch.mask.device)
+    top = torch.where(batch.mask[:, :, None], batch.topk_logp.double(), 0.0).exp()
+    gap = (1 - (top[..., 0] - top[..., 1])).clamp(0, 1)
+    return torch.where(batch.mask, gap, 0.0).sum(-1) / batch.mask.sum(-1).clamp(min=1)
+
+
+def _difficulty(batch: RolloutBatch, name: str) -> Tensor:
+    if name == "pass_rate":
+        key, rates = pass_rates(batch)
+        return 10 * (1 - rates[key])
+    return (batch.columns[name] if name in batch.columns else component(batch, name)).double()

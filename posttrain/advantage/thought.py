@@ -1,0 +1,85 @@
+"""Credit inside a thought: DECS punishes only the tokens after the answer was first reached."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.gate import component, numbered, right, row_lengths
+from posttrain.advantage.group import centred_and_scaled
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
+
+
+@register("advantage", "decs", paper="2509.25827", needs=("groups", "correct", "components"))
+def decs(
+    batch: RolloutBatch,
+    *,
+    max_length: float,
+    r_plus: float = 1.1,
+    r_zero: float = 1.0,
+    eps: float = 1e-6,
+    redundant_top: Literal["r_plus", "r_zero"] = "r_plus",
+    start: str = "necessary_prefix/start",
+    end: str = "necessary_prefix/end",
+) -> Tensor:
+    """Normalised by position: (r_ij - mean_j) / (std_j + eps) over the rows of the group at position j -> [N,T].
+
+    r_ij is `decs_rewards`; it looks at correctness alone, not at the rewards. Cells without a trained token get 0. No
+    other length reward beside it. Groups of one give 0.
+    """
+    rewards = decs_rewards(
+        batch, max_length=max_length, r_plus=r_plus, r_zero=r_zero, redundant_top=redundant_top, start=start, end=end
+    )
+    width = rewards.shape[1]
+    key = numbered(batch.group_ids)[:, None] * width + torch.arange(width, device=rewards.device)
+    advantages = centred_and_scaled(rewards.flatten(), key.flatten(), eps=eps).reshape(rewards.shape)
+    return torch.where(batch.mask, advantages, 0.0)
+
+
+def decs_rewards(
+    batch: RolloutBatch,
+    *,
+    max_length: float,
+    r_plus: float = 1.1,
+    r_zero: float = 1.0,
+    redundant_top: Literal["r_plus", "r_zero"] = "r_plus",
+    start: str = "necessary_prefix/start",
+    end: str = "necessary_prefix/end",
+) -> Tensor:
+    """Rewards by position [N,T]: 0 in wrong rows, r_plus in right ones, also behind their end; redundant positions have
+    r_plus - (r_plus - r_zero) * L / max_length.
+
+    Redundant: from component `start` (token position; negative or missing: none) up to, not including, `end`, the last
+    token of the thought. redundant_top `r_zero` is the paper's equation, r_zero - (r_plus - r_zero) * L / max_length;
+    the authors' code, and their words, have r_plus. Unknown correctness: NaN.
+    """
+    position = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+    first = component(batch, start).double().nan_to_num(nan=-1.0)[:, None]
+    last = component(batch, end).double().nan_to_num(nan=-1.0)[:, None]
+    redundant = (first >= 0) & (position >= first) & (position < last)
+    top = r_plus if redundant_top == "r_plus" else r_zero
+    low = (top - (r_plus - r_zero) * row_lengths(batch) / max_length)[:, None]
+    rewards = torch.where(right(batch)[:, None], torch.where(redundant, low, r_plus), 0.0)
+    assert batch.correct is not None
+    return torch.where(batch.correct.isnan()[:, None], torch.nan, rewards)
+
+
+@register("spread", "control_token", paper="2505.13379")
+def control_token(batch: RolloutBatch, *, alpha: float = 0.001) -> Tensor:
+    """Advantages [N,T] whose token mean is alpha * (mean over first tokens) + (mean over all later tokens): DeGRPO.
+
+    The first token chooses the mode (`<short>` or `<think>`); with an ordinary token mean its say would depend on how
+    long completions are. Use with `loss.aggregation: token_mean`: a clipped surrogate scales with its advantage. The
+    counts are those of the whole step, so with several minibatches the two means are those of the step on average.
+    """
+    assert batch.advantages is not None
+    first = torch.zeros_like(batch.mask)
+    first[:, :1] = batch.mask[:, :1]
+    advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None].expand(first.shape)
+    rest = batch.mask & ~first
+    tokens = float(batch.mask.sum())
+    weights = alpha * tokens / max(float(first.sum()), 1.0) * first + tokens / max(float(rest.sum()), 1.0) * rest
+    return advantages * weights

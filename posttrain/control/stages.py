@@ -1,0 +1,94 @@
+"""Numbers that change over the run for brevity: stages, a cosine, and DECS's share of solved prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.errors import UserError
+from posttrain.registry import register
+
+
+@register("controller", "stages", paper="2503.06749")
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """One value a stage: values[k] until step until[k] (exclusive), the last one from then on.
+
+    PTST (Vision-R1) drives `rollout.max_new_tokens` through 4096, 8192, 16384 and `rollout.group_size` through 16, 8,
+    4, so that a step costs the same; the paper does not state when a stage ends (100 and 200 are guesses). Also a
+    warm-up of a length term's weight: values [0, 0.5], until [100].
+    """
+
+    values: tuple[float, ...]
+    until: tuple[int, ...]
+
+    def start(self, initial: float) -> dict[str, Any]:
+        if len(self.values) != len(self.until) + 1 or sorted(set(self.until)) != list(self.until):
+            raise UserError(
+                f"stages with {len(self.values)} values and until {list(self.until)}",
+                allowed="one value more than `until`, which rises",
+            )
+        return {}
+
+    def value(self, state: Mapping[str, Any], step: int) -> float:
+        return self.values[stage_of(step, self.until)]
+
+    def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        return dict(state)
+
+
+def stage_of(step: int, until: Sequence[int]) -> int:
+    """Number of the stage that a step belongs to."""
+    return sum(step >= end for end in until)
+
+
+@register("controller", "cosine")
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """From `high` at step 0 along half a cosine to `low` at total_steps, and `low` from then on."""
+
+    total_steps: int
+    high: float = 1.0
+    low: float = 0.0
+
+    def start(self, initial: float) -> dict[str, Any]:
+        return {}
+
+    def value(self, state: Mapping[str, Any], step: int) -> float:
+        share = min(max(step / max(self.total_steps, 1), 0.0), 1.0)
+        return self.low + 0.5 * (self.high - self.low) * (1 + math.cos(math.pi * share))
+
+    def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        return dict(state)
+
+
+@register("controller", "redundancy", paper="2509.25827")
+@dataclass(frozen=True, kw_only=True)
+class Redundancy:
+    """DECS: kappa, the share of solved prompts to keep, follows how necessary the thoughts of right answers are.
+
+    kappa += beta * (R - the R before), then limited to 0 and the share of solved prompts in the batch; nothing changes
+    at the first R, nor in a step without a right answer. R is the mean of `necessary`, a component that only right rows
+    have; drive `keep.kappa` of `mixed_plus_solved`. The authors' code does not limit kappa; the paper does.
+    """
+
+    beta: float = 0.2
+    necessary: str = "rewards/necessary_prefix/mean"
+    solved: str = "signal/too_easy"
+
+    def start(self, initial: float) -> dict[str, Any]:
+        return {"kappa": initial, "ratio": None}
+
+    def value(self, state: Mapping[str, Any], step: int) -> float:
+        return float(state["kappa"])
+
+    def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        ratio, before = metrics.get(self.necessary), state["ratio"]
+        if ratio is None:
+            return dict(state)
+        if before is None:
+            return {**state, "ratio": ratio}
+        kappa = state["kappa"] + self.beta * (ratio - before)
+        return {"kappa": min(max(kappa, 0.0), metrics.get(self.solved) or 0.0), "ratio": ratio}

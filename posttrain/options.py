@@ -1,0 +1,33 @@
+"""Values of recipe keys that have keys of their own: mappings with known keys, so that a recipe is checked early."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+CLOSED = ConfigDict(extra="forbid", strict=True)
+
+
+class Gate(TypedDict, total=False):
+    """Where a term applies: every condition that is written must hold. An empty gate is open everywhere."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    rows: Literal["correct"]  # rows with a right answer
+    on: str  # rows by a reward component, `correct` or `reward`: with min, above, or both
+    min: float  # the component is at least this
+    above: float  # the component is more than this
+    pass_rate: float  # groups with at least this share of right answers, and with any (1.0 = all right)
+    top_share: float  # this share of the batch's groups, those with most right answers, rounded up, and with any
+    from_step: int  # steps of the run before which the gate is closed (a warm-up)
+
+
+class Channel(TypedDict, total=False):
+    """A part of the reward with an advantage of its own."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    rewards: dict[str, float]  # component: factor in the channel's reward
+    weight: float  # of the channel's advantage, default 1
+    condition: Gate  # rows outside have the channel reward 0
+    among: Gate  # rows outside have no channel reward: they are compared with nobody and get 0
