@@ -1,0 +1,150 @@
+"""Corrections for samples that another policy drew: an engine whose numbers differ, or an older version.
+
+A correction gives frozen weights [N,T] for the policy-gradient term and the tokens that keep it; denominators and KL
+stay as they are. One ratio is corrected once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Correction, RolloutBatch, Selection
+from posttrain.loss.clip import (
+    bounded_exp,
+    log_ratio_to_behaviour,
+    row_mean,
+    token_advantages,
+    token_log_ratio,
+    token_ratio,
+)
+from posttrain.registry import register
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@register("correction", "tis", needs=("rollout_logp",))
+def tis(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    level: Level = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
+    clip_min: float | None = None,
+    clip_max: float | None = 2.0,
+    veto: float | None = None,
+) -> Correction:
+    """Weights pi_old / mu for tokens that an engine mu sampled whose probabilities differ from the trainer's.
+
+    With d = old_logp - rollout_logp (0 where the engine reported none; logp stands for a missing old_logp), level
+    `token`: exp(d); `sequence`: exp(sum of d), one number a row; `geometric`: exp(mean of d). mode `truncate`: the
+    ratio clipped to [clip_min, clip_max]; `mask`: the ratio within them, 0 outside; None = no bound. veto: a row with a
+    token of exp(d) < veto gets 0. Sequence products explode with length: use `mask` or `geometric` there.
+    Defaults: token, truncate, 2 (verl and papers); TRL has sequence, mask, 3; DART truncates at 1; ROLL vetoes at 1e-4.
+    Stats [N,T]: `correction/weights`, `correction/cut` (share truncated or masked).
+    """
+    d, ratio = engine_ratio(batch, logp, level)
+    bounded = ratio.clamp(_low(clip_min), _high(clip_max))
+    outside = bounded != ratio
+    weights = bounded if mode == "truncate" else torch.where(outside, 0.0, ratio)
+    if veto is not None:
+        vetoed = _has_below(d, batch.mask, veto)
+        weights, outside = torch.where(vetoed, 0.0, weights), outside | vetoed
+    weights = torch.where(batch.mask, weights, 0.0)
+    return Correction(weights, batch.mask, {"correction/weights": weights, "correction/cut": outside.to(logp.dtype)})
+
+
+@register("select", "engine_ratio", needs=("old_logp", "rollout_logp"))
+def reject(
+    batch: RolloutBatch,
+    *,
+    level: Level = "token",
+    clip_min: float | None = None,
+    clip_max: float | None = 2.0,
+    veto: float | None = None,
+) -> Selection:
+    """Only tokens whose pi_old / mu lies within [clip_min, clip_max] are trained on (verl's rejection; ROLL 0 to 2).
+
+    Levels and veto as in correction `tis` with mode `mask`, but the rejected tokens leave the denominators too, so the
+    others weigh more.
+    """
+    if batch.old_logp is None:
+        raise ValueError("engine_ratio needs old_logp before tokens are selected")
+    d, ratio = engine_ratio(batch, batch.old_logp, level)
+    kept = batch.mask & (ratio >= _low(clip_min)) & (ratio <= _high(clip_max))
+    return Selection(kept if veto is None else kept & ~_has_below(d, batch.mask, veto), "kept")
+
+
+@register("correction", "off_policy_seq_mask", paper="2512.02556", needs=("rollout_logp",))
+def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float = 0.5) -> Correction:
+    """Bad rows that the current policy would hardly produce any more lose their policy-gradient term.
+
+    kl = mean over trained tokens of rollout_logp - logp (0 where the engine reported none): staleness and engine
+    mismatch together. A row stays if A >= 0 or kl <= threshold; with advantages by token, its tokens with A < 0 go.
+    threshold 0.5 is TRL's example; the paper does not state one. Stats: `seq_kl`, `off_policy_kept`.
+    """
+    gap = log_ratio_to_behaviour(batch, logp.detach())
+    if batch.rollout_logp is not None:
+        gap = torch.where(batch.rollout_logp.isnan(), 0.0, gap)
+    seq_kl = -row_mean(gap, batch.mask).nan_to_num(nan=0.0)
+    advantages = token_advantages(batch, logp)
+    kept = (advantages >= 0) | (seq_kl <= threshold)[:, None]
+    stats = {"seq_kl": seq_kl, "off_policy_kept": kept.to(logp.dtype).squeeze(-1) if kept.shape[1] == 1 else kept}
+    return Correction(batch.mask.to(logp.dtype), batch.mask & kept, stats)
+
+
+@register(
+    "correction",
+    "minirl",
+    paper="2512.01374",
+    needs=("rollout_logp",),
+    note=(
+        "That the cap acts on the total ratio pi/mu is a guess: the paper was read through two write-ups that agree."
+        " Routing replay for mixtures of experts is not offered."
+    ),
+)
+def minirl(
+    batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.27, cap: float = 5.0
+) -> Correction:
+    """Weights min(pi / mu, cap) = engine mismatch times staleness, for loss `reinforce`; a clip as a token mask.
+
+    A token loses its term if A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = pi / pi_old: these
+    are the tokens whose gradient PPO's clip cuts. Everything is frozen. Where the engine reported no log-prob, old_logp
+    stands in. Contains the whole correction: no `tis` beside it.
+    """
+    total = bounded_exp(log_ratio_to_behaviour(batch, logp.detach()))
+    ratio = token_ratio(batch, logp.detach())
+    advantages = token_advantages(batch, logp)
+    cut = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    weights = torch.where(batch.mask, total.clamp(max=cap), 0.0)
+    stats = {
+        "correction/weights": weights,
+        "correction/cut": (total > cap).to(logp.dtype),
+        "clip_ratio/region_mean": cut.to(logp.dtype),
+    }
+    return Correction(weights, batch.mask & ~cut, stats)
+
+
+def engine_ratio(batch: RolloutBatch, logp: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+    """d = old_logp - rollout_logp [N,T], 0 where unknown or masked, and the ratio of that level [N,T]; detached."""
+    logp = logp.detach()
+    d = log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)
+    if level == "token":
+        return d, bounded_exp(d)
+    row = d.sum(-1) if level == "sequence" else row_mean(d, batch.mask)
+    return d, bounded_exp(row)[:, None].expand(d.shape)
+
+
+def _has_below(d: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Rows [N,1] with a trained token of exp(d) < threshold."""
+    return (mask & (d.exp() < threshold)).any(-1, keepdim=True)
+
+
+def _low(bound: float | None) -> float:
+    return float("-inf") if bound is None else bound
+
+
+def _high(bound: float | None) -> float:
+    return float("inf") if bound is None else bound

@@ -1,0 +1,109 @@
+"""Clipped losses that keep three policies apart: the one that sampled, the one to stay near, and the current one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.clip import (
+    LOG_RATIO_LIMIT,
+    behaviour_logp,
+    bounded_exp,
+    clip_stats,
+    log_ratio_to_behaviour,
+    token_advantages,
+    token_log_ratio,
+    token_ratio,
+)
+from posttrain.registry import register
+
+Value = TypeVar("Value", float, Tensor)
+
+
+@register(
+    "loss",
+    "decoupled_ppo",
+    paper="2110.00641",
+    needs=("rollout_logp", "old_logp"),
+    note=(
+        "The proximal policy is the one whose log-probs are recomputed at the start of the step (old_logp). A slowly"
+        " moving average as proximal policy is a function here (`ewma_step`) and no recipe key: it costs one more copy"
+        " of the weights and one more pass. Versions of asynchronous rollouts are not tracked."
+    ),
+)
+def decoupled_ppo(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    cap: float = 100.0,
+) -> TokenLoss:
+    """PPO's clip around a proximal policy p (old_logp), times the frozen weight p / b of the policy b that sampled.
+
+    With b' = max(b, sg[logp] - ln cap), which keeps pi / b' below cap:
+    max(-A exp(logp - b'), -A exp(clamp(logp - p, ln(1 - clip_low), ln(1 + clip_high)) + p - b')).
+    b is rollout_logp, or p where the engine reported none; p = b is PPO's clip exactly. clip_high defaults to clip_low.
+    It contains the correction: no `tis` beside it. Defaults are those of the paper's code. Stats are those of `clip`.
+    """
+    high = clip_low if clip_high is None else clip_high
+    own = torch.where(batch.mask, logp, 0.0)
+    behaviour = torch.maximum(behaviour_logp(batch, logp), own.detach() - math.log(cap))
+    gap = token_log_ratio(batch, logp)
+    proximal = (own - gap).detach()
+    clipped = gap.clamp(math.log1p(-clip_low) if clip_low < 1 else -LOG_RATIO_LIMIT, math.log1p(high))
+    advantages = token_advantages(batch, logp)
+    values = torch.maximum(
+        -advantages * bounded_exp(own - behaviour), -advantages * bounded_exp(clipped + proximal - behaviour)
+    )
+    stats = clip_stats(bounded_exp(gap), advantages, clip_low, high)
+    return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+@register(
+    "loss",
+    "remix",
+    paper="2507.06892",
+    needs=("rollout_logp", "old_logp"),
+    note=("Read through a write-up of the paper. Without a replay buffer all rows are fresh and this is PPO's clip."),
+)
+def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
+    """The clip for rows of an older policy b: r = exp(logp - b) stays within `clip` of c = exp(old_logp - b).
+
+    max(-A r, -A clip(r, c - clip, c + clip)), b = rollout_logp (old_logp where the engine reported none), c frozen. A
+    fresh row has c = 1: PPO's clip. c - clip may be negative. r is the full ratio: no `tis` beside it. Stats are those
+    of `clip`, `ratio` being the update's own exp(logp - old_logp).
+    """
+    ratio = bounded_exp(log_ratio_to_behaviour(batch, logp))
+    own = token_ratio(batch, logp)
+    centre = bounded_exp(log_ratio_to_behaviour(batch, logp) - token_log_ratio(batch, logp)).detach()
+    advantages = token_advantages(batch, logp)
+    clipped = torch.minimum(torch.maximum(ratio, centre - clip), centre + clip)
+    values = torch.maximum(-advantages * ratio, -advantages * clipped)
+    stats = {"ratio": own.detach(), "clip_ratio/region_mean": (-advantages * clipped > -advantages * ratio).to(logp)}
+    return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+def ewma_step(average: Value, weight: float, current: Value, decay: float) -> tuple[Value, float]:
+    """A bias-corrected average of weights after one more update (PPO-EWMA): the new average and its total weight.
+
+    W' = decay W + 1; average' = (decay W / W') average + current / W'. decay 0 copies the current weights; the average
+    of a constant is that constant. The paper's code has no default decay.
+    """
+    total = decay * weight + 1
+    return average * (decay * weight / total) + current / total, total
+
+
+def ewma(values: Sequence[Value], decay: float) -> list[Value]:
+    """The averages after each update, given the weights over a run; the first entry is the start, of weight 1."""
+    average, weight = values[0], 1.0
+    averages = []
+    for current in values[1:]:
+        average, weight = ewma_step(average, weight, current, decay)
+        averages.append(average)
+    return averages

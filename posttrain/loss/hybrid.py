@@ -1,0 +1,53 @@
+"""Groups that hold given solutions beside the policy's own samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.clip import clip_stats, clipped_surrogate, token_advantages, token_ratio
+from posttrain.registry import register
+
+
+@register(
+    "loss",
+    "rl_plus",
+    paper="2508.00222",
+    needs=("external",),
+    note=(
+        "The authors' script divides the token sum by the maximum length only; here `fixed` divides by rows too, so the"
+        " learning rate does not carry over."
+    ),
+)
+def rl_plus(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    gamma: float = 0.5,
+    remove_clip: bool = True,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+) -> TokenLoss:
+    """REINFORCE with ratios on the policy's own tokens, multiple importance sampling on those of a given solution.
+
+    Own tokens: -A r, or with remove_clip False the clipped surrogate (r = exp(logp - old_logp)). External tokens, with
+    p = exp(logp), p_old = exp(old_logp): -A sg[(1 - p)^gamma] * 2 p / (1.5 p_old + 0.5): the proposal is a mixture of
+    the old policy and one half way to certainty, and gamma turns the gradient to tokens that the policy finds unlikely.
+    Aggregation `fixed`. Advantages are over the whole group, external rows included. Filter out external solutions that
+    are judged wrong: they are pushed down. Stats [N,T]: `off_policy_ratio`, and those of `clip`.
+    """
+    external = torch.zeros_like(batch.mask) if batch.external is None else batch.external.bool() & batch.mask
+    high = clip_low if clip_high is None else clip_high
+    advantages = token_advantages(batch, logp)
+    ratio = token_ratio(batch, logp)
+    own = -advantages * ratio if remove_clip else clipped_surrogate(ratio, advantages, clip_low, high)
+    p = torch.where(external, logp, 0.0).exp()
+    old = logp.detach() if batch.old_logp is None else batch.old_logp.detach()
+    p_old = torch.where(external, old, 0.0).exp()
+    mixture = 2 * p / (p_old + 0.5 * (p_old + 1))
+    focus = (1 - p.detach()).clamp(min=0) ** gamma
+    values = torch.where(external, -advantages * focus * mixture, own)
+    stats = {"off_policy_ratio": torch.where(external, mixture.detach(), 0.0)}
+    stats |= clip_stats(ratio, advantages, clip_low, high)
+    return TokenLoss(torch.where(batch.mask, values, 0.0), stats)

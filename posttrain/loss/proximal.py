@@ -1,0 +1,70 @@
+"""Soft steps away from the policy that sampled: a KL to it instead of a clip."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.clip import LOG_RATIO_LIMIT, token_advantages, token_log_ratio, token_ratio
+from posttrain.registry import register
+
+Estimator = Literal["is", "k2"]
+
+
+@register(
+    "loss", "mdpo", paper="2005.09814", note="The form for tokens is an adaptation of a method for control tasks."
+)
+def mdpo(batch: RolloutBatch, logp: Tensor, *, kl: Estimator = "is", t_min: float = 1e-3) -> TokenLoss:
+    """-A r + KL(pi || old) / t: mirror descent with a step t that shrinks over the run; no clip.
+
+    r = exp(logp - old_logp). kl `is`: r ln r - r + 1, with gradient r ln r; `k2`: (ln r)^2 / 2. In step k of K,
+    t = max(1 - (k - 1) / K, t_min), so the last updates hardly move, by design; the paper states no t_min. Make several
+    updates a step (10 in the paper). Stats [N,T]: `ratio`, `kl_old`.
+    """
+    return mirror_step(batch, logp, step_size(batch.step + 1, batch.total_steps, t_min), kl)
+
+
+def mirror_step(batch: RolloutBatch, logp: Tensor, t: float, kl: Estimator) -> TokenLoss:
+    """-A r + KL(pi || old) / t per token, for a step of size t."""
+    log_ratio = token_log_ratio(batch, logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    distance = ratio * log_ratio - ratio + 1 if kl == "is" else log_ratio.square() / 2
+    values = -token_advantages(batch, logp) * ratio + distance / t
+    return TokenLoss(torch.where(batch.mask, values, 0.0), {"ratio": ratio.detach(), "kl_old": distance.detach()})
+
+
+def step_size(iteration: int, total_iterations: int, t_min: float = 1e-3) -> float:
+    """max(1 - (iteration - 1) / total_iterations, t_min), iterations counted from 1."""
+    return max(1 - (iteration - 1) / total_iterations, t_min)
+
+
+@register("loss", "mdpo_sequence", paper="2501.12599", note="The paper does not state tau.")
+def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> TokenLoss:
+    """(A - tau S)^2 / (2 tau) with S = sum over the row of logp - old_logp: online policy mirror descent (Kimi k1.5).
+
+    Constant along the row: aggregate with `seq_mean_token_mean`. A is the centred reward (advantage `group`, scale
+    none); the minimum is at S = A / tau. Gradient by each token at S = 0: -A / rows. Stats: `ratio`, `log_ratio_sum`
+    [N].
+    """
+    log_ratio = token_log_ratio(batch, logp).sum(-1, keepdim=True)
+    values = (token_advantages(batch, logp) - tau * log_ratio).square() / (2 * tau)
+    stats = {"ratio": token_ratio(batch, logp).detach(), "log_ratio_sum": log_ratio.detach()[:, 0]}
+    return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+@register("regulariser", "kl_old", needs=("old_logp",))
+def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", "is"] = "k3") -> TokenLoss:
+    """Distance to the policy at the start of the step, per token; with d = logp - old_logp:
+
+    `k3`: exp(-d) + d - 1 (TRPA, ReMix); `k2`: d^2 / 2; `is`: r ln r - r + 1, KL(pi || old) on old samples (MDPO).
+    0, with no gradient, in the first update of a step. |d| is limited to 20. Stat: `kl_old`.
+    """
+    d = token_log_ratio(batch, logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k3":
+        values = (-d).exp() + d - 1
+    else:
+        values = d.square() / 2 if estimator == "k2" else d.exp() * d - d.exp() + 1
+    return TokenLoss(torch.where(batch.mask, values, 0.0), {"kl_old": values.detach()})

@@ -1,0 +1,89 @@
+"""Surrogates that bound the ratio without a hard edge at r = 1 +- epsilon."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.clip import token_advantages, token_log_ratio
+from posttrain.registry import register
+
+
+@register("loss", "mhpo", paper="2603.16929", note="Read through two write-ups of the paper that agree.")
+def mhpo(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    c: float = 1.5,
+    k_pos: float = 1.5,
+    lambda_pos: float = 1.0,
+    k_neg: float = 2.0,
+    lambda_neg: float = 0.8,
+    normalize_hazard: bool = False,
+) -> TokenLoss:
+    """-A exp(psi - sg[zeta]): a bounded log-ratio with a hazard penalty for up-moves and one for down-moves.
+
+    psi = c tanh((logp - old_logp) / c); zeta = (softplus(psi) / lambda_pos)^k_pos + (softplus(-psi) /
+    lambda_neg)^k_neg. The gradient's factor never exceeds e^c. On-policy it is exp(-zeta(0)), 0.265 with these defaults
+    and not 1: raise the learning rate, or set normalize_hazard, which takes zeta(0) off (the paper does not do this).
+    Stats [N,T]: `psi`, `zeta`, `ratio` (exp(psi - zeta)).
+    """
+
+    def hazard(x: Tensor) -> Tensor:
+        return (softplus(x) / lambda_pos) ** k_pos + (softplus(-x) / lambda_neg) ** k_neg
+
+    psi = c * torch.tanh(token_log_ratio(batch, logp) / c)
+    zeta = hazard(psi.detach())
+    if normalize_hazard:
+        zeta = zeta - hazard(torch.zeros_like(zeta))
+    ratio = (psi - zeta).exp()
+    values = torch.where(batch.mask, -token_advantages(batch, logp) * ratio, 0.0)
+    stats = {"psi": psi.detach(), "zeta": torch.where(batch.mask, zeta, 0.0), "ratio": ratio.detach()}
+    return TokenLoss(values, stats)
+
+
+@register(
+    "loss",
+    "fiberpo",
+    paper="2603.08239",
+    note=(
+        "The paper states no c_pos, c_neg and epsilon: the defaults are untested. Its four-level form is not offered."
+    ),
+)
+def fiberpo(
+    batch: RolloutBatch, logp: Tensor, *, c_pos: float = 0.12, c_neg: float = 0.10, epsilon: float = 0.03
+) -> TokenLoss:
+    """-rho A with a gate on the drift of the whole row and a clip on what each token adds to it. Experimental.
+
+    With d = logp - old_logp, n trained tokens, s+ = sum of the positive d / n, s- = sum of the negative ones / -n, and
+    l = +1 where d_t >= 0 (for 0 the paper does not say), else -1:
+
+    base       = g(s+, c_pos) - g(s-, c_neg); g(x, C) = x up to C, (n+1) C - n x up to (1 + 1/n) C, 0 above
+    residual_t = clip(d_t - l s^l, +-epsilon) - clip(-l s^-l, +-epsilon)
+    rho_t      = exp(base + residual_t)
+
+    Nothing is frozen: s+ and s- carry gradient to all tokens of their sign. Aggregation must be `seq_mean_token_mean`.
+    Constraint of the paper: c_neg < c_pos, epsilon far below their sum. Stats: `base_log_weight` [N], `gated_ratio`
+    [N,T].
+    """
+    d = token_log_ratio(batch, logp)
+    rising = d.detach() >= 0
+    count = batch.mask.sum(-1).clamp(min=1).to(logp.dtype)
+    up = torch.where(rising, d, 0.0).sum(-1) / count
+    down = torch.where(rising, 0.0, -d).sum(-1) / count
+    base = _gate(up, c_pos, count) - _gate(down, c_neg, count)
+    own = torch.where(rising, d - up[:, None], d + down[:, None])
+    other = torch.where(rising, -down[:, None], up[:, None])
+    residual = own.clamp(-epsilon, epsilon) - other.clamp(-epsilon, epsilon)
+    ratio = (base[:, None] + residual).exp()
+    values = torch.where(batch.mask, -token_advantages(batch, logp) * ratio, 0.0)
+    gated = torch.where(batch.mask, ratio.detach(), 0.0)
+    return TokenLoss(values, {"base_log_weight": base.detach(), "gated_ratio": gated})
+
+
+def _gate(drift: Tensor, limit: float, count: Tensor) -> Tensor:
+    """drift [N] up to `limit`, then a ramp of slope -count back to 0, then 0."""
+    ramp = (count + 1) * limit - count * drift
+    return torch.where(drift <= limit, drift, torch.where(drift < (1 + 1 / count) * limit, ramp, 0.0))
