@@ -1,0 +1,119 @@
+"""CAPO: tokens whose predicted second-order effect on the policy is too large are left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, Selection
+from posttrain.loss.clip import token_advantages
+from posttrain.registry import register
+
+
+@register(
+    "select",
+    "capo",
+    paper="2510.00819",
+    needs=("hidden", "topk"),
+    note=(
+        "The model of the step is plain gradient descent; Adam's (a function here, `curvature`) needs top-k x hidden"
+        " moments for each run and is no recipe key."
+    ),
+)
+def capo(
+    batch: RolloutBatch,
+    *,
+    learning_rate: float,
+    tau_fisher: float = 1e-4,
+    tau_hessian: float = 0.01,
+    symmetric: bool = True,
+) -> Selection:
+    """Keeps tokens with m_fisher < tau_fisher and |m_hessian| < tau_hessian (not symmetric: 0 <= m_hessian < ...).
+
+    m_fisher, m_hessian: the shift of the policy and of the objective that one step of learning_rate on the last linear
+    layer would make by this token alone, from its probabilities (the top k, renormalised; 50 in the paper), its last
+    hidden state and its advantage. Rejected tokens leave the denominators; the paper rejects below 8% of them. Its
+    thresholds: GRPO 1e-4 and 0.01, Dr. GRPO 1e-3 and 5e-4, REINFORCE 1e-5 and 0.1.
+    """
+    if batch.hidden is None or batch.topk_logp is None or batch.topk_chosen is None:
+        raise ValueError("capo needs hidden states and the top-k log-probs")
+    shift = curvature(
+        batch.topk_logp.softmax(-1),
+        batch.topk_chosen,
+        batch.hidden,
+        token_advantages(batch, batch.topk_logp[..., 0]),
+        batch.mask,
+        learning_rate=learning_rate,
+    )
+    kept = shift.keep(tau_fisher=tau_fisher, tau_hessian=tau_hessian, symmetric=symmetric)
+    return Selection(batch.mask & kept, "kept")
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The moments of Adam by token and weight [N,T,K,H] (or broadcast to it), before the step, and its numbers."""
+
+    m: Tensor
+    v: Tensor
+    beta1: float = 0.9
+    beta2: float = 0.999
+    step: int = 1
+    eps: float = 1e-8
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """The scaled update for a gradient; the moments are not changed."""
+        first = (self.beta1 * self.m + (1 - self.beta1) * gradient) / (1 - self.beta1**self.step)
+        second = (self.beta2 * self.v + (1 - self.beta2) * gradient.square()) / (1 - self.beta2**self.step)
+        return first / (second.sqrt() + self.eps)
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Predicted shifts [N,T] of the policy (Fisher) and of the objective, 0 where the mask is 0."""
+
+    fisher: Tensor
+    hessian: Tensor
+    mask: Tensor
+
+    def keep(self, *, tau_fisher: float, tau_hessian: float, symmetric: bool = True) -> Tensor:
+        """Tokens within both bounds, bool [N,T]."""
+        low = self.hessian > -tau_hessian if symmetric else self.hessian >= 0
+        return self.mask & (self.fisher < tau_fisher) & low & (self.hessian < tau_hessian)
+
+
+def curvature(
+    probs: Tensor,
+    chosen: Tensor,
+    hidden: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    learning_rate: float,
+    adam: Adam | None = None,
+) -> Curvature:
+    """What one token's own step would do. probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N,1] or [N,T].
+
+    With v = chosen - probs and g = A v h^T, the direction D is g (Adam: its scaled update), u = D h:
+    fisher = lr^2 (v.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(v.u)^2 - (sum p u^2 - (sum p u)^2)] / 2.
+    Plain gradient descent needs norms only: u = A |h|^2 v.
+    """
+    spread = mask[..., None]
+    probs, hidden = torch.where(spread, probs, 0.0), torch.where(spread, hidden, 0.0)
+    v = torch.where(spread, chosen.to(probs.dtype), 0.0) - probs
+    a = advantages.to(probs.dtype).expand(mask.shape)
+    if adam is None:
+        energy = hidden.square().sum(-1)
+        u = (a * energy)[..., None] * v
+        along = a.square() * v.square().sum(-1) * energy
+    else:
+        g = a[..., None, None] * v[..., None] * hidden[..., None, :]
+        direction = adam.direction(g)
+        u = (direction * hidden[..., None, :]).sum(-1)
+        along = (g * direction).sum((-1, -2))
+    moved = (v * u).sum(-1).square()
+    variance = (probs * u.square()).sum(-1) - (probs * u).sum(-1).square()
+    fisher = learning_rate**2 * moved / 2
+    hessian = learning_rate * along + learning_rate**2 * a * (moved - variance) / 2
+    return Curvature(torch.where(mask, fisher, 0.0), torch.where(mask, hessian, 0.0), mask)

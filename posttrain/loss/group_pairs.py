@@ -1,0 +1,172 @@
+"""Losses over whole groups, on pairs of rows of one prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from posttrain.batch import GroupLoss, RolloutBatch
+from posttrain.loss.clip import bounded_exp, clipped_surrogate, row_mean, token_log_ratio
+from posttrain.loss.groups import group_key, group_total
+from posttrain.loss.kl import log_ratio_to_reference
+from posttrain.registry import register
+
+
+@register(
+    "group_loss",
+    "copg",
+    paper="2406.19185",
+    needs=("groups", "ref_logp"),
+    note=(
+        "Read through summaries of the paper and derived again. The paper does not state beta; another model's report"
+        " divides by group size - 1 instead of taking the mean over pairs."
+    ),
+)
+def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
+    """Contrastive policy gradient: beta / 2 (u_i - u_j)^2 - (R_i - R_j)(u_i - u_j), u = sum of logp - ref_logp of a
+    row.
+
+    Mean over the unordered pairs of the batch that share a prompt. Its gradient is that of RLOO on R - beta u, valid
+    for samples of any policy, without importance weights. No length normalisation. Unscored rows make no pair; beta
+    0.03 to 0.3 is sensible. Stat: `copg/gap` (mean |u_i - u_j| of a group).
+    """
+    u = log_ratio_to_reference(batch, logp).sum(-1)
+    first, second = pairs(batch)
+    rewards = _rewards(batch).to(u.dtype)
+    gap, won = u[first] - u[second], rewards[first] - rewards[second]
+    return _by_group(batch, first, beta / 2 * gap.square() - won * gap, {"copg/gap": gap.detach().abs()})
+
+
+@register(
+    "group_loss",
+    "p3o",
+    paper="2310.00212",
+    needs=("groups", "old_logp", "ref_logp"),
+    note=("The two clipped forms are rebuilt from the paper's description. The paper does not state beta."),
+)
+def p3o(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    variant: Literal["v1", "v2"] = "v1",
+    beta: float = 0.05,
+    clip: float = 0.2,
+) -> GroupLoss:
+    """Pairwise PPO: only the difference of two rewards of one prompt counts.
+
+    D = the difference of R - beta * sum of old_logp - ref_logp; w = exp(sum of logp - old_logp), the exponent limited
+    to +-20. v1 clips separately: (max(-D w_1, -D clip(w_1)) + max(D w_2, D clip(w_2))) / 2; v2 jointly: max(-D q, -D
+    clip(q)) / 2 with q = w_1 / w_2; clip to 1 +- `clip`. Mean over the unordered pairs of the batch that share a
+    prompt. Make one update a step: sequence ratios explode. Stat: `p3o/ratio`.
+    """
+    log_ratio = token_log_ratio(batch, logp).sum(-1)
+    rewards = regularised_rewards(batch, _old(batch, logp), beta=beta).to(log_ratio.dtype)
+    first, second = pairs(batch)
+    won = rewards[first] - rewards[second]
+    if variant == "v1":
+        ratio = bounded_exp(log_ratio)
+        values = clipped_surrogate(ratio[first], won, clip, clip) + clipped_surrogate(ratio[second], -won, clip, clip)
+        shown = ratio[first]
+    else:
+        shown = bounded_exp(log_ratio[first] - log_ratio[second])
+        values = clipped_surrogate(shown, won, clip, clip)
+    return _by_group(batch, first, values / 2, {"p3o/ratio": shown.detach()})
+
+
+@register(
+    "group_loss",
+    "trpa",
+    paper="2504.04524",
+    needs=("groups", "ref_logp"),
+    note=(
+        "The trust region is the regulariser `kl_old`. Without a single pair in the batch the authors' code takes a"
+        " loss without beta; so does this."
+    ),
+)
+def trpa(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    beta: float = 0.1,
+    anisotropy: float = 2.5,
+    level: str | None = None,
+) -> GroupLoss:
+    """Better answers of a prompt are preferred to worse ones: -log sigmoid(kappa beta (s_i - s_j)) for i better than j.
+
+    s = mean of logp - mean of ref_logp over a row; kappa = anisotropy where i is of the best level, else 1; mean over
+    all pairs of the batch. level: the reward component that holds levels, 1 the best (right and well-formed), then 2
+    (wrong), 3 (no answer found), 4 (ill-formed); without it a higher reward is better and a correct row is of the best
+    level. Ties and unscored rows make no pair. No pair in the whole batch: mean over rows of -log sigmoid(s or, below
+    the best level, -s). Stats: `trpa/pairs` (a group's number of pairs), `trpa/accuracy`.
+    """
+    key, groups = group_key(batch.group_ids)
+    rank, best = levels(batch, level)
+    s = row_mean(log_ratio_to_reference(batch, logp), batch.mask)
+    first, second = pairs(batch, ordered=rank)
+    if len(first) == 0:
+        rows = ~rank.isnan()
+        count = group_total(rows, key, groups)
+        losses = torch.where(rows, -logsigmoid(torch.where(best, s, -s)), 0.0)
+        values, none = group_total(losses, key, groups) / count.clamp(min=1), torch.zeros_like(count)
+        return GroupLoss(values, {"trpa/pairs": none}, weights=none)
+    margin = torch.where(best[first], anisotropy, 1.0) * beta * (s[first] - s[second])
+    right = (margin.detach() > 0).to(s.dtype)
+    found = _by_group(batch, first, -logsigmoid(margin), {"trpa/accuracy": right})
+    return GroupLoss(found.values, {"trpa/pairs": found.weights, **found.stats}, found.weights)  # type: ignore[dict-item]
+
+
+def levels(batch: RolloutBatch, level: str | None) -> tuple[Tensor, Tensor]:
+    """A rank [N] (lower = better, NaN = unscored) and the rows of the best level, bool [N]."""
+    if level is not None:
+        rank = batch.components[level].detach()
+        return rank, rank == 1
+    if batch.correct is None:
+        raise ValueError("trpa needs to know which rows are correct, or a component with levels")
+    return -_rewards(batch), batch.correct > 0.5
+
+
+def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Row numbers [P], [P] of the pairs of rows with one group id: unordered pairs of scored rows, or with `ordered`
+    [N] those whose first row has the smaller number there."""
+    rank = _rewards(batch) if ordered is None else ordered
+    rows = torch.arange(len(batch), device=rank.device)
+    scored = ~rank.isnan()
+    allowed = (batch.group_ids[:, None] == batch.group_ids) & scored[:, None] & scored
+    allowed &= rows[:, None] < rows if ordered is None else rank[:, None] < rank
+    first, second = allowed.nonzero(as_tuple=True)
+    return first, second
+
+
+def number_of_pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> int:
+    """How many pairs the batch has."""
+    return len(pairs(batch, ordered)[0])
+
+
+def regularised_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:
+    """reward - beta * sum over the row of logp - ref_logp [N], detached."""
+    return (_rewards(batch) - beta * log_ratio_to_reference(batch, logp).sum(-1)).detach()
+
+
+def _by_group(batch: RolloutBatch, first: Tensor, values: Tensor, stats: dict[str, Tensor]) -> GroupLoss:
+    """Means by group of values [P]; a group counts by its number of pairs, and one without is 0."""
+    key, groups = group_key(batch.group_ids)
+    where = key[first]
+    count = group_total(torch.ones_like(where), where, groups)
+
+    def mean(x: Tensor) -> Tensor:
+        return group_total(x, where, groups) / count.clamp(min=1)
+
+    return GroupLoss(mean(values), {name: mean(x) for name, x in stats.items()}, weights=count)
+
+
+def _rewards(batch: RolloutBatch) -> Tensor:
+    if batch.rewards is None:
+        raise ValueError("the batch has no rewards")
+    return batch.rewards.detach()
+
+
+def _old(batch: RolloutBatch, logp: Tensor) -> Tensor:
+    return logp.detach() if batch.old_logp is None else batch.old_logp

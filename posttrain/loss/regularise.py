@@ -1,0 +1,143 @@
+"""Terms beside the policy loss: likelihoods that must not fall, given solutions, and distances to a reference."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import leaky_relu
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.clip import token_advantages, token_log_ratio
+from posttrain.registry import register
+
+FORWARD_LIMITS = (-20.0, 5.0)
+
+
+@register("regulariser", "llds", paper="2512.04220", needs=("old_logp", "several_updates"))
+def llds(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    gate: Literal["action", "response", "token"] = "action",
+    answer_weight: float = 1.0,
+    denominator: Literal["preserved", "all"] = "preserved",
+) -> TokenLoss:
+    """Keeps the likelihood of good answers from falling: w max(0, old_logp - logp) on rows with A >= 0 (coef 0.2).
+
+    gate `action`: a run of trained tokens (between tool outputs) is active if its log-prob fell in sum; `response`: the
+    whole row likewise; `token`: always. answer_weight: w of the tokens of the final answer, 1 elsewhere (the paper
+    anneals it as min(searches / 2, 1)). denominator: trained tokens of the rows with A >= 0 (paper), or of all rows
+    (code). With advantages by token a row counts by their sum. In the first update of a step nothing has fallen: it
+    needs two or more. Stats [N,T]: `llds/active`, `llds/fallen`.
+    """
+    fallen = -token_log_ratio(batch, logp)
+    advantages = token_advantages(batch, logp)
+    kept = batch.mask & (advantages.sum(-1, keepdim=True) >= 0)
+    active = kept & fallen_gate(fallen.detach(), batch.mask, gate) & (fallen.detach() > 0)
+    weights = torch.ones_like(fallen)
+    if batch.answer_mask is not None:
+        weights = torch.where(batch.answer_mask.bool() & batch.mask, answer_weight, weights)
+    values = torch.where(active, weights * fallen, 0.0)
+    stats = {"llds/active": active.to(logp.dtype), "llds/fallen": values.detach()}
+    return TokenLoss(values, stats, counted=kept if denominator == "preserved" else batch.mask)
+
+
+def fallen_gate(fallen: Tensor, mask: Tensor, gate: str) -> Tensor:
+    """Tokens [N,T] whose run of trained tokens, row, or self is looked at; fallen [N,T] is 0 where the mask is 0."""
+    if gate == "token":
+        return mask
+    if gate == "response":
+        return mask & (fallen.sum(-1, keepdim=True) > 0)
+    starts = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], dim=-1)
+    run = starts.long().cumsum(-1)  # number of the run that a token is in; cells between runs add 0 to the one before
+    sums = fallen.new_zeros(len(mask), mask.shape[1] + 1).scatter_add(-1, run, fallen)
+    return mask & (sums.gather(-1, run) > 0)
+
+
+@register(
+    "regulariser",
+    "calibrl",
+    needs=("expert_logp", "correct"),
+    note=(
+        "Comparing two texts position by position means little beyond a rough scale. Past the expert's end the authors'"
+        " code reads padding; here its mean log-prob stands in, or everywhere with expert_baseline: mean."
+    ),
+)
+def calibrl(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    negative_slope: float = 0.5,
+    expert_baseline: Literal["position", "mean"] = "position",
+) -> TokenLoss:
+    """|A| * LeakyReLU(-s (logp - expert_logp)), s = +1 for a right and -1 for a wrong row; a mean over tokens (coef
+    0.1).
+
+    Right answers are pushed above the expert's likelihood, wrong ones below it, and only weakly (negative_slope) once
+    they are there. Rows without an expert, or of unknown correctness, have no term. Stat [N,T]: `calibrl/reached`.
+    """
+    if batch.expert_logp is None or batch.correct is None:
+        raise ValueError("calibrl needs expert_logp and correctness")
+    expert = torch.where(batch.mask, batch.expert_logp.detach().to(logp.dtype), torch.nan)
+    average = expert.nanmean(-1, keepdim=True)
+    expert = average.expand(expert.shape) if expert_baseline == "mean" else expert.where(~expert.isnan(), average)
+    sign = torch.where(batch.correct.isnan(), 0.0, torch.where(batch.correct > 0.5, 1.0, -1.0)).to(logp.dtype)[:, None]
+    used = batch.mask & ~expert.isnan()
+    gap = torch.where(used, logp, 0.0) - torch.where(used, expert, 0.0)
+    values = token_advantages(batch, logp).abs() * leaky_relu(-sign * gap, negative_slope)
+    reached = (sign * gap.detach() > 0).to(logp.dtype)
+    return TokenLoss(torch.where(used, values, 0.0), {"calibrl/reached": reached}, counted=batch.mask)
+
+
+@register(
+    "regulariser",
+    "forward_kl",
+    paper="2510.03865",
+    needs=("tempered_ref_logp",),
+    note=(
+        "The forward KL and the tempered reference come from a write-up of the paper; that the power is linear in the"
+        " reward, phi_min and the coefficient are guesses."
+    ),
+)
+def forward_kl(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    phi_min: float = 0.5,
+    reward_min: float = 0.0,
+    reward_max: float = 1.0,
+) -> TokenLoss:
+    """Forward KL to the reference raised to a power that follows the reward (RAPO): rho ln rho - rho + 1 per token.
+
+    rho = exp(hat - logp), hat = log_softmax(phi * reference logits) of the sampled token, phi from `reference_power`:
+    right answers stay near the reference, wrong ones near a flattened one, so they may explore. Gradient -rho ln rho.
+    hat - logp is limited to [-20, 5]. phi_min 1 is the plain forward KL to the reference. Stat [N,T]: `forward_kl`.
+    """
+    del phi_min, reward_min, reward_max  # the pass of the reference policy has used them, see reference_power
+    if batch.tempered_ref_logp is None:
+        raise ValueError("forward_kl needs the log-probs of the tempered reference")
+    hat = torch.where(batch.mask, batch.tempered_ref_logp.detach(), 0.0)
+    gap = (hat - torch.where(batch.mask, logp, 0.0)).clamp(*FORWARD_LIMITS)
+    values = torch.where(batch.mask, gap.exp() * gap - gap.exp() + 1, 0.0)
+    return TokenLoss(values, {"forward_kl": values.detach()})
+
+
+def reference_power(
+    batch: RolloutBatch, *, phi_min: float = 0.5, reward_min: float = 0.0, reward_max: float = 1.0
+) -> Tensor:
+    """phi [N] = phi_min + (1 - phi_min) * the reward scaled to [0, 1]; an unscored row, or no range of rewards: 1."""
+    if batch.rewards is None:
+        raise ValueError("the batch has no rewards")
+    if reward_max <= reward_min:
+        return torch.ones_like(batch.rewards)
+    share = ((batch.rewards - reward_min) / (reward_max - reward_min)).clamp(0, 1)
+    return (phi_min + (1 - phi_min) * share).nan_to_num(nan=1.0)
+
+
+def tempered_logp(logits: Tensor, tokens: Tensor, power: Tensor, mask: Tensor) -> Tensor:
+    """log_softmax(power * logits) of the tokens: logits [N,T,V], tokens [N,T], power [N] -> [N,T], 0 where masked."""
+    flat = (power[:, None, None].to(logits.dtype) * logits).log_softmax(-1)
+    chosen = torch.where(mask, tokens.long(), 0)
+    return torch.where(mask, flat.gather(-1, chosen[..., None])[..., 0], 0.0)
