@@ -36,24 +36,25 @@ def held_out(size: int, seed: int) -> list[dict[str, str]]:
 
 
 def pairs(size: int, seed: int, completions: str) -> list[dict[str, str]]:
-    """`size` rows to prefer by: for each prompt a right and a wrong completion of the model's own.
+    """`size` rows to prefer by: a right and a wrong completion of the model's own to the same prompt.
 
-    completions: the completions.jsonl of a `generate` stage with several samples a prompt. Prompts whose samples are all
-    right or all wrong make no pair.
+    completions: the completions.jsonl of a `generate` stage with several samples a prompt. Every prompt that has both
+    gives one pair before any gives a second. Fewer rows come back where there are not enough.
     """
-    random_ = random.Random(f"pairs {seed}")
     by_prompt: dict[str, tuple[list[str], list[str]]] = {}
     with open(completions, encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             a, b = map(int, re.findall(r"\d+", row["prompt"]))
             right = row["completion"].endswith(f"<answer>{a + b}</answer>")
             by_prompt.setdefault(question(a, b), ([], []))[0 if right else 1].append(row["completion"])
-    found = [
-        {"prompt": prompt, "chosen": random_.choice(right), "rejected": random_.choice(wrong)}
-        for prompt, (right, wrong) in by_prompt.items()
-        if right and wrong
-    ]
-    return found[:size]
+    random_ = random.Random(seed)
+    found: list[tuple[int, dict[str, str]]] = []
+    for prompt, (right, wrong) in by_prompt.items():
+        random_.shuffle(right)
+        random_.shuffle(wrong)
+        both = zip(right, wrong, strict=False)  # as many as the rarer kind has
+        found += [(i, {"prompt": prompt, "chosen": r, "rejected": w}) for i, (r, w) in enumerate(both)]
+    return [pair for _, pair in sorted(found, key=lambda item: item[0])[:size]]
 
 
 def question(a: int, b: int) -> str:
