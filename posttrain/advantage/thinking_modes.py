@@ -141,9 +141,9 @@ def difficulty_budget(
     """The positive part of the reward * clip(1 - beta * (L - budget), 0, 1): a soft budget for easy and hard prompts.
 
     PixelThink, after its code. difficulty: a data column (or component) of 1 to 10, or `pass_rate` for 10 * (1 - the
-    group's share of right answers), which is ours. At least `hard`: hard_budget + uncertainty_scale * u; below `medium`:
-    easy_budget; between: no length term. u: mean over the row's tokens of 1 - (p of the likeliest - p of the second).
-    The budgets are the paper's, for words of short thoughts: set your own, in tokens.
+    group's share of right answers), which is ours. The budget is hard_budget + uncertainty_scale * u from `hard` on and
+    easy_budget below `medium`; between there is no length term. u: mean over the row's tokens of 1 - (p of the likeliest
+    - p of the second). The budgets are the paper's, for words of short thoughts: set your own, in tokens.
     """
     terms = budget_terms(
         batch,

@@ -52,12 +52,12 @@ def disco(
     """
     key, groups = group_key(batch.group_ids)
     scores = disco_scores(batch, logp, score=score)
-    right, wrong = _classes(batch)
+    right, wrong = classes(batch)
     counts = group_total(right, key, groups), group_total(wrong, key, groups)
     mixed = (counts[0] > 0) & (counts[1] > 0)
     gap = group_total(torch.where(right, scores, 0.0), key, groups) / counts[0].clamp(min=1)
     if objective == "disco":
-        gap = gap - tau * _log_mean_exp(scores / tau, wrong, key, groups, counts[1])
+        gap = gap - tau * log_mean_exp(scores / tau, wrong, key, groups, counts[1])
     else:
         gap = gap - group_total(torch.where(wrong, scores, 0.0), key, groups) / counts[1].clamp(min=1)
     gap = torch.where(mixed, gap, 0.0)
@@ -157,14 +157,14 @@ def _labels(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     return ~batch.correct.isnan(), batch.correct > 0.5
 
 
-def _classes(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+def classes(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Rows that are right and rows that are wrong, bool [N]; empty rows are in neither."""
     known, right = _labels(batch)
     counted = known & batch.mask.any(-1)
     return counted & right, counted & ~right
 
 
-def _log_mean_exp(x: Tensor, chosen: Tensor, key: Tensor, groups: int, count: Tensor) -> Tensor:
+def log_mean_exp(x: Tensor, chosen: Tensor, key: Tensor, groups: int, count: Tensor) -> Tensor:
     """log of the mean of exp(x) over the chosen rows of each group [K]; 0 where there are none."""
     start = x.new_full((groups,), -torch.inf)
     highest = start.scatter_reduce(0, key, torch.where(chosen, x.detach(), -torch.inf), "amax")
