@@ -22,10 +22,11 @@ from posttrain.loss.clip import (
 )
 from posttrain.registry import register
 
+ENGINE_RATIO = "correct the ratio to the engine"
 Level = Literal["token", "sequence", "geometric"]
 
 
-@register("correction", "tis", needs=("rollout_logp",))
+@register("correction", "tis", needs=("rollout_logp",), exclusive=(ENGINE_RATIO,))
 def tis(
     batch: RolloutBatch,
     logp: Tensor,
@@ -56,7 +57,7 @@ def tis(
     return Correction(weights, batch.mask, {"correction/weights": weights, "correction/cut": outside.to(logp.dtype)})
 
 
-@register("select", "engine_ratio", needs=("old_logp", "rollout_logp"))
+@register("select", "engine_ratio", needs=("old_logp", "rollout_logp"), exclusive=(ENGINE_RATIO,))
 def reject(
     batch: RolloutBatch,
     *,
@@ -100,6 +101,7 @@ def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float =
     "minirl",
     paper="2512.01374",
     needs=("rollout_logp",),
+    exclusive=(ENGINE_RATIO,),
     note=(
         "That the cap acts on the total ratio pi/mu is a guess: the paper was read through two write-ups that agree."
         " Routing replay for mixtures of experts is not offered."

@@ -16,7 +16,7 @@ from posttrain.registry import register
     "select",
     "capo",
     paper="2510.00819",
-    needs=("hidden", "topk"),
+    needs=("hidden", "topk_logp", "topk_chosen"),
     note=(
         "The model of the step is plain gradient descent; Adam's (a function here, `curvature`) needs top-k x hidden"
         " moments for each run and is no recipe key."

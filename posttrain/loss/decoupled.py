@@ -20,6 +20,7 @@ from posttrain.loss.clip import (
     token_log_ratio,
     token_ratio,
 )
+from posttrain.loss.correction import ENGINE_RATIO
 from posttrain.registry import register
 
 Value = TypeVar("Value", float, Tensor)
@@ -29,7 +30,8 @@ Value = TypeVar("Value", float, Tensor)
     "loss",
     "decoupled_ppo",
     paper="2110.00641",
-    needs=("rollout_logp", "old_logp"),
+    needs=("rollout_logp",),
+    exclusive=(ENGINE_RATIO,),
     note=(
         "The proximal policy is the one whose log-probs are recomputed at the start of the step (old_logp). A slowly"
         " moving average as proximal policy is a function here (`ewma_step`) and no recipe key: it costs one more copy"
@@ -69,7 +71,8 @@ def decoupled_ppo(
     "loss",
     "remix",
     paper="2507.06892",
-    needs=("rollout_logp", "old_logp"),
+    needs=("rollout_logp",),
+    exclusive=(ENGINE_RATIO,),
     note=("Read through a write-up of the paper. Without a replay buffer all rows are fresh and this is PPO's clip."),
 )
 def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:

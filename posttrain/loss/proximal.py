@@ -15,7 +15,11 @@ Estimator = Literal["is", "k2"]
 
 
 @register(
-    "loss", "mdpo", paper="2005.09814", note="The form for tokens is an adaptation of a method for control tasks."
+    "loss",
+    "mdpo",
+    paper="2005.09814",
+    needs=("every_row",),
+    note="The form for tokens is an adaptation of a method for control tasks.",
 )
 def mdpo(batch: RolloutBatch, logp: Tensor, *, kl: Estimator = "is", t_min: float = 1e-3) -> TokenLoss:
     """-A r + KL(pi || old) / t: mirror descent with a step t that shrinks over the run; no clip.
@@ -41,7 +45,7 @@ def step_size(iteration: int, total_iterations: int, t_min: float = 1e-3) -> flo
     return max(1 - (iteration - 1) / total_iterations, t_min)
 
 
-@register("loss", "mdpo_sequence", paper="2501.12599", note="The paper does not state tau.")
+@register("loss", "mdpo_sequence", paper="2501.12599", needs=("every_row",), note="The paper does not state tau.")
 def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> TokenLoss:
     """(A - tau S)^2 / (2 tau) with S = sum over the row of logp - old_logp: online policy mirror descent (Kimi k1.5).
 
@@ -55,7 +59,7 @@ def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> Tok
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
 
 
-@register("regulariser", "kl_old", needs=("old_logp",))
+@register("regulariser", "kl_old", needs=("updates", "every_row"))
 def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", "is"] = "k3") -> TokenLoss:
     """Distance to the policy at the start of the step, per token; with d = logp - old_logp:
 

@@ -15,7 +15,7 @@ from posttrain.registry import register
 FORWARD_LIMITS = (-20.0, 5.0)
 
 
-@register("regulariser", "llds", paper="2512.04220", needs=("old_logp", "several_updates"))
+@register("regulariser", "llds", paper="2512.04220", needs=("updates", "every_row"))
 def llds(
     batch: RolloutBatch,
     logp: Tensor,
@@ -72,11 +72,11 @@ def calibrl(
     negative_slope: float = 0.5,
     expert_baseline: Literal["position", "mean"] = "position",
 ) -> TokenLoss:
-    """|A| * LeakyReLU(-s (logp - expert_logp)), s = +1 for a right and -1 for a wrong row; a mean over tokens (coef
-    0.1).
+    """|A| * LeakyReLU(-s (logp - expert_logp)), s = +1 for a right and -1 for a wrong row.
 
     Right answers are pushed above the expert's likelihood, wrong ones below it, and only weakly (negative_slope) once
     they are there. Rows without an expert, or of unknown correctness, have no term. Stat [N,T]: `calibrl/reached`.
+    The authors take coef 0.1 and aggregation token_mean.
     """
     if batch.expert_logp is None or batch.correct is None:
         raise ValueError("calibrl needs expert_logp and correctness")
@@ -88,14 +88,14 @@ def calibrl(
     gap = torch.where(used, logp, 0.0) - torch.where(used, expert, 0.0)
     values = token_advantages(batch, logp).abs() * leaky_relu(-sign * gap, negative_slope)
     reached = (sign * gap.detach() > 0).to(logp.dtype)
-    return TokenLoss(torch.where(used, values, 0.0), {"calibrl/reached": reached}, counted=batch.mask)
+    return TokenLoss(torch.where(used, values, 0.0), {"calibrl/reached": reached})
 
 
 @register(
     "regulariser",
     "forward_kl",
     paper="2510.03865",
-    needs=("tempered_ref_logp",),
+    needs=("tempered_ref_logp", "rewards", "every_row"),
     note=(
         "The forward KL and the tempered reference come from a write-up of the paper; that the power is linear in the"
         " reward, phi_min and the coefficient are guesses."

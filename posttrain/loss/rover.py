@@ -10,7 +10,7 @@ from posttrain.loss.clip import token_advantages, token_log_ratio, token_ratio
 from posttrain.registry import register
 
 
-@register("loss", "rover", paper="2509.24981", needs=("vocab_mean_logp", "old_vocab_mean_logp"))
+@register("loss", "rover", paper="2509.24981", needs=("vocab_mean_logp", "old_vocab_mean_logp", "every_row"))
 def rover(batch: RolloutBatch, logp: Tensor, *, rho: float = 1.0, next_q_scale: float = 1.0) -> TokenLoss:
     """(q_t - y_t)^2 with q_t = rho (logp - old_logp) and the frozen target y_t = A + next_q_scale rho (m -
     m_old)_{t+1}.

@@ -13,7 +13,7 @@ from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.registry import register
 
 
-@register("regulariser", "value", paper="1707.06347", needs=("values", "new_values", "returns"))
+@register("regulariser", "value", paper="1707.06347", needs=("values", "new_values", "returns", "every_row"))
 def value(
     batch: RolloutBatch,
     logp: Tensor,
@@ -22,7 +22,7 @@ def value(
     reduce: Literal["max", "mean"] = "max",
     huber: float | None = None,
 ) -> TokenLoss:
-    """Half the clipped squared error of the critic per token, a mean over tokens (coef 0.1; verl's clip is 0.5).
+    """Half the clipped squared error of the critic per token (verl: clip 0.5, coef 0.1, token_mean).
 
     max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2, v the critic now, v_old at rollout time, R the
     return that the advantage function gives. reduce `mean`: the mean of the two errors, as SAFE takes it; huber d: the
@@ -33,7 +33,7 @@ def value(
     new, old, target = (torch.where(batch.mask, x, 0.0) for x in (batch.new_values, batch.values, batch.returns))
     losses = clipped_value_loss(new, old.detach(), target.detach(), clip=clip, reduce=reduce, huber=huber)
     stats = {"value/error": (new - target).detach().to(logp.dtype)}
-    return TokenLoss(torch.where(batch.mask, losses, 0.0), stats, counted=batch.mask)
+    return TokenLoss(torch.where(batch.mask, losses, 0.0), stats)
 
 
 def clipped_value_loss(
