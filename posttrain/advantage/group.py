@@ -1,8 +1,11 @@
-"""Advantages relative to a group: a reward minus the mean of its group, divided by a standard deviation or not."""
+"""Advantages relative to a group: a reward minus the mean of its group, divided by a standard deviation or not.
+
+One normaliser with a group key: the prompt (GRPO, Dr. GRPO, Lite PPO, RLOO), the whole batch, or a prompt and an agent.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,9 +33,84 @@ def group(
     Rewards that could not be scored (NaN) are left out of mean and std and get 0. Equal rewards give exactly 0. A group
     with a single scored row gets 0, or with singleton `raw` its reward (as verl does: it hides a group size of 1).
     """
-    if batch.rewards is None:
-        raise ValueError("the batch has no rewards")
-    return centred_and_scaled(batch.rewards, batch.group_ids, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+    return centred_and_scaled(rewards_of(batch), batch.group_ids, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+
+
+@register("advantage", "rloo", paper="2402.14740", needs=("groups",))
+def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero") -> Tensor:
+    """reward - mean of the OTHER rewards of its group -> [N]: an unbiased baseline, as no row is part of its own.
+
+    Equal to n / (n - 1) * (reward - mean of the group), n its scored rows: with groups of one size only the step size
+    differs from Dr. GRPO; with unequal ones small groups weigh more (n = 2 doubles). RLOO is usually run with one
+    update a batch and the KL inside the reward.
+    """
+    return centred_and_scaled(rewards_of(batch), batch.group_ids, scale="none", singleton=singleton, leave_one_out=True)
+
+
+@register("advantage", "batch")
+def whole_batch(batch: RolloutBatch, *, eps: float = 1e-4, ddof: int = 1) -> Tensor:
+    """(reward - mean of the batch) / (std of the batch + eps) -> [N], over all scored rows. Groups may be single rows.
+
+    Groups do not matter: an all-right group gets a positive and an all-wrong one a negative advantage, so how hard a
+    prompt is leaks in (centring by group removes that). Fewer than two scored rows, or equal rewards: 0. ROLL has eps
+    1e-6.
+    """
+    return centred_and_scaled(rewards_of(batch), torch.zeros_like(batch.group_ids), eps=eps, ddof=ddof)
+
+
+@register("advantage", "agent", paper="2602.08847", needs=("agent_ids",))
+def agent(
+    batch: RolloutBatch,
+    *,
+    agent_wise: bool = True,
+    scale: Scale = "group",
+    eps: float = 1e-6,
+    ddof: int = 1,
+    singleton: Singleton = "zero",
+) -> Tensor:
+    """Dr. MAS: each role is compared with itself. One row is one call of an agent -> [N].
+
+    (reward - mean) / (std + eps) over the calls of one agent for one prompt; an agent that a trajectory calls three
+    times counts three times. agent_wise False is the control: the mean reward of a trajectory, normalised over the
+    trajectories of the prompt and given to all its calls. A single call gives 0; the authors' code gives its reward
+    there, as singleton `raw` does.
+    """
+    rewards = rewards_of(batch)
+    if agent_wise:
+        key = joint(batch.group_ids, required(batch.agent_ids, "agent_ids"))
+        return centred_and_scaled(rewards, key, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+    trajectories = required(batch.trajectory_ids, "trajectory_ids")
+    return by_trajectory(rewards, batch.group_ids, trajectories, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
+
+
+def by_trajectory(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor, **normaliser: Any) -> Tensor:
+    """Rows [N] that are steps or calls of trajectories: the mean reward of each trajectory is taken once, normalised
+    within its group (keywords of `centred_and_scaled`) and given to all its rows."""
+    key = joint(group_ids, trajectory_ids)
+    count = group_sum((~rewards.isnan()).to(rewards.dtype), key)
+    lowest = group_min(rewards.nan_to_num(nan=torch.inf), key)
+    above = group_sum(torch.where(rewards.isnan(), 0.0, rewards - lowest[key]), key)
+    means = torch.where(count > 0, lowest + above / count.clamp(min=1), torch.nan)  # exact where all rows are equal
+    groups = torch.zeros_like(means, dtype=torch.long).scatter(0, key, group_ids)
+    advantages = centred_and_scaled(means, groups, **normaliser)[key]
+    return torch.where(rewards.isnan(), 0.0, advantages)
+
+
+def rewards_of(batch: RolloutBatch) -> Tensor:
+    """The rewards [N] of a batch, which must be there."""
+    return required(batch.rewards, "rewards")
+
+
+def required(value: Tensor | None, name: str) -> Tensor:
+    """A field of the batch that the caller cannot do without."""
+    if value is None:
+        raise ValueError(f"the batch has no {name}")
+    return value
+
+
+def joint(*ids: Tensor) -> Tensor:
+    """One group number [N], 0..K-1, for rows whose ids [N] all agree."""
+    return torch.unique(torch.stack(ids), dim=1, return_inverse=True)[1]
 
 
 def centred_and_scaled(
@@ -43,13 +121,19 @@ def centred_and_scaled(
     eps: float = 1e-4,
     ddof: int = 1,
     singleton: Singleton = "zero",
+    leave_one_out: bool = False,
 ) -> Tensor:
-    """The one normaliser behind `group`: rewards [N], NaN = unscored; group_ids [N] any integers -> [N], detached."""
+    """The one normaliser: rewards [N], NaN = unscored; group_ids [N] any integers -> [N], detached.
+
+    leave_one_out: the mean is that of the other scored rows of the group.
+    """
     rewards = rewards.detach()
     key = torch.unique(group_ids, return_inverse=True)[1]
     scored = ~rewards.isnan()
     count = group_sum(scored.to(rewards.dtype), key)
     centred = centre(rewards, scored, key, count)
+    if leave_one_out:
+        centred = centred * (count / (count - 1).clamp(min=1))[key]
     if scale == "group":
         spread = std(centred, key, count, ddof)[key]
     elif scale == "batch":
@@ -70,14 +154,25 @@ def group_sum(values: Tensor, key: Tensor) -> Tensor:
     return values.new_zeros(groups).index_add(0, key, values)
 
 
+def group_min(values: Tensor, key: Tensor) -> Tensor:
+    """Smallest of values [N] by group number key [N] (0..K-1) -> [K]."""
+    groups = int(key.max()) + 1 if len(key) else 0
+    return values.new_full((groups,), torch.inf).scatter_reduce(0, key, values, "amin")
+
+
+def group_mean(values: Tensor, key: Tensor) -> Tensor:
+    """Mean of values [N] by group number key [N], NaN left out -> [K], 0 for a group without any."""
+    known = ~values.isnan()
+    count = group_sum(known.to(values.dtype), key)
+    return group_sum(torch.where(known, values, 0.0), key) / count.clamp(min=1)
+
+
 def centre(rewards: Tensor, scored: Tensor, key: Tensor, count: Tensor) -> Tensor:
     """rewards - mean of the scored ones of the group [N], 0 where unscored.
 
     The group's smallest reward is taken off first, which is exact for equal rewards: the mean of three 0.1 is not 0.1.
     """
-    infinity = torch.full_like(rewards, torch.inf)
-    lowest = rewards.new_full(count.shape, torch.inf)
-    lowest = lowest.scatter_reduce(0, key, torch.where(scored, rewards, infinity), "amin")
+    lowest = group_min(torch.where(scored, rewards, torch.inf), key)
     shifted = torch.where(scored, rewards - lowest[key], 0.0)
     mean = group_sum(shifted, key) / count.clamp(min=1)
     return torch.where(scored, shifted - mean[key], 0.0)

@@ -1,0 +1,83 @@
+"""Bonuses: what is added to an advantage, row by row, after the factors. Each acts on the advantages it is given."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.factors import mean_logp
+from posttrain.advantage.group import group_mean, group_min, group_sum, required, rewards_of
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
+
+
+@register(
+    "bonus",
+    "confidence",
+    paper="2602.05281",
+    needs=("groups", "old_logp", "prompt_logp"),
+    note="Read from a review and a note; rounding up and the same low_frac on the prompt are ours.",
+)
+def confidence(
+    batch: RolloutBatch, *, alpha: float = 0.3, low_frac: float = 0.2, skip_all_correct: bool = False
+) -> Tensor:
+    """ProGRPO's advantage re-weighting: A + alpha * (confidence in the prompt - confidence in the answer) -> [N].
+
+    Confidence of a token sequence: exp of the mean of its ceil(low_frac * n) lowest log-probs, 1 if it is empty. Among
+    right answers those that the policy was sure of get less, which keeps its entropy up. Groups whose rewards sum to 0
+    and rows without a score stay as they are; skip_all_correct leaves groups without a wrong row alone too (one source
+    does). For rewards of 0 and more. The paper does not state alpha (0.1 to 0.5 is worth trying).
+    """
+    advantages = required(batch.advantages, "advantages")
+    rewards = rewards_of(batch)
+    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    unscored = rewards.isnan()
+    changed = group_sum(torch.where(unscored, 0.0, rewards), group) != 0
+    if skip_all_correct:
+        right = rewards if batch.correct is None else batch.correct
+        changed &= group_min(torch.where(unscored | right.isnan(), torch.inf, right), group) <= 0
+    prompt = sequence_confidence(*prompt_of(batch), low_frac)
+    answer = sequence_confidence(required(batch.old_logp, "old_logp"), batch.mask, low_frac)
+    bonus = torch.where(changed[group] & ~unscored, alpha * (prompt - answer), 0.0).to(advantages)
+    return advantages + (bonus if advantages.dim() == 1 else torch.where(batch.mask, bonus[:, None], 0.0))
+
+
+def prompt_of(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs and mask [N,P] of the prompts' tokens."""
+    return required(batch.prompt_logp, "prompt_logp"), required(batch.prompt_mask, "prompt_mask")
+
+
+def sequence_confidence(logp: Tensor, mask: Tensor, low_frac: float) -> Tensor:
+    """exp of the mean of the ceil(low_frac * n), at least 1, lowest of the n log-probs of each row [N,T] -> [N]."""
+    rising = torch.where(mask, logp.detach(), torch.inf).sort(-1).values
+    count = mask.sum(-1)
+    taken = torch.ceil(low_frac * count - 1e-9).clamp(min=1).minimum(count)  # 0.28 * 25 is 7.000000000000001
+    low = torch.arange(rising.shape[-1], device=mask.device) < taken[:, None]
+    return (torch.where(low, rising, 0.0).sum(-1) / taken.clamp(min=1)).exp()
+
+
+@register("bonus", "novelty", paper="2510.06672", needs=("groups", "old_logp", "correct"))
+def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Tensor:
+    """XRPO's sharpening: A + min(max(lam * (1 - eta), 0), kappa * A) for right rows with A > 0 -> [N].
+
+    eta = exp(mean log-prob of the row - its mean over the group): a right answer less likely than its group gets more,
+    never beyond (1 + kappa) A. All-right and all-wrong groups stay 0. Empty rows have no part in the group's mean.
+    """
+    advantages = required(batch.advantages, "advantages")
+    correct = required(batch.correct, "correct")
+    if advantages.dim() == 2:
+        correct = correct[:, None]
+    gain = lam * (1 - relative_likelihood(batch)).to(advantages)
+    gain = gain if advantages.dim() == 1 else gain[:, None]
+    boosted = advantages + torch.minimum(gain.clamp(min=0), kappa * advantages)
+    return torch.where((correct == 1) & (advantages > 0), boosted, advantages)
+
+
+def relative_likelihood(batch: RolloutBatch) -> Tensor:
+    """exp(mean log-prob of a row - mean of that over its group) [N]; an empty row has a mean log-prob of 0."""
+    score = mean_logp(batch)
+    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    known = torch.where(batch.mask.any(-1), score, math.nan)
+    return (score - group_mean(known, group)[group]).exp()

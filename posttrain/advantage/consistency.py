@@ -1,0 +1,117 @@
+"""COPO: a batch-level advantage beside the group's own, blended by how much the answers of a group agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.group import centred_and_scaled, group_mean, group_sum, joint, required, rewards_of
+from posttrain.batch import ChannelAdvantages, RolloutBatch
+from posttrain.registry import register
+
+Mode = Literal[
+    "soft",
+    "soft_with_zero",
+    "soft_with_forced",
+    "only_zero",
+    "only_forced",
+    "only_local",
+    "only_global",
+    "soft-with-zero",
+    "soft-with-forced",
+    "only-zero",
+    "only-forced",
+    "only-local",
+    "only-global",
+]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """entropy [K] in bits; local, overall, weight [N]: the advantages are weight * local and (1 - weight) * overall."""
+
+    entropy: Tensor
+    local: Tensor
+    overall: Tensor
+    weight: Tensor
+
+
+@register("advantage", "copo", paper="2508.04138", needs=("groups", "answer_ids"))
+def copo(
+    batch: RolloutBatch,
+    *,
+    k: float = 5.0,
+    b: float = 1.0,
+    mode: Mode = "soft_with_zero",
+    use_coef: bool = False,
+    eps: float = 1e-6,
+) -> ChannelAdvantages:
+    """Consistency-aware policy optimisation: gradient from all-right and all-wrong groups too -> [N].
+
+    Local: (reward - mean of the group) / (std + eps). Global: (R - mean of R over prompts) / (std + eps), R the mean
+    reward of the prompt, times 1 - lam H with use_coef (lam = (1 - 1/n) / log2 n, n rows in the group). H: entropy in
+    bits of the group's answers; all rows without an answer are one category. Weight of the local part: sigmoid(k (H -
+    b)) where the mode's condition holds, else 0. soft: everywhere; soft_with_zero (the released run): reward not 0;
+    soft_with_forced: local advantage not 0; only_zero and only_forced: the same conditions with weight 1; only_local
+    and only_global. Where answers agree (H below b) the global part rules. The channels are weight * local and (1 -
+    weight) * global, the advantage their sum; loss `clip_channels` gives each a surrogate, as the authors do.
+    """
+    blend = copo_terms(batch, k=k, b=b, mode=mode, use_coef=use_coef, eps=eps)
+    local, overall = blend.weight * blend.local, (1 - blend.weight) * blend.overall
+    return ChannelAdvantages(local + overall, {"local": local, "global": overall})
+
+
+def copo_terms(
+    batch: RolloutBatch,
+    *,
+    k: float = 5.0,
+    b: float = 1.0,
+    mode: str = "soft_with_zero",
+    use_coef: bool = False,
+    eps: float = 1e-6,
+) -> Blend:
+    """Both advantages of `copo`, their weight, and the entropies. Hyphens in a mode's name count as underscores."""
+    rewards = rewards_of(batch)
+    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    size = group_sum(torch.ones_like(rewards), group)
+    entropy = answer_entropy(required(batch.answer_ids, "answer_ids"), group, size)
+    local = centred_and_scaled(rewards, group, eps=eps)
+    scored = group_sum((~rewards.isnan()).to(rewards), group) > 0
+    prompt = group_mean(rewards, group)
+    if use_coef:
+        prompt = prompt * (1 - (1 - 1 / size) / size.clamp(min=2).log2() * entropy)
+    prompt = torch.where(scored, prompt, torch.nan)
+    overall = centred_and_scaled(prompt, torch.zeros_like(prompt, dtype=torch.long), eps=eps)[group]
+    overall = torch.where(rewards.isnan(), 0.0, overall)
+    agreement = torch.sigmoid(k * (entropy - b))[group]
+    return Blend(entropy, local, overall, local_weight(mode.replace("-", "_"), agreement, rewards, local))
+
+
+def answer_entropy(answers: Tensor, group: Tensor, size: Tensor) -> Tensor:
+    """-sum p log2(p + 1e-8) over the answers of each group [K], in bits; -1 (no answer) is one category."""
+    answer = joint(group, answers.clamp(min=-1))
+    owner = torch.zeros(int(answer.max()) + 1 if len(answer) else 0, dtype=torch.long, device=group.device)
+    owner = owner.scatter(0, answer, group)
+    share = group_sum(size.new_ones(len(answer)), answer) / size[owner]
+    return -group_sum(share * (share + 1e-8).log2(), owner)
+
+
+def local_weight(mode: str, agreement: Tensor, rewards: Tensor, local: Tensor) -> Tensor:
+    """The weight [N] of the local advantage."""
+    one = torch.ones_like(agreement)
+    nonzero, moved = (rewards != 0).to(one), (local != 0).to(one)
+    weights = {
+        "soft": agreement,
+        "soft_with_zero": agreement * nonzero,
+        "soft_with_forced": agreement * moved,
+        "only_zero": nonzero,
+        "only_forced": moved,
+        "only_local": one,
+        "only_global": torch.zeros_like(one),
+    }
+    if mode not in weights:
+        raise ValueError(f"unknown mode: {mode}; known: {', '.join(weights)}")
+    return weights[mode]

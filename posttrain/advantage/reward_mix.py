@@ -1,0 +1,96 @@
+"""Group rewards that are more than a weighted sum: a capped reward model, and a rank among other items."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.factors import numbers
+from posttrain.advantage.gate import component
+from posttrain.advantage.group import centre, group_mean, group_sum, std
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
+
+
+@register(
+    "group_reward",
+    "hybrid",
+    paper="2504.16656",
+    needs=("components",),
+    note="Reconstructed: Skywork R1V2 names calibrated thresholds without a formula; all numbers are guesses.",
+)
+def hybrid(
+    batch: RolloutBatch,
+    *,
+    rule: str = "rule",
+    rm: str = "rm",
+    fmt: str = "format",
+    w_rule: float = 1.0,
+    w_rm: float = 0.5,
+    w_fmt: float = 0.5,
+    rm_cap: float = 1.0,
+    rm_center: float = 0.0,
+    rm_scale: float = 1.0,
+) -> Tensor:
+    """w_rule * rule + w_rm * min(sigmoid((rm - rm_center) / rm_scale), rm_cap) + w_fmt * fmt -> [N].
+
+    rule, rm, fmt: names of reward components. Replaces the weighted sum of the rewards. A component that does not apply
+    is left out; a row without any keeps NaN. Keep w_rm * rm_cap below w_rule, else a wrong answer may outrank a right
+    one. rm_center and rm_scale: running median and spread of the reward model on the starting policy.
+    """
+    model = torch.sigmoid((component(batch, rm) - rm_center) / rm_scale).clamp(max=rm_cap)
+    parts = torch.stack([w_rule * component(batch, rule), w_rm * model, w_fmt * component(batch, fmt)])
+    mixed = torch.where(parts.isnan().all(0), torch.nan, parts.nan_to_num(nan=0.0).sum(0))
+    return mixed if batch.rewards is None else torch.where(batch.rewards.isnan(), torch.nan, mixed)
+
+
+@register("group_reward", "thurstone", paper="2505.14460", needs=("components", "columns"))
+def thurstone(
+    batch: RolloutBatch,
+    *,
+    prediction: str = "prediction",
+    target: str = "target",
+    source: str | None = None,
+    weight: float = 1.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """VisualQuality-R1's rank reward: reward + weight * how well a predicted number ranks among other items -> [N].
+
+    prediction: the component that holds the number parsed from the answer (NaN: none found, no rank reward); target: a
+    column of the data row; source: a column of numbers, only items of one source are compared. See `rank_rewards`.
+    """
+    sources = None if source is None else numbers(batch, source)
+    ranks = rank_rewards(component(batch, prediction), numbers(batch, target), batch.group_ids, sources, eps=eps)
+    return weight * ranks if batch.rewards is None else batch.rewards + weight * ranks
+
+
+def rank_rewards(
+    predictions: Tensor, targets: Tensor, group_ids: Tensor, sources: Tensor | None = None, *, eps: float = 1e-6
+) -> Tensor:
+    """Mean over the other items of the fidelity between predicted and true order (Thurstone) -> [N].
+
+    predictions, targets, sources [N]; an item is a group, its target that of its first row. Against item z: x =
+    (prediction - mean_z) / sqrt(var + var_z + eps), p = Phi(x), g = 1, 0 or 0.5 for a target above, below or equal to
+    z's; sqrt(p g + eps) + sqrt((1 - p)(1 - g) + eps). Means and unbiased variances over the item's rows with a
+    prediction (one row: 0). No prediction, or no other item: 0.
+    """
+    group = torch.unique(group_ids, return_inverse=True)[1]
+    count, mean, var = _moments(predictions, group)
+    first = torch.stack([(group == z).nonzero()[0, 0] for z in range(len(mean))])
+    truth = targets[first]
+    x = (predictions[:, None] - mean) / (var[group][:, None] + var + eps).sqrt()
+    p = torch.special.ndtr(x)
+    g = (torch.sign(truth[group][:, None] - truth) + 1) / 2
+    fidelity = (p * g + eps).sqrt() + ((1 - p) * (1 - g) + eps).sqrt()
+    other = (group[:, None] != torch.arange(len(mean), device=group.device)) & (count > 0)
+    if sources is not None:
+        other = other & (sources[:, None] == sources[first])
+    other = other & ~predictions.isnan()[:, None]
+    return torch.where(other, fidelity, 0.0).sum(1) / other.sum(1).clamp(min=1)
+
+
+def _moments(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and unbiased variance [K] of values [N] by group, NaN left out."""
+    known = ~values.isnan()
+    count = group_sum(known.to(values), group)
+    return count, group_mean(values, group), std(centre(values, known, group, count), group, count, 1).square()

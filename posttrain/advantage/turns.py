@@ -1,0 +1,237 @@
+"""Credit by turn of a trajectory that is one row: `turn_ids` [N,T] says which turn a token belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
+from posttrain.advantage.tokens import token_rewards
+from posttrain.batch import RolloutBatch
+from posttrain.registry import register
+
+Pools = Literal["separate", "joint", "none"]
+
+
+@register(
+    "spread",
+    "salt",
+    needs=("groups", "turn_ids", "edge_ids"),
+    note="Reconstructed from a description; which turns count as the same (one step of history) is a guess.",
+)
+def salt(batch: RolloutBatch) -> Tensor:
+    """SALT: turns that do the same in the same state share the mean of their trajectories' advantages -> [N,T].
+
+    `edge_ids` marks such turns within a group (see `edge_numbers`); a turn that no other rollout took keeps its
+    trajectory's advantage. So steps that good and bad rollouts share are neither praised nor blamed.
+    """
+    advantages = required(batch.advantages, "advantages")
+    edges, turns = required(batch.edge_ids, "edge_ids"), required(batch.turn_ids, "turn_ids")
+    row = torch.arange(len(batch), device=turns.device)[:, None].expand(turns.shape)
+    rows, turn, edge = row[batch.mask], turns[batch.mask], edges[batch.mask]
+    members = torch.unique(torch.stack([rows, turn, edge]), dim=1)  # a turn counts once, however long it is
+    keys = joint(batch.group_ids[torch.cat([members[0], rows])], torch.cat([members[2], edge]))
+    means = group_mean(advantages[members[0]], keys[: members.shape[1]])
+    spread = advantages.new_zeros(batch.mask.shape)
+    spread[batch.mask] = means[keys[members.shape[1] :]]
+    return spread
+
+
+def edge_numbers(trajectories: Sequence[Sequence[Sequence[str]]], history: int = 1) -> list[list[int]]:
+    """A number for each step [state, action, next state] of the trajectories of one prompt.
+
+    Steps share it if their action, their next state and the last `history` states up to their own are equal (fewer at
+    the start of a trajectory). Runs of white space are equal. A larger history merges less.
+    """
+    numbers: dict[tuple[tuple[str, ...], str, str], int] = {}
+    found: list[list[int]] = []
+    for steps in trajectories:
+        texts = [tuple(" ".join(part.split()) for part in step) for step in steps]
+        keys = [
+            (tuple(state for state, _, _ in texts[max(0, i + 1 - history) : i + 1]), action, after)
+            for i, (_, action, after) in enumerate(texts)
+        ]
+        found.append([numbers.setdefault(key, len(numbers)) for key in keys])
+    return found
+
+
+def merged_steps(
+    traj_advantages: Sequence[float], trajectories: Sequence[Sequence[Sequence[str]]], *, history: int = 1
+) -> list[list[float]]:
+    """The advantages that `salt` gives to the steps of the trajectories of one prompt."""
+    numbers = edge_numbers(trajectories, history)
+    flat = torch.tensor([n for row in numbers for n in row], dtype=torch.long)
+    values = [a for a, row in zip(traj_advantages, numbers, strict=True) for _ in row]
+    means = group_mean(torch.tensor(values, dtype=torch.float64), flat).tolist()
+    return [[means[n] for n in row] for row in numbers]
+
+
+@register(
+    "advantage",
+    "information_gain",
+    paper="2510.14967",
+    needs=("groups", "turn_ids", "token_rewards"),
+    note="Sources disagree on the normalisation; the authors' release centres by turn position without a std.",
+)
+def information_gain(
+    batch: RolloutBatch, *, normalise: Pools = "separate", gamma: float = 1.0, eps: float = 1e-6
+) -> Tensor:
+    """IGPO: a turn is worth how much it raised the probability of the true answer -> [N,T], one value a turn.
+
+    `token_rewards` holds those gains (summed by turn); the last turn has the row's reward instead. Values are
+    normalised over the group, then each turn gets the sum of gamma^k times those from it on. See `turn_advantages`.
+    """
+    turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), 0)
+    turns = torch.where(batch.mask.any(-1), turn.max(-1).values + 1, 0)
+    gains = torch.where(batch.mask, required(batch.token_rewards, "token_rewards"), 0.0)
+    width = int(turns.max()) if len(turns) else 0
+    rewards = gains.new_zeros(len(batch), width).scatter_add(1, turn, gains)
+    rewards = _with_outcome(rewards, rewards_of(batch), turns)
+    values = turn_advantages(rewards, turns, batch.group_ids, normalise=normalise, gamma=gamma, eps=eps)
+    return torch.where(batch.mask, values.gather(1, turn), 0.0)
+
+
+def turn_rewards(
+    answer_mean_logp: Tensor, outcome: Tensor, turns: Tensor, *, kind: Literal["prob", "logprob"] = "prob"
+) -> Tensor:
+    """Gain of each turn, and the outcome at the last -> [N,S]; cells past a row's `turns` [N] are NaN.
+
+    answer_mean_logp [N,S]: mean log-prob of the true answer's tokens before the first turn, after the first, ... and
+    before the last one. prob: gains of exp of it; logprob: of itself.
+    """
+    known = answer_mean_logp.exp() if kind == "prob" else answer_mean_logp
+    gains = torch.full_like(known, torch.nan)
+    gains[:, :-1] = known[:, 1:] - known[:, :-1]
+    return _with_outcome(gains, outcome, turns)
+
+
+def turn_advantages(
+    rewards: Tensor,
+    turns: Tensor,
+    group_ids: Tensor,
+    *,
+    normalise: Pools = "separate",
+    gamma: float = 1.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Discounted sums over the turns of normalised turn rewards [N,S] -> [N,S], 0 past a row's `turns` [N].
+
+    separate: (x - mean) / (population std + eps) of all gains of the group in one pool and of its outcomes in another;
+    joint: in one pool; none: as they are. A pool of fewer than two values, or with std < eps, gives 0. Rows without an
+    outcome (NaN) are left out and get 0; a turn without a gain counts as 0.
+    """
+    place = torch.arange(rewards.shape[1], device=rewards.device)
+    last = place == turns[:, None] - 1
+    scored = ~torch.where(last, rewards, 0.0).isnan().any(-1, keepdim=True)
+    inside = (place < turns[:, None]) & scored & ~rewards.isnan()
+    values = torch.where(inside, rewards, torch.nan)
+    if normalise != "none":
+        pool = torch.where(last, 1, 0) if normalise == "separate" else torch.zeros_like(place).expand(last.shape)
+        key = joint(group_ids[:, None].expand(last.shape).flatten(), pool.flatten())
+        values = _z_scores(values.flatten(), key, eps).reshape(values.shape)
+    values = torch.where(inside, values, 0.0)
+    sums = torch.zeros_like(values)
+    running = values.new_zeros(len(values))
+    for turn in reversed(range(values.shape[1])):
+        running = values[:, turn] + gamma * running
+        sums[:, turn] = running
+    return torch.where((place < turns[:, None]) & scored, sums, 0.0)
+
+
+def _z_scores(values: Tensor, key: Tensor, eps: float) -> Tensor:
+    centred = centred_and_scaled(values, key, scale="none")
+    number = torch.unique(key, return_inverse=True)[1]
+    spread = group_mean(torch.where(values.isnan(), torch.nan, centred.square()), number).sqrt()[number]
+    return torch.where(spread < eps, 0.0, centred / (spread + eps))
+
+
+def _with_outcome(rewards: Tensor, outcome: Tensor, turns: Tensor) -> Tensor:
+    """Turn rewards [N,S] with the row's outcome [N] at its last turn, NaN after it."""
+    place = torch.arange(rewards.shape[1], device=rewards.device)
+    rewards = torch.where(place == turns[:, None] - 1, outcome[:, None].to(rewards), rewards)
+    return torch.where(place < turns[:, None], rewards, torch.nan)
+
+
+@register(
+    "advantage",
+    "mc_critic",
+    needs=("values", "mc_values", "turn_ids"),
+    note="For environments that can be saved and restored; there is no value after the last turn of a row.",
+)
+def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: float = 0.0) -> Tensor:
+    """ProAct: generalised advantages over turns, with values (1 - w) * critic + w * Monte Carlo -> [N,T].
+
+    A turn's values are those of its first trained token, its reward the sum of its token rewards (the row's reward at
+    the last turn without these); the episode ends with the row. w 1 and lam 0: the pure Monte-Carlo difference.
+    """
+    turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), 0)
+    width = int(turn.max()) + 1 if turn.numel() else 0
+    rewards = token_rewards(batch)
+    by_turn = rewards.new_zeros(len(batch), width).scatter_add(1, turn, rewards)
+    first = batch.mask & (torch.where(batch.mask, turn, -1) > _before(batch.mask, turn))
+    values = [
+        rewards.new_zeros(len(batch), width + 1).scatter_add(1, turn, torch.where(first, source, 0.0))
+        for source in (required(batch.values, "values"), required(batch.mc_values, "mc_values"))
+    ]
+    last = turn.max(-1, keepdim=True).values
+    ended = torch.arange(width, device=turn.device) >= last
+    found = critic_terms(by_turn, values[0], values[1], ended, w=w, gamma=gamma, lam=lam)
+    return torch.where(batch.mask, found.advantages.gather(1, turn), 0.0)
+
+
+def _before(mask: Tensor, turn: Tensor) -> Tensor:
+    """Largest turn number of the trained tokens before each position [N,T], -1 if there is none."""
+    seen = torch.where(mask, turn, -1).cummax(-1).values
+    return torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1)
+
+
+@dataclass(frozen=True)
+class Critic:
+    """blended values [..., K + 1]; advantages and returns [..., K]."""
+
+    blended: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+def critic_terms(
+    turn_rewards: Tensor,
+    values: Tensor,
+    mc_values: Tensor,
+    terminated: Tensor,
+    *,
+    w: float = 0.9,
+    gamma: float = 0.9,
+    lam: float = 0.0,
+) -> Critic:
+    """Blend V = (1 - w) values + w mc_values [..., K + 1], one more than turns; generalised advantages over K turns.
+
+    delta = r + gamma (1 - terminated) V_next - V; A = delta + gamma lam (1 - terminated) A_next; return = A + V.
+    """
+    blended = (1 - w) * values + w * mc_values
+    going = 1 - terminated.to(blended)
+    advantages = torch.zeros_like(turn_rewards)
+    running = turn_rewards.new_zeros(turn_rewards.shape[:-1])
+    for t in reversed(range(turn_rewards.shape[-1])):
+        delta = turn_rewards[..., t] + gamma * going[..., t] * blended[..., t + 1] - blended[..., t]
+        running = delta + gamma * lam * going[..., t] * running
+        advantages[..., t] = running
+    return Critic(blended, advantages, advantages + blended[..., :-1])
+
+
+def action_advantages(action_values: Mapping[str, float], actions: Sequence[str], *, eps: float = 1e-5) -> list[float]:
+    """Advantages of a group of actions sampled in one state, from the Monte-Carlo return of every legal action.
+
+    Actions that differ: (q - mean) / (std + eps) over the group. All the same: (q - mean) / std over all legal actions,
+    0 if that std is 0 or one action is legal. Stds have ddof 1.
+    """
+    taken = torch.tensor([action_values[action] for action in actions], dtype=torch.float64)
+    if len(set(actions)) > 1:
+        return centred_and_scaled(taken, torch.zeros(len(taken), dtype=torch.long), eps=eps).tolist()
+    legal = torch.tensor(list(action_values.values()), dtype=torch.float64)
+    spread = legal.std() if len(legal) > 1 else legal.new_zeros(())
+    return (torch.where(spread > 0, (taken - legal.mean()) / spread, 0.0)).tolist()
