@@ -59,7 +59,7 @@ def mdpo_sequence(batch: RolloutBatch, logp: Tensor, *, tau: float = 0.1) -> Tok
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
 
 
-@register("regulariser", "kl_old", needs=("updates", "every_row"))
+@register("regulariser", "kl_old", needs=("several_updates", "every_row"))
 def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", "is"] = "k3") -> TokenLoss:
     """Distance to the policy at the start of the step, per token; with d = logp - old_logp:
 

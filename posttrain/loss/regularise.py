@@ -15,7 +15,7 @@ from posttrain.registry import register
 FORWARD_LIMITS = (-20.0, 5.0)
 
 
-@register("regulariser", "llds", paper="2512.04220", needs=("updates", "every_row"))
+@register("regulariser", "llds", paper="2512.04220", needs=("several_updates", "every_row"))
 def llds(
     batch: RolloutBatch,
     logp: Tensor,
