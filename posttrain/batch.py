@@ -82,13 +82,14 @@ class RolloutBatch:
     ref_logp: Tensor | None = None  # [N,T] frozen reference
     advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
+    selected: Tensor | None = None  # [N,T] bool, tokens that have a policy-gradient term; None = all trained ones
     lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], numbers of the data row, NaN = none
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # component -> the recipe's weight; {} = unknown
-    channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages that keep a loss of their own
+    channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages with a loss of their own
     # Workflows and environments, where a row is one call or one step of a trajectory:
     agent_ids: Tensor | None = None  # [N] int64, the role that made the call
     trajectory_ids: Tensor | None = None  # [N] int64
@@ -100,7 +101,7 @@ class RolloutBatch:
     hint_mask: Tensor | None = None  # [N,T] bool, trained tokens that are the hint's
     answer_mask: Tensor | None = None  # [N,T] bool, tokens of the final answer, None = not marked
     external: Tensor | None = None  # [N,T] bool, tokens of a given solution that the policy did not sample
-    expert_logp: Tensor | None = None  # [N,T] old policy's log-probs of an expert answer, by position; NaN = past its end
+    expert_logp: Tensor | None = None  # [N,T] of an expert answer by the old policy, by position; NaN = past its end
     returns: Tensor | None = None  # [N,T] what a critic learns, from the advantage function
     # What the policy pass adds only where a component needs it, at rollout time and without gradient:
     entropy: Tensor | None = None  # [N,T] nats
@@ -175,6 +176,14 @@ class GroupLoss:
 
 
 @dataclass(frozen=True)
+class Credit:
+    """What an advantage with a critic returns: advantages and the returns that the critic learns, both [N,T]."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True)
 class ChannelAdvantages:
     """What an advantage with several channels returns: `total` [N] becomes the batch's advantages, `channels`
     name -> [N] its `channels`."""
@@ -187,8 +196,8 @@ class ChannelAdvantages:
 class Selection:
     """Which tokens are trained on: `mask` [N,T] bool, within the batch's mask.
 
-    denominator: the loss is divided by the tokens and rows of the batch before the selection (`all`), or of what is
-    `kept`; a method must say which, because it decides how large the step is.
+    denominator: `all`: the others lose their policy-gradient term, and nothing else changes; `kept`: the others leave
+    the batch and its denominators. A method must say which, because it decides how large the step is.
     """
 
     mask: Tensor

@@ -99,18 +99,16 @@ def register(
     """Give a function its recipe name. A second function of the same kind and name is an error.
 
     paper: arXiv id. needs: what it must have, so that a recipe which cannot work, or would do nothing, is refused at
-    load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one completion
-    a prompt), `updates` (more than one update a step), `all_correct` (groups that are all right must not be filtered
-    out), `every_row` (it has a gradient where the advantage is 0). note: where this reading departs from its source.
+    load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one
+    completion a prompt), `several_updates` (more than one a step), `all_correct` (groups that are all right must not be
+    filtered out), `every_row` (a gradient where the advantage is 0). note: where this reading departs from its source.
     exclusive: what it corrects or does that no second component of a recipe may do, e.g. `engine ratio`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if (kind, name) in _components:
             raise ValueError(f"{kind} `{name}` is registered twice")
-        _components[kind, name] = Component(
-            kind, name, function, paper, needs, note, exclusive, keywords(function)
-        )
+        _components[kind, name] = Component(kind, name, function, paper, needs, note, exclusive, keywords(function))
         return function
 
     return decorate

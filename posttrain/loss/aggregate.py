@@ -6,7 +6,8 @@ loss and its gradient do not depend on how a batch is cut.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,13 +18,22 @@ Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum",
 
 @dataclass(frozen=True)
 class Totals:
-    """Trained tokens and rows of one optimiser batch, over all its micro-batches and ranks."""
+    """Trained tokens and rows of one optimiser batch, over all its micro-batches and ranks.
+
+    groups, weight: number of groups and their weights added up, for losses over groups. terms: of terms with a mean of
+    their own, name -> tokens that it is over.
+    """
 
     tokens: float
     rows: float
+    groups: float = 0.0
+    weight: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(self.tokens + other.tokens, self.rows + other.rows)
+        terms = {name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in {**self.terms, **other.terms}}
+        sums = (getattr(self, n) + getattr(other, n) for n in ("tokens", "rows", "groups", "weight"))
+        return Totals(*sums, terms)
 
 
 def totals(mask: Tensor, count_empty_rows: bool = True) -> Totals:

@@ -15,7 +15,7 @@ from posttrain.recipe.stages import RlRecipe
 
 Found = Iterator[tuple[str, str, str]]
 
-# What an rl run can give a component, besides `groups`, `updates` and the marks that are no data.
+# What an rl run can give a component, besides `groups` and the marks that are no data.
 FROM_ROLLOUTS = {
     *("rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"),
 }
@@ -23,8 +23,8 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask"),
 }
-FROM_COMPONENTS = {"advantages", "channels", "second_advantages", "returns"}  # another component makes them
-MARKS = {"groups", "updates", "all_correct", "every_row"}
+FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
+MARKS = {"groups", "several_updates", "all_correct", "every_row"}
 WHY_NOT = {
     **dict.fromkeys(("turn_ids", "trajectory_ids", "step_ids", "state_ids", "edge_ids"), "rollouts of several turns"),
     **dict.fromkeys(("dones", "mc_values"), "rollouts in an environment"),
@@ -57,7 +57,7 @@ def _needs(recipe: Any) -> Found:
         if "groups" in section.needs and recipe.rollout.group_size == 1:
             what = f"{name} compares the completions of one prompt, and there is only 1"
             yield "rollout.group_size", what, "write 2 or more"
-        if "updates" in section.needs and updates(recipe) == 1:
+        if "several_updates" in section.needs and updates(recipe) == 1:
             what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
             yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
         for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made):
@@ -78,7 +78,7 @@ def _made(recipe: RlRecipe) -> set[str]:
     return made
 
 
-_MAKERS = ((("channels",), "channels"), (("copo",), "second_advantages"), (("gae", "step_gae"), "returns"))
+_MAKERS = ((("channels", "copo"), "channels"), (("gae", "step_gae"), "returns"))
 
 
 def _maker(need: str) -> str:

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 from posttrain.recipe import sections as s
 from posttrain.recipe.section import ComponentSection, Section, registered
 
-
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[
     Annotated[s.Keep, Tag(TAGS[0])] | Annotated[list[s.Keep], Tag(TAGS[1])],

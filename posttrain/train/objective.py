@@ -1,195 +1,300 @@
-"""What a policy-gradient method computes: from rewards to one number to minimise. A method is a row of choices here.
+"""What a policy-gradient method computes: from rewards to one number to minimise. A method is a row of parts here.
 
 The order is fixed:
 
-1. keep        groups that stay (dynamic sampling); dropped rows leave the batch and its denominators
-2. KL          with `kl.where: reward`: coef * the row's summed KL comes off its reward
-3. advantage   from the rewards of the kept rows, over the whole step
-4. mask edits  dropped rows; completions that hit the limit, if `loss.mask_truncated` (these stay in the row count)
-5. surrogate   per token, from the current policy's log-probs
-6. KL          with `kl.where: loss`: + coef * the token's KL
-7. aggregation once, divided by the totals of the whole optimiser batch
+ 1. group_rewards  new rewards from those of a group, one after the other
+ 2. keep           rows that stay (dynamic sampling); dropped ones leave the batch and its denominators
+ 3. KL             with `kl.where: reward`: coef * the row's summed KL comes off its reward
+ 4. advantage      from the rewards of the kept rows, over the whole step
+ 5. factors        multiply the advantages of a row
+ 6. bonuses        change the advantages, one after the other
+ 7. spread         divides a row's advantage among its turns or tokens
+ 8. mask edits     completions that hit the limit, if `loss.mask_truncated` (these stay in the row count)
+ 9. select         tokens that are trained on
+10. loss           per token, or one value a group, from the current policy's log-probs
+11. corrections    multiply the policy-gradient term of a token
+12. KL in the loss and regularisers: + coef * the term
+13. aggregation    of each term, divided by the totals of the whole optimiser batch
 
-`assign` is steps 1 to 4, on a whole step's rollouts; `loss` is steps 5 to 7, on any part of them.
+`assign` is steps 1 to 9, on a whole step's rollouts; `loss` is steps 10 to 13, on any part of them (whole groups, for a
+loss over groups).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from posttrain import registry
-from posttrain.batch import RolloutBatch, TokenLoss
-from posttrain.errors import RecipeError
+from posttrain.advantage.tokens import token_rewards
+from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
+from posttrain.recipe.objective_checks import used
 from posttrain.recipe.presets import preset
-from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.sections import Advantage, Keep, Kl, Loss
+from posttrain.recipe.stages import RlRecipe
+from posttrain.train.parts import Part, bind, credited, group_tokens, like_rows, placed, token_sum
 from posttrain.train.refill import Accumulator
 
-ORDER = ("keep", "kl_in_reward", "advantage", "mask_edits", "surrogate", "kl_in_loss", "aggregate")
+BEFORE_THE_LOSS = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select")
+_MANY = ("group_rewards", "keep", "factors", "bonuses", "spread", "select", "corrections", "regularisers")
+_ONE = ("advantage", "surrogate", "kl")
+_BARE = {"model": {"path": "tiny"}, "data": {"source": "none"}, "rewards": [{"use": "none"}]}  # of a recipe's objective
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Pure functions with their arguments bound. `needs` names what the batch must carry, e.g. `ref_logp`."""
+    """Parts by their place in the order; all are pure functions with their arguments bound."""
 
-    keep: Callable[[RolloutBatch], Tensor] | None  # -> bool [N]
-    advantage: Callable[[RolloutBatch], Tensor]  # -> [N] or [N,T]
-    surrogate: Callable[[RolloutBatch, Tensor], TokenLoss]
-    kl: Callable[[RolloutBatch, Tensor], TokenLoss] | None  # None = coefficient 0
-    kl_coef: float
-    kl_in_reward: bool
-    aggregation: Aggregation
-    norm_len: float | None
-    count_empty_rows: bool
-    mask_truncated: bool
-    needs: frozenset[str] = frozenset()
+    advantage: Part
+    surrogate: Part  # a loss per token or over groups
+    group_rewards: tuple[Part, ...] = ()
+    keep: tuple[Part, ...] = ()
+    factors: tuple[Part, ...] = ()
+    bonuses: tuple[Part, ...] = ()
+    spread: tuple[Part, ...] = ()  # one at most
+    select: tuple[Part, ...] = ()
+    corrections: tuple[Part, ...] = ()
+    kl: Part | None = None  # None = coefficient 0
+    kl_in_reward: bool = False
+    regularisers: tuple[Part, ...] = ()
+    aggregation: Aggregation = "seq_mean_token_mean"
+    norm_len: float | None = None
+    count_empty_rows: bool = True
+    mask_truncated: bool = False
 
     @classmethod
-    def from_sections(
-        cls,
-        keep: Keep | None,
-        advantage: Advantage,
-        loss: Loss,
-        kl: Kl,
-        *,
-        norm_len: float | None,
-        base_dir: Path | None = None,
-    ) -> Objective:
-        """The objective that these recipe sections describe; functions of the user are looked for in `base_dir`.
+    def from_recipe(cls, recipe: RlRecipe) -> Objective:
+        """The objective of a recipe; functions of the user are looked for beside it.
 
-        norm_len: the length of aggregation `fixed` where the recipe gives none. Raises UserError for names, keys and
-        combinations that make no sense.
+        Raises UserError for names and arguments that do not exist.
         """
-        functions, needs = _bind({"keep": keep, "advantage": advantage, "loss": loss, "kl": kl}, base_dir)
-        if kl.coef == 0:
-            del functions["kl"]
-            needs["kl"] = frozenset()
-        elif kl.where == "reward":
-            needs["kl"] |= {"old_logp"}
+        parts: dict[str, tuple[Part, ...]] = {}
+        for key, section in used(recipe):
+            place = key.partition(".")[0]
+            if place != "controllers":
+                parts[place] = (*parts.get(place, ()), bind(key, section, recipe.base_dir))
+        (advantage,), (surrogate,), kl = parts.pop("advantage"), parts.pop("loss"), parts.pop("kl", (None,))
         return cls(
-            keep=functions.get("keep"),
-            advantage=functions["advantage"],
-            surrogate=functions["loss"],
-            kl=functions.get("kl"),
-            kl_coef=kl.coef,
-            kl_in_reward=kl.where == "reward",
-            aggregation=loss.aggregation,
-            norm_len=loss.norm_len or norm_len,
-            count_empty_rows=loss.count_empty_rows,
-            mask_truncated=loss.mask_truncated,
-            needs=frozenset().union(*needs.values()),
+            advantage=advantage,
+            surrogate=surrogate,
+            kl=kl[0],
+            kl_in_reward=recipe.kl.where == "reward",
+            aggregation=recipe.loss.aggregation,
+            norm_len=recipe.loss.norm_len or recipe.rollout.max_new_tokens,
+            count_empty_rows=recipe.loss.count_empty_rows,
+            mask_truncated=recipe.loss.mask_truncated,
+            **parts,  # type: ignore[arg-type]
         )
 
     @classmethod
-    def from_preset(
-        cls, name: str, *, norm_len: float | None = None, **overrides: Mapping[str, Any] | None
-    ) -> Objective:
-        """The objective of `algorithm: NAME`; `overrides` are keys of its sections, e.g. loss={"clip_high": 0.3}."""
-        choices = preset(name).choices
-        sections = {s: {**choices.get(s, {}), **(overrides.get(s) or {})} for s in ("keep", "advantage", "loss", "kl")}
-        return cls.from_sections(
-            Keep.model_validate(sections["keep"]) if sections["keep"] else None,
-            Advantage.model_validate(sections["advantage"]),
-            Loss.model_validate(sections["loss"]),
-            Kl.model_validate(sections["kl"]),
-            norm_len=norm_len,
-        )
+    def from_preset(cls, name: str, **overrides: Any) -> Objective:
+        """The objective of `algorithm: NAME`; `overrides` are keys of its sections, e.g. loss={"clip_high": 0.3}; the
+        entries of a list are named by their number, bonuses={"0": {"alpha": 0.5}}."""
+        return cls.from_recipe(RlRecipe.model_validate(_over(_over(_BARE, preset(name).choices), overrides)))
+
+    def at(self, numbers: Mapping[str, float]) -> Objective:
+        """The same with other numbers, by recipe key; those of a step's controllers."""
+        changed: dict[str, Any] = {name: tuple(p.at(numbers) for p in self._parts(name)) for name in _MANY}
+        one = {name: part.at(numbers) for name in _ONE if (part := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **changed, **one)
+
+    def _parts(self, name: str) -> tuple[Part, ...]:
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else () if value is None else (value,)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """All that the batch must carry or the run must give, e.g. `ref_logp`."""
+        named = [part.needs for name in (*_MANY, *_ONE) for part in self._parts(name)]
+        return frozenset({"old_logp"} if self.kl and self.kl_in_reward else ()).union(*named)
+
+    @property
+    def needs_before_the_loss(self) -> frozenset[str]:
+        """What `assign` needs of them: it must be measured before."""
+        early = [part.needs for name in BEFORE_THE_LOSS for part in self._parts(name)]
+        reward = {"old_logp", "ref_logp"} if self.kl and self.kl_in_reward else set()
+        return frozenset(reward).union(*early)
+
+    @property
+    def whole_groups(self) -> bool:
+        """`loss` must get all rows of a group together."""
+        return self.surrogate.kind == "group_loss"
+
+    # --- steps 1 to 9: on the rollouts of a whole step ---
 
     def assign(self, batch: RolloutBatch) -> RolloutBatch:
-        """The batch with keep, advantages and the edited mask: everything that looks at the whole step.
+        """The batch with rewards, keep, advantages and the edited mask: everything that looks at the whole step.
 
         Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask.
         """
-        kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if self.keep is None else self.keep(batch)
-        if batch.keep is not None:
-            kept = kept & batch.keep
-        rows = self.rewarded(batch.select(kept))
-        values = self.advantage(rows).detach()
-        advantages = values.new_zeros((len(batch), *values.shape[1:]))
-        advantages[kept] = values
-        mask = batch.mask & kept[:, None]
-        if self.mask_truncated:
-            if batch.truncated is None:
-                raise ValueError("mask_truncated needs to know which rows were truncated")
-            mask = mask & ~batch.truncated[:, None]
-        return batch.replace(keep=kept, advantages=advantages, mask=mask)
+        batch = self.regrouped(batch)
+        kept = self.kept(batch)
+        rows = self.selected(self.credited(batch.select(kept)))
+        stay = kept.clone()
+        if rows.keep is not None:
+            stay[kept] = rows.keep
+        return batch.replace(
+            keep=stay,
+            mask=placed(rows.mask, kept),
+            memory=rows.memory,
+            channels={name: placed(value, kept) for name, value in rows.channels.items()},
+            **{name: placed(getattr(rows, name), kept) for name in ("advantages", "returns", "selected")},
+        )
 
-    def rewarded(self, batch: RolloutBatch) -> RolloutBatch:
-        """With KL in the reward: reward - coef * (the old policy's KL to the reference, summed over trained tokens)."""
+    def regrouped(self, batch: RolloutBatch) -> RolloutBatch:
+        """Step 1: the rewards after all `group_rewards`."""
+        for part in self.group_rewards:
+            rewards, batch = part.remembering(batch)
+            batch = batch.replace(rewards=rewards)
+        return batch
+
+    def kept(self, batch: RolloutBatch) -> Tensor:
+        """Step 2: rows that every filter keeps, bool [N]."""
+        kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
+        for part in self.keep:
+            kept = kept & part.remembering(batch)[0]
+        return kept
+
+    def credited(self, batch: RolloutBatch) -> RolloutBatch:
+        """Steps 3 to 7: the batch with advantages [N] or [N,T]."""
+        result, paid = self.advantage.remembering(self.less_kl(batch))
+        paid = credited(paid, result)
+        for part in self.factors:
+            factor, paid = part.remembering(paid)
+            assert paid.advantages is not None
+            paid = paid.replace(advantages=paid.advantages * like_rows(factor.detach(), paid.advantages))
+        for part in (*self.bonuses, *self.spread):
+            result, paid = part.remembering(paid)
+            paid = credited(paid, result)
+        return paid.replace(rewards=batch.rewards)
+
+    def less_kl(self, batch: RolloutBatch) -> RolloutBatch:
+        """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,
+        for advantages that read rewards by token."""
         if self.kl is None or not self.kl_in_reward:
             return batch
         if batch.old_logp is None or batch.rewards is None:
             raise ValueError("KL in the reward needs rewards, old_logp and ref_logp before advantages are assigned")
-        penalty = self.kl(batch, batch.old_logp).values.detach().sum(-1)
-        return batch.replace(rewards=batch.rewards - self.kl_coef * penalty.to(batch.rewards))
+        penalty = self.kl(batch, batch.old_logp).values.detach().to(batch.rewards) * self.kl.coef
+        return batch.replace(
+            rewards=batch.rewards - penalty.sum(-1),
+            token_rewards=torch.where(batch.mask, token_rewards(batch) - penalty, 0.0),
+        )
+
+    def selected(self, batch: RolloutBatch) -> RolloutBatch:
+        """Steps 8 and 9: the mask, the selected tokens, and the rows that stay."""
+        if self.mask_truncated:
+            if batch.truncated is None:
+                raise ValueError("mask_truncated needs to know which rows were truncated")
+            batch = batch.replace(mask=batch.mask & ~batch.truncated[:, None])
+        for part in self.select:
+            chosen, batch = part.remembering(batch)
+            if chosen.denominator == "kept":
+                left = batch.mask & chosen.mask
+                stay = left.any(-1) | ~batch.mask.any(-1)
+                keep = stay if batch.keep is None else batch.keep & stay
+                batch = batch.replace(mask=left, keep=keep)
+            else:
+                before = batch.mask if batch.selected is None else batch.selected
+                batch = batch.replace(selected=before & chosen.mask)
+        return batch
+
+    def accumulator(self, want: int, max_batches: int) -> Accumulator:
+        """Collects generation batches until `want` groups passed `keep`."""
+        return Accumulator((lambda batch: self.kept(self.regrouped(batch))) if self.keep else None, want, max_batches)
+
+    # --- steps 10 to 13: on the rows of one optimiser batch, or a part of them ---
+
+    @property
+    def terms(self) -> tuple[Part, ...]:
+        """What is added to the policy loss."""
+        return (*((self.kl,) if self.kl is not None and not self.kl_in_reward else ()), *self.regularisers)
 
     def totals(self, batch: RolloutBatch) -> Totals:
         """The denominators of one optimiser batch (after `assign`). Add them up over ranks."""
-        return totals(batch.mask if batch.keep is None else batch.mask[batch.keep], self.count_empty_rows)
+        rows = batch if batch.keep is None else batch.select(batch.keep)
+        found = totals(rows.mask, self.count_empty_rows)
+        with torch.no_grad():
+            asked = _with_stand_ins(rows)
+            logp = torch.zeros(rows.mask.shape, device=rows.mask.device)
+            results = {part.key: part(asked, logp) for part in self.regularisers}
+            terms = {key: float(r.counted.sum()) for key, r in results.items() if r.counted is not None}
+            weights = _weights(self.surrogate(asked, logp)) if self.whole_groups and len(rows) else logp.new_zeros(0)
+        return dataclasses.replace(found, groups=float(len(weights)), weight=float(weights.sum()), terms=terms)
 
     def has_signal(self, batch: RolloutBatch) -> Tensor:
         """Rows that have a gradient, bool [N]; the others need no forward pass (`totals` still counts them)."""
-        if self.kl is not None and not self.kl_in_reward:
+        if self.whole_groups:
+            return batch.mask.any(-1) if batch.keep is None else batch.keep
+        if self.terms or "every_row" in self.surrogate.needs:
             return batch.mask.any(-1)
         assert batch.advantages is not None
         advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
-        return (batch.mask & (advantages != 0)).any(-1)
+        chosen = batch.mask if batch.selected is None else batch.mask & batch.selected
+        return (chosen & (advantages != 0)).any(-1)
 
     def loss(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         """What these rows add to the loss, to be called backward on, and their statistics. logp [N,T] has the gradient.
 
         Statistics are detached sums over trained tokens: divide them by the number of tokens summed.
         """
+        policy = self.group_term if self.whole_groups else self.policy_term
+        loss, stats = policy(batch, logp, totals)
+        for part in self.terms:
+            term = part(batch, logp)
+            loss = loss + part.coef * self.aggregated(part, term, batch, totals)
+            stats |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
+        return loss, stats
+
+    def policy_term(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """Steps 10 and 11 of a loss per token, aggregated."""
         token_loss = self.surrogate(batch, logp)
         values, stats = token_loss.values, dict(token_loss.stats)
-        if self.kl is not None and not self.kl_in_reward:
-            penalty = self.kl(batch, logp)
-            values = values + self.kl_coef * penalty.values
-            stats |= penalty.stats
-        loss = aggregate(values, batch.mask, self.aggregation, totals, self.norm_len)
-        return loss, {name: token_sum(value, batch.mask) for name, value in stats.items()}
+        for part in self.corrections:
+            correction = part(batch, logp.detach())
+            values = torch.where(correction.mask, values * correction.weights, 0.0)
+            stats |= correction.stats
+        if batch.selected is not None:
+            values = torch.where(batch.selected, values, 0.0)
+        term = dataclasses.replace(token_loss, values=values)
+        sums = {name: token_sum(value, batch.mask) for name, value in stats.items()}
+        return self.aggregated(self.surrogate, term, batch, totals), sums
 
-    def accumulator(self, want: int, max_batches: int) -> Accumulator:
-        """Collects generation batches until `want` groups passed `keep`."""
-        return Accumulator(self.keep, want, max_batches)
+    def group_term(self, batch: RolloutBatch, logp: Tensor, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        """Step 10 of a loss over groups: the weighted mean over the groups of the optimiser batch."""
+        kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
+        rows = batch.select(kept)
+        found: GroupLoss = self.surrogate(rows, logp[kept])
+        tokens = group_tokens(rows)
+        sums = {name: (value * tokens.to(value.dtype)).sum() for name, value in found.stats.items()}
+        if totals.weight == 0:
+            return found.values.sum() / max(totals.groups, 1.0), sums
+        return (found.values * _weights(found)).sum() / totals.weight, sums
 
-
-def token_sum(value: Tensor, mask: Tensor) -> Tensor:
-    """Sum over trained tokens of a statistic [N,T], or [N] that holds for every token of its row."""
-    spread = value if value.dim() == 2 else value[:, None].expand(mask.shape)
-    return torch.where(mask, spread, 0.0).sum()
-
-
-def _bind(
-    sections: Mapping[registry.Kind, ComponentSection | None], base_dir: Path | None
-) -> tuple[dict[str, Callable[..., Any]], dict[str, frozenset[str]]]:
-    """Kind -> the section's function with its arguments bound, and kind -> what it needs."""
-    functions: dict[str, Callable[..., Any]] = {}
-    needs: dict[str, frozenset[str]] = {}
-    for kind, section in sections.items():
-        if section is None:
-            continue
-        component = registry.resolve(kind, section.use, base_dir)
-        _check_keys(component, section)
-        functions[kind] = partial(component.function, **section.params)
-        needs[kind] = frozenset(component.needs)
-    return functions, needs
+    def aggregated(self, part: Part, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
+        """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""
+        if part.key in totals.terms:
+            return torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)
+        return aggregate(term.values, batch.mask, part.aggregation or self.aggregation, totals, self.norm_len)
 
 
-def _check_keys(component: registry.Component, section: ComponentSection) -> None:
-    """A function of the user is only known now: the recipe's keys must be its keyword-only arguments."""
-    unknown = [key for key in section.params if key not in component.params]
-    missing = [key for key, (_, default) in component.params.items() if default is ... and key not in section.params]
-    if unknown or missing:
-        what = f"has no argument {unknown[0]}" if unknown else f"needs the argument {missing[0]}"
-        raise RecipeError(
-            f"{component.kind} `{section.use}` {what}", allowed=f"it takes: {', '.join(component.params) or 'none'}"
-        )
+def _weights(loss: GroupLoss) -> Tensor:
+    return torch.ones_like(loss.values) if loss.weights is None else loss.weights
+
+
+def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
+    """For questions that do not depend on the current policy: the old one's numbers in place of its own."""
+    return batch.replace(new_values=batch.values, vocab_mean_logp=batch.old_vocab_mean_logp)
+
+
+def _over(lower: Any, upper: Any) -> Any:
+    """`upper` over `lower`, key by key; an entry of a list is named by its number."""
+    if isinstance(lower, list) and isinstance(upper, Mapping):
+        return [_over(entry, upper[str(n)]) if str(n) in upper else entry for n, entry in enumerate(lower)]
+    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+        return upper
+    return {**lower, **{key: _over(lower.get(key, {}), value) for key, value in upper.items()}}

@@ -12,8 +12,8 @@ import torch
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RecipeError, UserError
 from posttrain.recipe import presets
-from posttrain.recipe.sections import Advantage, Keep, Kl, Loss
-from posttrain.train.objective import ORDER, Objective
+from posttrain.recipe.stages import RlRecipe
+from posttrain.train.objective import Objective
 
 NAN = float("nan")
 RL = presets.names("rl")
@@ -63,7 +63,7 @@ def test_grpo_on_policy_by_hand() -> None:
 def test_dr_grpo_on_policy_by_hand() -> None:
     """A = +-1/2, norm_len 10: -A / (N * 10) a token, whatever the lengths are."""
     rows, logp = batch([[1, 0]], [3, 1], old_logp=None)
-    _, found = gradient(Objective.from_preset("dr_grpo", norm_len=10), rows, logp)
+    _, found = gradient(Objective.from_preset("dr_grpo", rollout={"max_new_tokens": 10}), rows, logp)
     torch.testing.assert_close(found, torch.tensor([[-1 / 40] * 3, [1 / 40, 0, 0]], dtype=F64))
 
 
@@ -125,7 +125,9 @@ def test_kl_in_the_reward_comes_off_before_the_advantage() -> None:
     old = torch.tensor([[-1.0, -1.0], [-1.0, NAN]], dtype=F64)
     ref = torch.tensor([[-1.5, -2.0], [-1.0, NAN]], dtype=F64)
     rows = rows.replace(old_logp=old, ref_logp=ref)
-    objective = Objective.from_preset("dr_grpo", norm_len=4, kl={"use": "k1", "coef": 0.2, "where": "reward"})
+    objective = Objective.from_preset(
+        "dr_grpo", rollout={"max_new_tokens": 4}, kl={"use": "k1", "coef": 0.2, "where": "reward"}
+    )
     assigned = objective.assign(rows)
     assert assigned.advantages.tolist() == pytest.approx([-0.15, 0.15])  # type: ignore[union-attr]
     assert assigned.rewards.tolist() == [1.0, 1.0]  # type: ignore[union-attr]  # metrics show the reward as it was paid
@@ -147,7 +149,7 @@ def test_an_unscored_row_is_trained_on_by_nothing_but_counts() -> None:
 @pytest.mark.parametrize("cut", [1, 3, 4])
 def test_split_equals_whole(name: str, cut: int) -> None:
     """Micro-batches of any rows and lengths add up to the whole batch: loss, gradient and statistics."""
-    objective = Objective.from_preset(name, norm_len=9, kl={"coef": 0.1})
+    objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     rows, logp = batch([[1, 0, 0.2], [0, 0], [0, 1]], [5, 1, 0, 3, 2, 4, 4])
     assigned = objective.assign(rows)
     totals = objective.totals(assigned)
@@ -165,7 +167,7 @@ def test_split_equals_whole(name: str, cut: int) -> None:
 @pytest.mark.parametrize("name", RL)
 @pytest.mark.parametrize("coef", [0.0, 0.1])
 def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: float) -> None:
-    objective = Objective.from_preset(name, norm_len=9, kl={"coef": coef})
+    objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": coef})
     rows, logp = batch([[1, 0], [1, 1], [0, 1, NAN]], [3, 2, 2, 2, 0, 4, 1], old_logp=None)
     _, found = gradient(objective, rows, logp)
     assert objective.has_signal(objective.assign(rows)).tolist() == found.ne(0).any(-1).tolist()
@@ -179,7 +181,7 @@ def test_rows_without_signal_have_no_gradient_and_others_have(name: str, coef: f
 )
 def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[float]], lengths: list[int]) -> None:
     rows, logp = batch(rewards, lengths)
-    loss, found = gradient(Objective.from_preset(name, norm_len=9), rows, logp)
+    loss, found = gradient(Objective.from_preset(name, rollout={"max_new_tokens": 9}), rows, logp)
     assert loss == 0.0
     assert not found.any()
 
@@ -187,7 +189,7 @@ def test_nothing_to_learn_gives_zero_and_not_nan(name: str, rewards: list[list[f
 @pytest.mark.parametrize("name", RL)
 def test_no_trained_token_gives_zero_and_not_nan(name: str) -> None:
     rows, logp = batch([[1, 0]], [2, 2])
-    objective = Objective.from_preset(name, norm_len=9, kl={"coef": 0.1})
+    objective = Objective.from_preset(name, rollout={"max_new_tokens": 9}, kl={"coef": 0.1})
     loss, found = gradient(objective, rows.replace(mask=torch.zeros_like(rows.mask)), logp)
     assert loss == 0.0
     assert not found.any()
@@ -204,21 +206,17 @@ def test_presets_state_what_they_choose(name: str) -> None:
 def test_an_override_changes_one_key() -> None:
     base = Objective.from_preset("dapo")
     changed = Objective.from_preset("dapo", loss={"clip_high": 0.3})
-    assert base.surrogate.keywords == {"clip_low": 0.2, "clip_high": 0.28}  # type: ignore[attr-defined]
-    assert changed.surrogate.keywords == {"clip_low": 0.2, "clip_high": 0.3}  # type: ignore[attr-defined]
+    assert base.surrogate.params == {"clip_low": 0.2, "clip_high": 0.28}
+    assert changed.surrogate.params == {"clip_low": 0.2, "clip_high": 0.3}
     assert changed.aggregation == "token_mean"
 
 
-def sections(**changes: Any) -> Objective:
+def sections(base_dir: Path | None = None, **changes: Any) -> Objective:
     """An objective from recipe sections with these changes."""
-    return Objective.from_sections(
-        Keep.model_validate(changes["keep"]) if "keep" in changes else None,
-        Advantage.model_validate(changes.get("advantage", {})),
-        Loss.model_validate(changes.get("loss", {})),
-        Kl.model_validate(changes.get("kl", {})),
-        norm_len=8,
-        base_dir=changes.get("base_dir"),
-    )
+    bare = {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "x"}]}
+    recipe = RlRecipe.model_validate({**bare, "rollout": {"max_new_tokens": 8}, **changes})
+    recipe._base_dir = base_dir or Path.cwd()
+    return Objective.from_recipe(recipe)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +262,3 @@ def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
         sections(loss={"use": "mine.py:reinforce", "wait": 3.0}, base_dir=tmp_path)
     with pytest.raises(UserError, match="no function reinforced"):
         sections(loss={"use": "mine.py:reinforced"}, base_dir=tmp_path)
-
-
-def test_the_order_is_written_down() -> None:
-    assert ORDER == ("keep", "kl_in_reward", "advantage", "mask_edits", "surrogate", "kl_in_loss", "aggregate")

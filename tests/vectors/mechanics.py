@@ -150,12 +150,15 @@ def _mapped(values: Mapping[str, Any], names: Names) -> dict[str, Any]:
     return {names[key]: value for key, value in values.items()}
 
 
-def sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """{"loss.clip_low": 0.2} -> {"loss": {"clip_low": 0.2}}"""
-    nested: dict[str, dict[str, Any]] = {}
+def sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"loss.clip_low": 0.2} -> {"loss": {"clip_low": 0.2}}; "bonuses.0.alpha" names an entry of a list."""
+    nested: dict[str, Any] = {}
     for path, value in values.items():
-        section, key = path.split(".")
-        nested.setdefault(section, {})[key] = value
+        *parents, key = path.split(".")
+        place = nested
+        for part in parents:
+            place = place.setdefault(part, {})
+        place[key] = value
     return nested
 
 
