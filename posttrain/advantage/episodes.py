@@ -1,0 +1,70 @@
+"""VL-DAC: credit by step of an environment. One row is one step; its tokens share the step's advantage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.group import required, rewards_of
+from posttrain.advantage.tokens import last_trained
+from posttrain.batch import Credit, RolloutBatch
+from posttrain.registry import register
+
+
+@register(
+    "advantage",
+    "step_gae",
+    paper="2508.04280",
+    needs=("values", "dones"),
+    note="The authors skip a branch of the clip at ratios above 10; loss.dual_clip does the same job.",
+)
+def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> Credit:
+    """Generalised advantage estimation over the steps of an environment, normalised over the batch -> [N,T].
+
+    Rows are steps in order of time, one episode after the other; `dones` ends an episode. The value of a step is read at
+    its last trained token, and the critic learns the return there and at the step's other tokens. An episode that the
+    end of the batch cuts off has value 0 from there on.
+    """
+    values = required(batch.values, "values")
+    per_step = torch.where(last_trained(batch.mask), values, 0.0).sum(-1)
+    found = step_terms(rewards_of(batch), per_step, required(batch.dones, "dones"), gamma=gamma, lam=lam)
+    advantages, returns = (torch.where(batch.mask, x[:, None], 0.0) for x in (found.advantages, found.returns))
+    return Credit(advantages, returns)
+
+
+@dataclass(frozen=True)
+class StepAdvantages:
+    """advantages [N], raw [N] before normalisation, returns [N] (what a critic learns)."""
+
+    advantages: Tensor
+    raw: Tensor
+    returns: Tensor
+
+
+def step_terms(
+    rewards: Tensor,
+    values: Tensor,
+    dones: Tensor,
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    bootstrap_value: float = 0.0,
+) -> StepAdvantages:
+    """Backwards over steps [N]: delta = r + gamma V' (1 - done) - V, A = delta + gamma lam (1 - done) A'.
+
+    V' after the last step is bootstrap_value. returns = A + V; advantages = (A - mean) / (std + 1e-8), unbiased; a
+    single step has 0. Nothing leaks over a done.
+    """
+    goes_on = 1.0 - dones.to(values.dtype)
+    raw = torch.zeros_like(values)
+    next_value, next_advantage = values.new_tensor(bootstrap_value), values.new_zeros(())
+    for s in reversed(range(len(values))):
+        delta = rewards[s] + gamma * next_value * goes_on[s] - values[s]
+        next_advantage = delta + gamma * lam * goes_on[s] * next_advantage
+        next_value = values[s]
+        raw[s] = next_advantage
+    spread = raw.std() if len(raw) > 1 else raw.new_zeros(())
+    centred = raw - raw.mean() if len(raw) else raw
+    return StepAdvantages(torch.where(spread > 0, centred / (spread + 1e-8), 0.0), raw, raw + values)
