@@ -23,7 +23,7 @@ from posttrain.registry import register
 def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> Credit:
     """Generalised advantage estimation over the steps of an environment, normalised over the batch -> [N,T].
 
-    Rows are steps in order of time, one episode after the other; `dones` ends an episode. The value of a step is read at
+    Rows are steps in order of time, one episode after the other; `dones` ends one. The value of a step is read at
     its last trained token, and the critic learns the return there and at the step's other tokens. An episode that the
     end of the batch cuts off has value 0 from there on.
     """
