@@ -38,15 +38,18 @@ def confidence(
     if skip_all_correct:
         right = rewards if batch.correct is None else batch.correct
         changed &= group_min(torch.where(unscored | right.isnan(), torch.inf, right), group) <= 0
-    prompt = sequence_confidence(*prompt_of(batch), low_frac)
-    answer = sequence_confidence(required(batch.old_logp, "old_logp"), batch.mask, low_frac)
-    bonus = torch.where(changed[group] & ~unscored, alpha * (prompt - answer), 0.0).to(advantages)
+    sure = confidences(batch, low_frac=low_frac)
+    bonus = torch.where(changed[group] & ~unscored, alpha * (sure["prompt"] - sure["answer"]), 0.0).to(advantages)
     return advantages + (bonus if advantages.dim() == 1 else torch.where(batch.mask, bonus[:, None], 0.0))
 
 
-def prompt_of(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs and mask [N,P] of the prompts' tokens."""
-    return required(batch.prompt_logp, "prompt_logp"), required(batch.prompt_mask, "prompt_mask")
+def confidences(batch: RolloutBatch, *, low_frac: float = 0.2) -> dict[str, Tensor]:
+    """Confidence in the `prompt` and in the `answer` of each row [N]."""
+    mask = required(batch.prompt_mask, "prompt_mask").bool()
+    return {
+        "prompt": sequence_confidence(required(batch.prompt_logp, "prompt_logp"), mask, low_frac),
+        "answer": sequence_confidence(required(batch.old_logp, "old_logp"), batch.mask, low_frac),
+    }
 
 
 def sequence_confidence(logp: Tensor, mask: Tensor, low_frac: float) -> Tensor:

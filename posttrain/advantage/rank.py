@@ -79,7 +79,7 @@ def shape(
     hidden: list[Tensor],
     ema: Mapping[str, float] | None = None,
     *,
-    stride: int,
+    stride: int = 2,
     gain: float = 2.0,
     kappa: float = 2.0,
     weight: float = 1.0,

@@ -24,13 +24,13 @@ def high_entropy_tokens(batch: RolloutBatch, *, rho: float = 0.2) -> Selection:
     interpolation; ties stay, so rho is the least that is kept. A KL term stays on all tokens. The source sees clear
     gains at 14B and 32B, parity at 8B, and shows no smaller models.
     """
+    return Selection(batch.mask & (required(batch.entropy, "entropy") >= entropy_threshold(batch, rho=rho)), "all")
+
+
+def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
+    """The (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated; infinite without a token."""
     entropy = required(batch.entropy, "entropy").detach()
-    return Selection(batch.mask & (entropy >= entropy_threshold(entropy, batch.mask, rho)), "all")
-
-
-def entropy_threshold(entropy: Tensor, mask: Tensor, rho: float) -> Tensor:
-    """The (1 - rho) quantile of entropy [N,T] where the mask is 1, linearly interpolated; infinite without a token."""
-    rising = entropy[mask].sort().values
+    rising = entropy[batch.mask].sort().values
     if not len(rising):
         return entropy.new_tensor(torch.inf)
     place = (1 - rho) * (len(rising) - 1)
@@ -52,20 +52,28 @@ def step_entropy(batch: RolloutBatch, *, keep: float = 0.8, scope: Literal["grou
     Of each group of n rows max(1, floor(keep * n)) stay; ties go to the first. Advantages are not touched. keep 0.8 is
     quoted of the method and not seen in its code.
     """
+    return Selection(batch.mask & step_terms(batch, keep=keep, scope=scope).step_mask[:, None], "kept")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """step_entropy [N]: mean entropy over a row's trained tokens, 0 for an empty one; step_mask [N] bool: it stays."""
+
+    step_entropy: Tensor
+    step_mask: Tensor
+
+
+def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") -> Steps:
+    """The rows that `step_entropy` keeps, and what they are ranked by."""
+    entropy = torch.where(batch.mask, required(batch.entropy, "entropy").detach(), 0.0)
+    mean = entropy.sum(-1) / batch.mask.sum(-1).clamp(min=1)
     group = batch.group_ids if scope == "group" else torch.zeros_like(batch.group_ids)
-    mean = mean_entropy(batch)
     kept = torch.zeros_like(batch.group_ids, dtype=torch.bool)
     for number in group.unique().tolist():
         rows = (group == number).nonzero()[:, 0]
         count = max(1, math.floor(keep * len(rows) + 1e-9))  # 0.29 * 100 is 28.999999999999996
         kept[rows[mean[rows].sort(descending=True, stable=True).indices[:count]]] = True
-    return Selection(batch.mask & kept[:, None], "kept")
-
-
-def mean_entropy(batch: RolloutBatch) -> Tensor:
-    """Mean entropy over the trained tokens of each row [N], 0 for an empty one."""
-    entropy = torch.where(batch.mask, required(batch.entropy, "entropy").detach(), 0.0)
-    return entropy.sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    return Steps(mean, kept)
 
 
 @register(
@@ -76,14 +84,43 @@ def mean_entropy(batch: RolloutBatch) -> Tensor:
     note="Read from published notes; the tie rules, the schedule's ends and the denominator are ours.",
 )
 def d3s(
-    batch: RolloutBatch, *, n_query: int, n_batch: int, token_frac: float, denominator: Denominator = "kept"
+    batch: RolloutBatch,
+    *,
+    n_query: int,
+    n_batch: int | None = None,
+    token_frac: float,
+    n_final: int | None = None,
+    k_final: float | None = None,
+    denominator: Denominator = "kept",
 ) -> Selection:
     """Rows whose advantages differ most, and of them the tokens of largest |A| * entropy -> mask [N,T].
 
     1. of each group the n_query rows whose advantages have the largest variance; 2. of these n_batch rows over the
-    batch, in the same way; 3. of their M trained tokens max(1, ceil(token_frac * M)); ties by row, then place.
-    Advantages are not computed anew. Start small and end large (controllers `d3s_rows` and `d3s_tokens`).
+    batch, in the same way (None: all); 3. of their M trained tokens max(1, ceil(token_frac * M)); ties by row, then
+    place. Advantages are not computed anew. n_final, k_final: where n_query and token_frac end, in straight lines over
+    the run; start small and end large.
     """
+    at = d3s_schedule(
+        batch.step / max(batch.total_steps - 1, 1),
+        n_init=n_query,
+        n_final=n_query if n_final is None else n_final,
+        k_init=token_frac,
+        k_final=token_frac if k_final is None else k_final,
+    )
+    kept = d3s_terms(batch, n_query=at.n, n_batch=n_batch, token_frac=at.token_frac)
+    return Selection(kept.token_mask, denominator)
+
+
+@dataclass(frozen=True)
+class Downsampled:
+    """selected [N] bool: rows that stay; token_mask [N,T] bool: those of their tokens that do."""
+
+    selected: Tensor
+    token_mask: Tensor
+
+
+def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, token_frac: float) -> Downsampled:
+    """What `d3s` keeps at one point of its schedule."""
     advantages = required(batch.advantages, "advantages")
     by_row = advantages if advantages.dim() == 1 else torch.where(batch.mask, advantages, 0.0).sum(-1)
     kept: list[int] = []
@@ -91,12 +128,13 @@ def d3s(
         rows = (batch.group_ids == number).nonzero()[:, 0].tolist()
         kept += [rows[i] for i in spread_subset(by_row[rows].tolist(), n_query)]
     kept.sort()
-    kept = [kept[i] for i in spread_subset(by_row[kept].tolist(), n_batch)]
+    if n_batch is not None:
+        kept = [kept[i] for i in spread_subset(by_row[kept].tolist(), n_batch)]
     chosen = torch.zeros_like(batch.group_ids, dtype=torch.bool)
     chosen[kept] = True
-    mask = batch.mask & chosen[:, None]
     size = advantages.abs() if advantages.dim() == 2 else advantages.abs()[:, None]
-    return Selection(top_tokens(size * required(batch.entropy, "entropy").detach(), mask, token_frac), denominator)
+    score = size * required(batch.entropy, "entropy").detach()
+    return Downsampled(chosen, top_tokens(score, batch.mask & chosen[:, None], token_frac))
 
 
 def spread_subset(values: list[float], count: int) -> list[int]:
