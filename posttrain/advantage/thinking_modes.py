@@ -111,7 +111,7 @@ def tool_terms(
 ) -> dict[str, Tensor]:
     """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
     calls, key = component(batch, on).double(), numbered(batch.group_ids)
-    fewest = group_min(torch.where(right(batch), calls, torch.inf).nan_to_num(nan=torch.inf), key)
+    fewest = group_min(torch.where(right(batch) & ~calls.isnan(), calls, torch.inf), key)
     optimal = torch.where(fewest.isinf(), -1.0, fewest) if variant == "grpo" else torch.full_like(fewest, -1.0)
     n = optimal.clamp(min=0)[key]
     falling = torch.where(calls == 0, 1.0, torch.cos(math.pi * calls / (2 * calls + smooth)))
@@ -142,8 +142,8 @@ def difficulty_budget(
 
     PixelThink, after its code. difficulty: a data column (or component) of 1 to 10, or `pass_rate` for 10 * (1 - the
     group's share of right answers), which is ours. The budget is hard_budget + uncertainty_scale * u from `hard` on and
-    easy_budget below `medium`; between there is no length term. u: mean over the row's tokens of 1 - (p of the likeliest
-    - p of the second). The budgets are the paper's, for words of short thoughts: set your own, in tokens.
+    easy_budget below `medium`; between there is no length term. u: mean over the row's tokens of 1 - p(likeliest) +
+    p(second). The budgets are the paper's, for words of short thoughts: set your own, in tokens.
     """
     terms = budget_terms(
         batch,

@@ -39,8 +39,8 @@ def drpo(
     w ~ exp((1 - n / max_length) / lam) over the n tokens of the group's right rows, summing to 1: of two right answers
     the shorter gets the larger push, and the gradient never lowers a right one. A large lam has no preference for
     length (DisCO). Groups without both kinds have J = 0 and stay in the mean. Loss: -J + stop(max(0, kl_beta * (K -
-    kl_delta))) * K, K the mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r (`k3`). max_length: the longest
-    completion allowed; None takes the longest of the step. Empty rows and rows of unknown correctness are in no class.
+    kl_delta))) * K, K the mean over all tokens of old_logp - logp (`k1`) or r - 1 - ln r (`k3`). max_length: of a
+    completion; None takes the longest of the step. Empty rows and rows of unknown correctness are in no class.
     Reads correctness, no rewards: other preferences have no place here. Stats [K]: `drpo/gap`, `drpo/kl`.
     """
     key, groups = group_key(batch.group_ids)

@@ -1,0 +1,40 @@
+"""Batches written down as tables of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import RolloutBatch
+
+Table = list[list[Any]]
+
+
+def column(table: Table) -> torch.Tensor:
+    """Rows [N] of groups that may differ in size; None is NaN."""
+    return torch.tensor([torch.nan if x is None else float(x) for row in table for x in row], dtype=torch.float64)
+
+
+@pytest.fixture
+def groups() -> Callable[..., RolloutBatch]:
+    """`groups(correct, lengths, rewards=..., mode=...)`: tables of groups; other names are components. Rewards are
+    correctness unless given; a row has as many trained tokens as its length, in a mask as wide as the longest."""
+
+    def make(correct: Table, lengths: Table | None = None, rewards: Table | None = None, **others: Any) -> RolloutBatch:
+        ids = torch.tensor([g for g, row in enumerate(correct) for _ in row])
+        sizes = column(lengths).long() if lengths else torch.ones(len(ids), dtype=torch.long)
+        fields = {name: others.pop(name) for name in ("step", "total_steps") if name in others}
+        return RolloutBatch(
+            group_ids=ids,
+            mask=torch.arange(max(int(sizes.max()), 1)) < sizes[:, None],
+            rewards=column(correct if rewards is None else rewards),
+            correct=column(correct),
+            lengths=sizes,
+            components={name: column(table) for name, table in others.items()},
+            **fields,
+        )
+
+    return make

@@ -1,0 +1,74 @@
+"""The one gate of length rewards: rows, groups, a share of the batch, and a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.advantage.gate import open_groups, open_rows, pass_rates, row_lengths
+from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
+
+Groups = Callable[..., RolloutBatch]
+CORRECT = [[1, 1, 0, None], [1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]  # pass rates 2/3, 1/4, 1, 0
+
+
+@pytest.mark.parametrize(
+    ("gate", "groups_open"),
+    [
+        (None, [1, 1, 1, 1]),
+        ({}, [1, 1, 1, 1]),
+        ({"pass_rate": 1.0}, [0, 0, 1, 0]),
+        ({"pass_rate": 0.25}, [1, 1, 1, 0]),
+        ({"pass_rate": 0.0}, [1, 1, 1, 0]),  # nothing to rank where nothing is right
+        ({"top_share": 0.25}, [0, 0, 1, 0]),
+        ({"top_share": 0.26}, [1, 0, 1, 0]),  # 1.04 groups, rounded up
+        ({"top_share": 0.0}, [0, 0, 1, 0]),  # at least one
+        ({"top_share": 1.0}, [1, 1, 1, 0]),
+        ({"top_share": 0.5, "pass_rate": 0.7}, [0, 0, 1, 0]),
+        ({"from_step": 3}, [1, 1, 1, 1]),
+        ({"from_step": 4}, [0, 0, 0, 0]),
+        ({"on": "format", "min": 1.0}, [0, 1, 0, 0]),
+        ({"on": "format", "above": 1.0}, [0, 0, 0, 0]),
+    ],
+)
+def test_groups(gate: Any, groups_open: list[int], groups: Groups) -> None:
+    batch = groups(CORRECT, format=[[0, 0, None, 0], [0, 0, 0, 1], [0] * 4, [0] * 4], step=3)
+    assert open_groups(batch, gate).long().tolist() == groups_open
+
+
+def test_rows(groups: Groups) -> None:
+    batch = groups([[1, 0, None]], length=[[0.5, None, 2.0]])
+    assert open_rows(batch, {"rows": "correct"}).tolist() == [True, False, False]
+    assert open_rows(batch, {"on": "length", "min": 0.5}).tolist() == [True, False, True]
+    assert open_rows(batch, {"on": "length", "above": 0.5}).tolist() == [False, False, True]
+    assert open_rows(batch, {"on": "correct", "min": 1.0}).tolist() == [True, False, False]
+
+
+def test_ties_go_to_the_earlier_group(groups: Groups) -> None:
+    assert open_groups(groups([[1, 0], [1, 0], [0, 0]]), {"top_share": 1 / 3}).tolist() == [True, False, False]
+
+
+def test_the_share_is_not_one_too_many_by_rounding(groups: Groups) -> None:
+    """0.07 * 100 is 7.000000000000001 in floating point: 7 groups, not 8."""
+    batch = groups([[1, 0]] * 100)
+    assert int(open_groups(batch, {"top_share": 0.07}).sum()) == 7
+
+
+def test_unknown_rows_count_neither_way(groups: Groups) -> None:
+    assert pass_rates(groups([[1, None], [None, None]]))[1].tolist() == [1.0, 0.0]
+
+
+def test_a_component_that_is_not_there_is_told(groups: Groups) -> None:
+    with pytest.raises(UserError, match="no reward component `forma`"):
+        open_rows(groups([[1]], format=[[1]]), {"on": "forma", "min": 1.0})
+
+
+def test_lengths_fall_back_on_the_mask() -> None:
+    mask = torch.tensor([[True, True, False], [False, False, False]])
+    batch = RolloutBatch(group_ids=torch.tensor([0, 0]), mask=mask)
+    assert row_lengths(batch).tolist() == [2.0, 0.0]
+    assert row_lengths(batch.replace(lengths=torch.tensor([7, 1]))).tolist() == [7.0, 1.0]

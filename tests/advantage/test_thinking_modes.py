@@ -1,0 +1,117 @@
+"""Formats, difficulty tags, tool calls and budgets on numbers done by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from posttrain.advantage.thinking_modes import (
+    cosine,
+    difficulty_budget,
+    difficulty_tag,
+    difficulty_terms,
+    diversity_scale,
+    format_diversity,
+    optimal_tool_calls,
+    tool_terms,
+    uncertainty,
+)
+from posttrain.batch import RolloutBatch
+
+Groups = Callable[..., RolloutBatch]
+
+
+def test_rare_formats_are_worth_more_at_the_start(groups: Groups) -> None:
+    """One of four: 4 / 1; three of four: 4 / 3. Half way the surplus is halved, at the end it is gone."""
+    made = [groups([[1, 1, 0, 1]], mode=[[0, 3, 3, 3]], step=step, total_steps=10) for step in (0, 5, 10, 99)]
+    assert diversity_scale(made[0]).tolist() == pytest.approx([4, 4 / 3, 4 / 3, 4 / 3])
+    assert diversity_scale(made[1]).tolist() == pytest.approx([2.5, 7 / 6, 7 / 6, 7 / 6])
+    assert diversity_scale(made[2]).tolist() == diversity_scale(made[3]).tolist() == [1.0] * 4
+    assert format_diversity(made[0]).tolist() == pytest.approx([4, 4 / 3, 0, 4 / 3])
+    assert diversity_scale(made[3], decay="none")[0] == 4.0
+
+
+def test_unrecognised_formats_share_a_bucket_and_earn_nothing(groups: Groups) -> None:
+    batch = groups([[1, 1, 1, 1], [1, 1, 1, 1]], mode=[[-1, None, -2, 0], [0, 0, 0, 0]])
+    assert diversity_scale(batch).tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 4, 1, 1, 1, 1])
+    assert format_diversity(batch)[:4].tolist() == [0.0, 0.0, 0.0, 4.0]
+
+
+def test_scales_at_the_start_add_up_to_rows_times_formats(groups: Groups) -> None:
+    batch = groups([[1] * 6], mode=[[0, 1, 1, 2, 2, 2]])
+    assert float(diversity_scale(batch).sum()) == pytest.approx(6 * 3)
+
+
+def test_cosine() -> None:
+    assert [cosine(t, 4) for t in (-1, 0, 2, 4, 9)] == pytest.approx([1, 1, 0.5, 0, 0])
+
+
+def test_difficulty_tag(groups: Groups) -> None:
+    """5 of 8 right is exactly 0.625: hard. A row half as long as the longest has h = 1/2."""
+    correct = [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0]]
+    tags = [[1, 0, -1, None, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0, 0, 0]]
+    batch = groups(correct, [[5, 5, 5, 5, 10, 5, 5, 5]] * 2, tag=tags)
+    terms = difficulty_terms(batch)
+    assert terms["difficulty"].tolist() == [1.0, 0.0]
+    assert terms["tag_reward"][:5].tolist() == [1, 0, -1, -1, 1]
+    assert terms["length_reward"][:5].tolist() == pytest.approx([0.5, 0, 0, 0, 1])
+    assert terms["length_reward"][8:13].tolist() == pytest.approx([0.5, 0.5, 0, 0.5, 0])
+    assert difficulty_tag(batch)[:3].tolist() == pytest.approx([1.75, 1.0, 0.5])
+
+
+def test_difficulty_tag_of_empty_completions(groups: Groups) -> None:
+    assert difficulty_terms(groups([[0, 0]], [[0, 0]], tag=[[1, 1]]))["length_reward"].tolist() == [0.0, 0.0]
+
+
+def test_optimal_tool_calls(groups: Groups) -> None:
+    """n = 2: m = 1 has f = 4/3, sin(pi / 3); m = 4 has f = 8/3, the same; m = 0 has 0. The wrong row earns nothing."""
+    batch = groups([[1, 1, 0, 0]], tool_calls=[[2, 4, 1, 0]])
+    terms = tool_terms(batch)
+    assert terms["optimal_calls"].tolist() == [2.0]
+    third = math.sin(math.pi / 3)
+    assert terms["tool_reward"].tolist() == pytest.approx([1, third, third, 0])
+    assert optimal_tool_calls(batch, alpha=2.0).tolist() == pytest.approx([2, 2 * third, 0, 0])
+
+
+def test_tool_calls_without_an_optimum(groups: Groups) -> None:
+    """Nothing right: n counts as 0. m = 1, smooth 1: cos(pi / 3) = 1/2; no call: 1."""
+    terms = tool_terms(groups([[0, 0], [1, 0]], tool_calls=[[1, 0], [0, 1]]))
+    assert terms["optimal_calls"].tolist() == [-1.0, 0.0]
+    assert terms["tool_reward"].tolist() == pytest.approx([0.5, 1, 1, 0.5])
+    ppo = tool_terms(groups([[1, 1]], tool_calls=[[2, 3]]), variant="ppo", smooth=4.0)
+    assert ppo["optimal_calls"].tolist() == [-1.0]
+    assert ppo["tool_reward"].tolist() == pytest.approx([math.cos(math.pi / 4), math.cos(0.3 * math.pi)])
+
+
+def test_a_penalty_is_not_made_milder_by_few_calls(groups: Groups) -> None:
+    assert optimal_tool_calls(groups([[0, 1]], rewards=[[-1, 1]], tool_calls=[[4, 1]])).tolist() == [-1.0, 1.0]
+
+
+def budgeted(lengths: list[int], difficulty: list[float]) -> RolloutBatch:
+    rows = len(lengths)
+    return RolloutBatch(
+        group_ids=torch.zeros(rows, dtype=torch.long),
+        mask=torch.tensor([[True, False]] * rows),
+        rewards=torch.ones(rows, dtype=torch.float64),
+        lengths=torch.tensor(lengths),
+        columns={"difficulty": torch.tensor(difficulty, dtype=torch.float64)},
+        topk_logp=torch.tensor([[[math.log(0.6), math.log(0.4)], [float("nan")] * 2]] * rows, dtype=torch.float64),
+    )
+
+
+def test_difficulty_budget() -> None:
+    """u = 1 - 0.2 = 0.8. Hard: budget 100 + 10 * 0.8 = 108, ten over at 0.01 each: 0.9. Medium: no term. Easy: 50."""
+    batch = budgeted([118, 900, 60, 20, 500], [5, 4, 1, 1, 1])
+    assert uncertainty(batch).tolist() == pytest.approx([0.8] * 5)
+    rewards = difficulty_budget(batch, hard_budget=100, easy_budget=50, uncertainty_scale=10, beta=0.01)
+    assert rewards.tolist() == pytest.approx([0.9, 1, 0.9, 1, 0])
+
+
+def test_difficulty_by_pass_rate(groups: Groups) -> None:
+    """Three of four right: difficulty 2.5, easy, budget 1; a row of 2 tokens is one over."""
+    batch = groups([[1, 1, 1, 0]], [[1, 2, 3, 1]])
+    rewards = difficulty_budget(batch, difficulty="pass_rate", easy_budget=1, beta=0.25)
+    assert rewards.tolist() == pytest.approx([1, 0.75, 0.5, 0])
