@@ -5,6 +5,7 @@ resolved.json   every value in force           samples.jsonl   some completions 
 env.json        versions, hardware, commit     checkpoints/    step-00000010, ...
 summary.json    the result, written at the end final/          the trained model
 report.html     the same for people            logs/attempt_n  recipe, values and environment of each start
+rollouts/       numbers of the newest rollouts, which `posttrain whatif` reads (rl)
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MAY_CHANGE = {
     "run.max_minutes",
     "run.save_every",
     "run.keep_checkpoints",
+    "run.keep_rollouts",
     "run.log_every",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}

@@ -7,7 +7,7 @@ It counts only when its manifest is sealed; older ones go only after that.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints
+from posttrain.train.critic import load_head, save_head
 
 
 @dataclass
@@ -30,15 +31,21 @@ class State:
     tokens: int = 0  # prompt + completion tokens sampled
     seconds: float = 0.0  # spent in steps
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
+    controllers: dict[str, Any] | None = None  # state of each controller; None = the run has not begun
+    memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
 
 
-def save(root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int) -> Path:
+def save(
+    root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int, critic: nn.Module | None = None
+) -> Path:
     """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder."""
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
     with checkpoints.saving(root, state.step) as partial:
         loaded.model.save_pretrained(partial)
         loaded.tokenizer.save_pretrained(partial)
+        if critic is not None:
+            save_head(critic, partial)
         torch.save(optimizer.state_dict(), partial / "optimizer.pt")
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     if not checkpoints.verify(folder):
@@ -47,12 +54,14 @@ def save(root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, ke
     return folder
 
 
-def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer) -> State | None:
+def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Module | None = None) -> State | None:
     """Load the newest complete checkpoint under `root` in place and return its State; None if there is none."""
     folder = checkpoints.latest(root)
     if folder is None:
         return None
     load_weights(loaded, folder)
+    if critic is not None:
+        load_head(critic, folder)
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=loaded.device, weights_only=True))
     return State(**json.loads((folder / "state.json").read_text()))
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.recipe.sections import Reward
 from posttrain.train.logprobs import Sequences
+from posttrain.verify.extract import Extractor, extract
 
 
 def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
@@ -19,19 +21,49 @@ def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
     )
 
 
-def rollout_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """The RolloutBatch of scored rollouts, on the CPU. T is the longest completion; unscored is NaN."""
+def rollout_batch(rollouts: Sequence[Rollout], answers: Sequence[Extractor] | None = None) -> RolloutBatch:
+    """The RolloutBatch of scored rollouts, on the CPU. T is the longest completion; unscored is NaN.
+
+    answers: how the answer is found in a completion, for `answer_ids`; None = they are not needed.
+    """
     width = max(len(r.ids) for r in rollouts)
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
+    trained = [r.trained for r in rollouts]
     return RolloutBatch(
         group_ids=torch.tensor([r.group for r in rollouts]),
-        mask=_rows([r.trained for r in rollouts], width, False, torch.bool),
+        mask=_rows(trained, width, False, torch.bool),
         rewards=_column([r.reward for r in rollouts]),
         components={name: _column([r.scores.get(name) for r in rollouts]) for name in names},
+        columns=_numbers(rollouts),
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
+        lengths=torch.tensor([sum(flags) for flags in trained]),
+        answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
     )
+
+
+def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:
+    """How the correctness reward finds the answer (its `extract`), else: a box, an answer tag, or the last number."""
+    correct = next((r for r in rewards if r.correct), rewards[0])
+    return correct.params.get("extract") or ("boxed", "answer_tag", "last_number")
+
+
+def _answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
+    """Equal answers share a number; -1 where a completion has none."""
+    found = [extract(r.text, order) for r in rollouts]
+    words = [None if answer is None else answer.strip() for answer in found]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(w for w in words if w is not None))}
+    return torch.tensor([-1 if word is None else numbers[word] for word in words])
+
+
+def _numbers(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
+    """The columns of the data rows that hold numbers (or nothing), for components that name one."""
+    rows = [r.prompt.row for r in rollouts]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    numeric = {n: c for n, c in columns.items() if all(x is None or isinstance(x, int | float) for x in c)}
+    return {name: _column(column) for name, column in numeric.items() if any(x is not None for x in column)}
 
 
 def _column(values: Sequence[float | bool | None]) -> Tensor:

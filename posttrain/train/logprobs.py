@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -37,33 +38,56 @@ class Sequences:
         return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, *, packed: bool, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Row numbers in micro-batches of at most `max_tokens` tokens, padding counted; a longer row stands alone.
 
-    Rows are sorted by length, longest first, so that little is padded and a lack of memory shows at once.
+    Rows are sorted by length, longest first, so that little is padded and a lack of memory shows at once. groups: a
+    number a row; rows of one group then stay together, and a group that is too large stands alone.
     """
-    order = sorted(range(len(lengths)), key=lambda r: (-lengths[r], r))
+    units: dict[int, list[int]] = {}
+    for row in range(len(lengths)):
+        units.setdefault(row if groups is None else groups[row], []).append(row)
+
+    def cost(rows: Sequence[int]) -> int:
+        return sum(lengths[r] for r in rows) if packed else max(lengths[r] for r in rows) * len(rows)
+
     batches: list[list[int]] = []
-    used = 0
-    for row in order:
-        grown = used + lengths[row] if packed else lengths[batches[-1][0]] * (len(batches[-1]) + 1) if batches else 0
-        if batches and grown <= max_tokens:
-            batches[-1].append(row)
-            used += lengths[row]
+    for unit in sorted(units.values(), key=lambda rows: (-max(lengths[r] for r in rows), rows[0])):
+        if batches and cost([*batches[-1], *unit]) <= max_tokens:
+            batches[-1] += unit
         else:
-            batches.append([row])
-            used = lengths[row]
+            batches.append(list(unit))
     return batches
 
 
-def completion_logprobs(
-    model: nn.Module, sequences: Sequences, width: int, temperature: float = 1.0, *, packed: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(logp, entropy) [N,width] of each row's completion tokens under softmax(logits / temperature).
+@dataclass(frozen=True)
+class Extras:
+    """What a pass measures besides log-probs and entropies; nothing costs anything unless it is asked for."""
 
-    Cells behind a row's completion are 0. Entropy (nats) is detached. `temperature` 0 (greedy) is read as 1.
-    packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding.
+    vocab_mean: bool = False  # mean of the log-probs over the vocabulary, with gradient
+    top_k: int = 0  # the K largest log-probs, and which of them is the sampled token's
+    hidden: bool = False  # the last hidden states
+    value_head: nn.Module | None = None  # values, read from the hidden states without changing them
+
+
+def completion_scores(
+    model: nn.Module,
+    sequences: Sequences,
+    width: int,
+    temperature: float | Tensor = 1.0,
+    *,
+    packed: bool = False,
+    extras: Extras | None = None,
+) -> dict[str, Tensor]:
+    """`logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and extras.
+
+    Cells behind a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
+    read as 1. packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding. Extras:
+    `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H].
     """
+    extras = extras or Extras()
     device = next(model.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # under PEFT: adapters stay active
@@ -73,9 +97,26 @@ def completion_logprobs(
         states = hidden[0, starts[rows] + positions]
     else:
         states = _padded_states(causal, sequences, device)[rows, positions]
-    logp, entropy = _project(_Head(causal), states, targets, temperature or 1.0)
-    empty = logp.new_zeros(len(sequences), width)
-    return empty.index_put((rows, columns), logp), empty.index_put((rows, columns), entropy)
+    scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
+    found = _project(_Head(causal), states, targets, scale, extras)
+    if extras.hidden:
+        found["hidden"] = states.detach().float()
+    if extras.value_head is not None:
+        found["values"] = extras.value_head(states.detach().float())[:, 0]
+    return {name: _placed(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
+
+
+def _placed(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+    empty = values.new_zeros((*shape, *values.shape[1:]))
+    return empty.index_put((rows, columns), values)
+
+
+def completion_logprobs(
+    model: nn.Module, sequences: Sequences, width: int, temperature: float = 1.0, *, packed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(logp, entropy) [N,width]: `completion_scores` without extras."""
+    found = completion_scores(model, sequences, width, temperature, packed=packed)
+    return found["logp"], found["entropy"]
 
 
 def _pad(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,24 +172,34 @@ class _Head(nn.Module):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
-def _project(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logp, entropy) [M] of `targets` [M] given hidden states [M,H]."""
+def _project(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, extras: Extras
+) -> dict[str, Tensor]:
+    """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H], and the extras that read the vocabulary."""
+    names = ["logp", "entropy", *(["vocab_mean_logp"] if extras.vocab_mean else [])]
+    names += ["topk_logp", "topk_chosen"] if extras.top_k else []
 
-    def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(h) / temperature
-        logp_all = logits.log_softmax(-1)
+    def chunk(h: Tensor, t: Tensor, scale: float | Tensor) -> tuple[Tensor, ...]:
+        logp_all = (head(h) / scale).log_softmax(-1)
+        found = [logp_all.gather(-1, t[:, None])[:, 0]]
         with torch.no_grad():
-            entropy = -(logp_all.exp() * logp_all).sum(-1)
-        return logp_all.gather(-1, t[:, None])[:, 0], entropy
+            found.append(-(logp_all.exp() * logp_all).sum(-1))
+        if extras.vocab_mean:
+            found.append(logp_all.mean(-1))
+        if extras.top_k:
+            top = logp_all.detach().topk(min(extras.top_k, logp_all.shape[-1]))
+            found += [top.values, top.indices == t[:, None]]
+        return tuple(found)
 
     size = max(16, CHUNK_CELLS // head.project.weight.shape[0])
     if len(targets) <= size:
-        return chunk(hidden, targets)
+        return dict(zip(names, chunk(hidden, targets, temperature), strict=True))
+    scales = temperature.split(size) if isinstance(temperature, Tensor) else repeat(temperature)
     parts = [
-        checkpoint(chunk, h, t, use_reentrant=False)
-        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+        checkpoint(chunk, h, t, scale, use_reentrant=False)
+        for h, t, scale in zip(hidden.split(size), targets.split(size), scales, strict=False)
     ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}
 
 
 def check_head(model: nn.Module, sequences: Sequences) -> float:

@@ -94,7 +94,7 @@ class Objective:
     def from_preset(cls, name: str, **overrides: Any) -> Objective:
         """The objective of `algorithm: NAME`; `overrides` are keys of its sections, e.g. loss={"clip_high": 0.3}; the
         entries of a list are named by their number, bonuses={"0": {"alpha": 0.5}}."""
-        return cls.from_recipe(RlRecipe.model_validate(_over(_over(_BARE, preset(name).choices), overrides)))
+        return cls.from_recipe(preset_recipe(name, **overrides))
 
     def at(self, numbers: Mapping[str, float]) -> Objective:
         """The same with other numbers, by recipe key; those of a step's controllers."""
@@ -107,9 +107,13 @@ class Objective:
         return value if isinstance(value, tuple) else () if value is None else (value,)
 
     @property
+    def every_part(self) -> tuple[Part, ...]:
+        return tuple(part for name in (*_MANY, *_ONE) for part in self._parts(name))
+
+    @property
     def needs(self) -> frozenset[str]:
         """All that the batch must carry or the run must give, e.g. `ref_logp`."""
-        named = [part.needs for name in (*_MANY, *_ONE) for part in self._parts(name)]
+        named = [part.needs for part in self.every_part]
         return frozenset({"old_logp"} if self.kl and self.kl_in_reward else ()).union(*named)
 
     @property
@@ -232,6 +236,8 @@ class Objective:
             return batch.mask.any(-1) if batch.keep is None else batch.keep
         if self.terms or "every_row" in self.surrogate.needs:
             return batch.mask.any(-1)
+        if self.aggregation == "local_token_mean":  # rows without a gradient are in its denominators
+            return torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
         assert batch.advantages is not None
         advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
         chosen = batch.mask if batch.selected is None else batch.mask & batch.selected
@@ -280,6 +286,11 @@ class Objective:
         if part.key in totals.terms:
             return torch.where(batch.mask, term.values, 0.0).sum() / max(totals.terms[part.key], 1.0)
         return aggregate(term.values, batch.mask, part.aggregation or self.aggregation, totals, self.norm_len)
+
+
+def preset_recipe(name: str, **overrides: Any) -> RlRecipe:
+    """A recipe of `algorithm: NAME` that has an objective and nothing to run; see `Objective.from_preset`."""
+    return RlRecipe.model_validate(_over(_over(_BARE, preset(name).choices), overrides))
 
 
 def _weights(loss: GroupLoss) -> Tensor:

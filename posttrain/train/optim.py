@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,19 @@ from torch.optim import AdamW, Optimizer
 from posttrain.recipe.sections import Optim
 
 
-def build(model: nn.Module, section: Optim) -> Optimizer:
-    """AdamW over the trainable parameters, without weight decay on vectors (norms and biases)."""
+def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, critic_lr: float = 0.0) -> Optimizer:
+    """AdamW over the trainable parameters, without weight decay on vectors (norms and biases).
+
+    A critic has a learning rate of its own, which follows the same schedule, and no weight decay.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if critic is not None:
+        scale = critic_lr / section.lr
+        groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "scale": scale})
     beta1, beta2 = section.betas
     return AdamW([g for g in groups if g["params"]], lr=section.lr, betas=(beta1, beta2), eps=section.eps)
 
@@ -26,7 +33,7 @@ def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int
     """Set and return the learning rate of optimiser update 0, 1, ...; a pure function of it, so nothing to resume."""
     lr = section.lr * lr_factor(update, section, total_updates)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("scale", 1.0)
     return lr
 
 

@@ -15,8 +15,8 @@ from posttrain.batch import Rollout, RolloutBatch
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
     """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned)."""
     lengths = torch.tensor([float(len(r.ids)) for r in rollouts])
-    rewards = batch.rewards
-    assert rewards is not None and batch.truncated is not None and batch.correct is not None
+    rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
+    assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
     values = {
         "reward": _mean(rewards),
         "reward_std": float(torch.stack([_std(rewards[rows]) for rows in _groups(batch.group_ids)]).mean()),
@@ -26,6 +26,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
         "rollout/rows": len(rollouts),
     }
+    if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
+        values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = _mean(column)
     return {**values, **signal(batch)}

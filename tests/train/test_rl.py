@@ -18,10 +18,10 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import rl
+from posttrain.train import policy, rl
 from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.rl import minibatches
 from posttrain.train.rl_metrics import Mismatch, rollout_metrics, signal, signal_note
+from posttrain.train.update import minibatches
 
 Opened = Callable[..., AbstractContextManager[Any]]
 Make = Callable[..., Stage]
@@ -192,16 +192,16 @@ class StopAfter:
 
 
 def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = rl.completion_logprobs
+    original = policy.completion_scores
 
     def poisoned(model: Any, *args: Any, **kwargs: Any) -> Any:
-        logp, entropy = original(model, *args, **kwargs)
-        return logp * float("nan"), entropy
+        found = original(model, *args, **kwargs)
+        return {**found, "logp": found["logp"] * float("nan")}
 
     with opened() as directory:
         with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match=r"step 1: gradient of .* not finite"):
             patch.setattr(rl, "check_start", lambda _: None)
-            patch.setattr(rl, "completion_logprobs", poisoned)
+            patch.setattr(policy, "completion_scores", poisoned)
             rl.run(recipe(), directory)
         assert torch.load(directory.path / "failed" / "step-1.pt", weights_only=False)["batch"].advantages is not None
         assert not (directory.path / "final").exists()

@@ -1,0 +1,36 @@
+"""The value head: one linear layer on the policy's last hidden states, which its loss does not change.
+
+A critic of its own would cost a second model; a head whose loss reached the policy would pull on what the policy
+knows. It starts at 0: the first values say nothing, and the first advantages are the returns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from posttrain.models.load import LoadedModel
+
+FILE = "critic.safetensors"
+
+
+def value_head(loaded: LoadedModel) -> nn.Linear:
+    """A head for this model, all zeros, in float32 on its device."""
+    head = nn.Linear(loaded.model.config.get_text_config().hidden_size, 1)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+    return head.to(loaded.device)
+
+
+def save_head(head: nn.Module, folder: Path) -> None:
+    """Write the head beside the weights of a checkpoint."""
+    save_file({name: value.contiguous() for name, value in head.state_dict().items()}, folder / FILE)
+
+
+def load_head(head: nn.Module, folder: Path) -> None:
+    """Load the head of a checkpoint in place."""
+    head.load_state_dict(load_file(folder / FILE))

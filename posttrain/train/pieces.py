@@ -1,0 +1,56 @@
+"""What a step of RL works with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from posttrain.batch import Prompt
+from posttrain.data.sampler import PromptSampler
+from posttrain.models import load as models
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.engine import Engine
+from posttrain.train.controls import Controls
+from posttrain.train.objective import Objective
+from posttrain.train.reference import ReferencePolicy
+from posttrain.verify.score import Scorer
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a step works with."""
+
+    recipe: RlRecipe
+    loaded: models.LoadedModel
+    engine: Engine
+    scorer: Scorer
+    sampler: PromptSampler
+    prompts: Sequence[Prompt]
+    objective: Objective
+    controls: Controls
+    optimizer: Optimizer
+    steps: int
+    reference: ReferencePolicy | None
+    critic: nn.Module | None  # a value head, where a component reads values
+    packed: bool  # rows without padding; where the architecture or the device cannot, padded
+    dump: Path  # where a batch that broke the run is written
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser updates on one step's rollouts."""
+        return self.recipe.batch.epochs * self.recipe.batch.minibatches
+
+    def at(self, numbers: Mapping[str, float]) -> Pieces:
+        """The same with the numbers that controllers give for one step."""
+        if not numbers:
+            return self
+        rollout = {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith("rollout.")}
+        whole = {k: v if k == "temperature" else round(v) for k, v in rollout.items()}
+        changed = self.recipe.rollout.model_copy(update=whole)
+        recipe = self.recipe.model_copy(update={"rollout": changed})
+        return dataclasses.replace(self, recipe=recipe, objective=self.objective.at(numbers))

@@ -1,0 +1,142 @@
+"""Measuring rollouts under the policy, its reference and its critic: what the objective needs, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.batch import RolloutBatch
+from posttrain.loss.regularise import reference_power
+from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
+from posttrain.train.pieces import Pieces
+
+# field of the batch -> what the pass calls it; measured once, at rollout time, without gradient
+AT_ROLLOUT = {
+    "old_logp": "logp",
+    "entropy": "entropy",
+    "values": "values",
+    "hidden": "hidden",
+    "topk_logp": "topk_logp",
+    "topk_chosen": "topk_chosen",
+    "old_vocab_mean_logp": "vocab_mean_logp",
+}
+BY_REFERENCE = ("ref_logp", "tempered_ref_logp")
+TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
+
+
+def scores(
+    p: Pieces, model: nn.Module, sequences: Sequences, width: int, extras: Extras, power: Tensor | None = None
+) -> dict[str, Tensor]:
+    """One pass at the rollouts' temperature, in the run's precision; power [N]: of the distribution, by row."""
+    temperature: float | Tensor = p.recipe.rollout.temperature or 1.0
+    if power is not None:
+        temperature = temperature / power.clamp(min=1e-6)
+    with p.loaded.autocast():
+        return completion_scores(model, sequences, width, temperature, packed=p.packed, extras=extras)
+
+
+def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
+    """(logp, entropy, batch) of the policy as it is, with gradient; the batch has what else the loss needs of it."""
+    needs = p.objective.needs
+    head = p.critic if "new_values" in needs else None
+    extras = Extras(vocab_mean="vocab_mean_logp" in needs, value_head=head)
+    found = scores(p, p.loaded.model, sequences, batch.mask.shape[1], extras)
+    batch = batch.replace(new_values=found.get("values"), vocab_mean_logp=found.get("vocab_mean_logp"))
+    return found["logp"], found["entropy"], batch
+
+
+def measure(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
+) -> RolloutBatch:
+    """The batch with those fields of `needs` that a pass can measure and that it lacks; 0 outside `rows`.
+
+    The policy must be as it was when it sampled.
+    """
+    if not len(rows):
+        return batch
+    missing = {name for name in needs if hasattr(batch, name) and getattr(batch, name) is None}
+    width = batch.mask.shape[1]
+    wanted = [name for name in AT_ROLLOUT if name in missing]
+    if wanted:
+        extras = Extras(
+            vocab_mean="old_vocab_mean_logp" in wanted,
+            top_k=_top_k(p) if {"topk_logp", "topk_chosen"} & missing else 0,
+            hidden="hidden" in wanted,
+            value_head=p.critic if "values" in wanted else None,
+        )
+        with torch.no_grad():
+            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, p.loaded.model, s, width, extras))
+        batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
+    if p.reference is not None and missing & set(BY_REFERENCE):
+        batch = _by_reference(p, batch, sequences, rows, missing)
+    if "prompt_logp" in missing:
+        batch = _prompts(p, batch, sequences)
+    return batch
+
+
+def _by_reference(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], missing: Collection[str]
+) -> RolloutBatch:
+    assert p.reference is not None
+    width = batch.mask.shape[1]
+    with p.reference() as model:
+        if "ref_logp" in missing:
+            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
+            batch = batch.replace(ref_logp=found["logp"])
+        if "tempered_ref_logp" in missing:
+            power = _reference_power(p, batch)
+            found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))
+            batch = batch.replace(tempered_ref_logp=found["logp"])
+    return batch
+
+
+def _reference_power(p: Pieces, batch: RolloutBatch) -> Tensor:
+    """The power [N] of the reference's distribution that the term which reads it asks for."""
+    part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
+    return reference_power(batch, **part.params).float()
+
+
+def _prompts(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
+    """Log-probs of the prompts' own tokens, once a group; the first token of a prompt has none."""
+    firsts: dict[int, int] = {}
+    for row, group in enumerate(batch.group_ids.tolist()):
+        firsts.setdefault(group, row)
+    rows = list(firsts.values())
+    ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
+    prompts = Sequences(ids, (1,) * len(ids))
+    width = max(max(prompts.lengths) - 1, 1)
+    with torch.no_grad():
+        found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
+    place = {group: n for n, group in enumerate(firsts)}
+    expand = torch.tensor([place[group] for group in batch.group_ids.tolist()], device=batch.mask.device)
+    lengths = torch.tensor([n - 1 for n in prompts.lengths], device=batch.mask.device)
+    mask = torch.arange(width, device=batch.mask.device) < lengths[:, None]
+    return batch.replace(prompt_logp=found["logp"][expand], prompt_mask=mask[expand])
+
+
+def _in_parts(
+    p: Pieces,
+    sequences: Sequences,
+    rows: Sequence[int],
+    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """What `run` gives for `rows` in micro-batches, at their places among all rows; 0 elsewhere."""
+    out: dict[str, Tensor] = {}
+    lengths = [len(sequences.ids[r]) for r in rows]
+    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed):
+        chosen = [rows[m] for m in micro]
+        for name, value in run(sequences.select(chosen), chosen).items():
+            value = value.float() if value.is_floating_point() else value
+            if name not in out:
+                out[name] = value.new_zeros((len(sequences), *value.shape[1:]))
+            out[name][chosen] = value
+    return out
+
+
+def _top_k(p: Pieces) -> int:
+    """The largest `top_k` that a component asks for."""
+    parts = [part for part in p.objective.every_part if part.needs & {"topk_logp", "topk_chosen"}]
+    asked = [part.params.get("top_k", TOP_K) for part in parts]
+    return max(asked, default=TOP_K)

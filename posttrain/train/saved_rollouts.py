@@ -1,0 +1,96 @@
+"""The numbers of a step's rollouts on disk, so that other methods can be tried on them later: `posttrain whatif`.
+
+One safetensors file a step, `rollouts/step-00000010.safetensors`, about 20 bytes a token: the batch before advantages
+were assigned (rewards, components, correctness, lengths, masks), log-probs of the engine, of the policy at the start of
+the step (`old_logp`), of the reference where there is one, and `logp`, those of each row when it was last trained on.
+Text and hidden states are not in it. Rows that had no signal were not measured: their old_logp is the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
+
+FOLDER = "rollouts"
+TOO_LARGE = ("hidden", "topk_logp", "topk_chosen")
+BY_PASS = ("old_logp", "ref_logp", "entropy", "values", "old_vocab_mean_logp", "prompt_logp", "prompt_mask")
+PLAIN = ("step", "total_steps", "memory", "reward_weights")  # no tensors
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step's rollouts before `assign`, and the log-probs [N,T] of the policy when it last trained on them."""
+
+    batch: RolloutBatch
+    logp: Tensor
+
+
+def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
+    """What is kept of a step: `scored` before `assign`, with what was measured later; logp [N,T], 0 = not trained on."""
+    trained = logp.ne(0).any(-1, keepdim=True)
+    engine = torch.zeros_like(logp) if scored.rollout_logp is None else scored.rollout_logp.nan_to_num(nan=0.0)
+    old = measured.old_logp if measured.old_logp is not None else logp
+    old = torch.where(trained, old.float(), scored.old_logp if scored.old_logp is not None else engine)
+    later = {n: getattr(measured, n) for n in BY_PASS if getattr(measured, n) is not None}
+    batch = scored.replace(**{**later, "old_logp": old}, **dict.fromkeys(TOO_LARGE))
+    return Saved(batch.to("cpu"), torch.where(trained, logp, old).cpu())
+
+
+def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
+    """Write the rollouts of a step and remove all but the newest `keep` (0: write nothing)."""
+    if keep == 0:
+        return
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    tensors: dict[str, Tensor] = {"logp": saved.logp}
+    plain: dict[str, Any] = {}
+    for item in fields(saved.batch):
+        value = getattr(saved.batch, item.name)
+        if isinstance(value, Tensor):
+            tensors[item.name] = value
+        elif item.name in PLAIN:
+            plain[item.name] = value
+        elif isinstance(value, dict):
+            tensors |= {f"{item.name}/{name}": column for name, column in value.items()}
+    path = folder / f"step-{step:08d}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"plain": json.dumps(plain)})
+    partial.replace(path)
+    for old in steps(run)[:-keep]:
+        old.unlink()
+
+
+def steps(run: Path) -> list[Path]:
+    """The files of a run's saved steps, oldest first."""
+    return sorted((run / FOLDER).glob("step-*.safetensors"))
+
+
+def read(run: Path, step: int | None = None) -> Saved:
+    """The rollouts of a step, by default the newest. Raises UserError where the run has none."""
+    found = {int(path.stem.partition("-")[2]): path for path in steps(run)}
+    if not found or (step is not None and step not in found):
+        raise UserError(
+            f"{run} has no rollouts of step {step}" if found else f"{run} has no saved rollouts",
+            allowed=f"it has steps {', '.join(map(str, sorted(found)))}" if found else "",
+            hint="" if found else "`rl` writes them while run.keep_rollouts is 1 or more",
+        )
+    path = found[max(found) if step is None else step]
+    with safe_open(path, "pt") as file:
+        plain = json.loads(file.metadata()["plain"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+    logp = tensors.pop("logp")
+    nested: dict[str, Any] = {}
+    for name, value in tensors.items():
+        place, _, key = name.partition("/")
+        nested = {**nested, place: {**nested.get(place, {}), key: value} if key else value}
+    return Saved(RolloutBatch(**nested, **plain), logp)

@@ -1,0 +1,127 @@
+"""The optimiser updates of one RL step: minibatches, micro-batches, loss, gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch
+from posttrain.errors import NonFiniteError
+from posttrain.run.seeds import derive
+from posttrain.train import optim
+from posttrain.train.logprobs import Sequences, micro_batches
+from posttrain.train.pieces import Pieces
+from posttrain.train.policy import current, measure
+from posttrain.train.rl_metrics import Mismatch, update_metrics
+
+
+@dataclass
+class Tally:
+    """What the updates of a step add up. logp [N,T]: each row's log-probs when it was last trained on, 0 if never."""
+
+    logp: Tensor
+    sums: dict[str, float] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    mismatch: Mismatch = field(default_factory=Mismatch)
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+
+def update(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int
+) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
+    """All optimiser updates of one step. Rows without signal are skipped; the denominators count them.
+
+    Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
+    """
+    settings = p.recipe.batch
+    p.loaded.model.train()
+    active = p.objective.has_signal(batch).nonzero()[:, 0].tolist()
+    several = {"old_logp"} if p.updates_per_step > 1 else set()
+    batch = measure(p, batch, sequences, active, p.objective.needs | several)
+    tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
+    if batch.old_logp is not None and batch.rollout_logp is not None:
+        tally.mismatch.add(batch.old_logp[active], batch.rollout_logp[active], batch.mask[active])
+    done = step * p.updates_per_step
+    for epoch in range(settings.epochs):
+        seed = derive(p.recipe.run.seed, "minibatch", step, epoch)
+        for rows in minibatches(batch.group_ids, settings.minibatches, seed, whole=p.objective.whole_groups):
+            lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
+            done += 1
+            update_once(p, batch, sequences, rows, step, tally)
+    return {**update_metrics(tally.sums, tally.norms, lr=lr), **tally.mismatch.metrics()}, batch, tally.logp
+
+
+def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> None:
+    """One optimiser update on `rows`; none, if no row has a signal. The gradient norm is that before clipping."""
+    minibatch = batch.select(rows)
+    active = [r for r, on in zip(rows, p.objective.has_signal(minibatch).tolist(), strict=True) if on]
+    if not active:
+        return
+    totals = p.objective.totals(minibatch)
+    p.optimizer.zero_grad(set_to_none=True)
+    lengths = [len(sequences.ids[r]) for r in active]
+    groups = batch.group_ids[active].tolist() if p.objective.whole_groups else None
+    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, groups=groups):
+        chosen = [active[m] for m in micro]
+        logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
+        tally.logp[chosen] = logp.detach().float()
+        if batch.old_logp is None:
+            tally.mismatch.add(logp, part.rollout_logp, part.mask)
+        loss, stats = p.objective.loss(part, logp, totals)
+        loss.backward()
+        tally.add(
+            {**stats, "loss": loss.detach(), "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()}
+        )
+    norm = float(optim.clip_gradients(p.loaded.model, p.recipe.optim.max_grad_norm))
+    if p.critic is not None:
+        optim.clip_gradients(p.critic, p.recipe.optim.max_grad_norm)
+    if not math.isfinite(norm) or not math.isfinite(tally.sums["loss"]):
+        raise non_finite(p, batch.select(active), sequences.select(active), step, tally.sums["loss"], norm)
+    p.optimizer.step()
+    tally.norms.append(norm)
+
+
+def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:
+    """Row numbers of `count` minibatches in a random order drawn from `seed`. Groups stay whole while they suffice.
+
+    whole: they stay whole in any case; there are fewer minibatches if there are fewer groups.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    groups = group_ids.cpu().unique()
+    if count == 1:
+        return [list(range(len(group_ids)))]
+    if len(groups) < count and not whole:
+        order = torch.randperm(len(group_ids), generator=generator)
+        return [part.tolist() for part in order.tensor_split(count) if len(part)]
+    parts = groups[torch.randperm(len(groups), generator=generator)].tensor_split(min(count, len(groups)))
+    return [torch.isin(group_ids.cpu(), part).nonzero()[:, 0].tolist() for part in parts]
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the cells [N,T] where mask is True."""
+    return torch.where(mask, values, 0.0).sum()
+
+
+def non_finite(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int, loss: float, norm: float
+) -> NonFiniteError:
+    """Write the batch to disk and name the first tensor that is not finite."""
+    p.dump.mkdir(parents=True, exist_ok=True)
+    path = p.dump / f"step-{step + 1}.pt"
+    torch.save({"batch": batch, "sequences": sequences}, path)
+    tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}
+    tensors |= {f"gradient of {n}": q.grad for n, q in p.loaded.model.named_parameters() if q.grad is not None}
+    tensors |= {n: q.detach() for n, q in p.loaded.model.named_parameters()}
+    bad = next((n for n, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "loss")
+    return NonFiniteError(
+        f"step {step + 1}: {bad} is not finite (loss {loss}, gradient norm {norm}); no update was made",
+        allowed=f"the batch is in {path}; the last checkpoint is kept",
+        hint="lower optim.lr, or look at the rewards and lengths of this batch",
+    )
