@@ -124,7 +124,7 @@ def risk_terms(
     low, high = _level(known, q_lo, alpha), _level(known, q_hi, beta)
     values = bundle_advantages(scores, low, high, alpha, beta, omega, variant, w_mix, natural_baseline, eps)
     if divide_by_std:
-        values = values / ((values.std(1, keepdim=True) if values.shape[1] > 1 else 1.0) + eps)
+        values = values / ((scores.std(1, keepdim=True) if scores.shape[1] > 1 else 1.0) + eps)
     advantages = torch.zeros_like(rewards)
     for rows, bundle, drop in zip(members, values, broken.tolist(), strict=True):
         if not drop:

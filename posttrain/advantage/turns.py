@@ -95,6 +95,31 @@ def information_gain(
     return torch.where(batch.mask, values.gather(1, turn), 0.0)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Turn rewards and advantages [N,S]."""
+
+    rewards: Tensor
+    advantages: Tensor
+
+
+def information_gain_terms(
+    answer_mean_logp: Tensor,
+    outcome: Tensor,
+    turns: Tensor,
+    group_ids: Tensor | None = None,
+    *,
+    kind: Literal["prob", "logprob"] = "prob",
+    normalise: Pools = "separate",
+    gamma: float = 1.0,
+    eps: float = 1e-6,
+) -> Turns:
+    """Turn rewards and advantages from what a scoring pass measured; by default the rows are one group."""
+    group_ids = torch.zeros_like(turns) if group_ids is None else group_ids
+    rewards = turn_rewards(answer_mean_logp, outcome, turns, kind=kind)
+    return Turns(rewards, turn_advantages(rewards, turns, group_ids, normalise=normalise, gamma=gamma, eps=eps))
+
+
 def turn_rewards(
     answer_mean_logp: Tensor, outcome: Tensor, turns: Tensor, *, kind: Literal["prob", "logprob"] = "prob"
 ) -> Tensor:

@@ -7,6 +7,7 @@ does not hold are passed as they are; a name that the product does not take is a
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from posttrain.loss.aggregate import aggregate, totals
 from posttrain.loss.pair import mean
 from posttrain.merge.rules import merge_state
 from posttrain.places import shipped
-from posttrain.train.objective import Objective
+from posttrain.train.controls import Controls
+from posttrain.train.objective import Objective, preset_recipe
 from posttrain.train.rl_metrics import update_metrics
 from posttrain.verify.combine import combine
 
@@ -184,7 +186,8 @@ def gradient(scalar: Tensor, wanted: Tensor) -> Tensor:
     return torch.zeros_like(wanted) if found is None else found
 
 
-ROWS = ("rewards", "correct", "truncated", "lengths", "answer_ids")  # batch fields of one number a row
+ROWS = ("rewards", "correct", "truncated", "lengths")  # batch fields of one number a row
+LABELS = ("answer_ids", "agent_ids", "trajectory_ids", "state_ids")  # words or numbers that are only equal or not
 
 
 def on_batch(
@@ -196,6 +199,8 @@ def on_batch(
     start: Mapping[str, Any] | None = None,
     rows: Sequence[str] = (),
     single: Sequence[str] = (),
+    by_prompt: Sequence[str] = (),
+    words: Mapping[str, Mapping[Any, Any]] | None = None,
     logp: bool = False,
     grads: Names | None = None,
     aggregation: str | None = None,
@@ -205,19 +210,22 @@ def on_batch(
 
     Values (params and inputs alike) named like a batch field, or mapped to one in `fields`, go into the batch; the
     others are keywords, renamed by `params`; start: keywords that a case may leave out. Fields of one number a row
-    (ROWS, components.NAME, labels in words, and those named in `rows`) may be tables [B,G], which also give the groups;
-    `single`: inputs [B,G] that are one token a row.
+    (ROWS, LABELS, components.NAME, columns.NAME, and those named in `rows`) may be tables [B,G], which also give the
+    groups; `single`: inputs [B,G] that are one token a row; `by_prompt`: inputs with one entry a prompt, which all its
+    rows get. words: param -> what its values are called here.
     logp: call function(batch, logp, ...). grads: output -> input whose gradient it is, of the `loss`: the mean of a
     GroupLoss, the `aggregation` of a TokenLoss. The path `loss` names it, `.` the result itself. tables: outputs [N]
     given back as [B,G].
     """
 
     def adapter(case: Case) -> dict[str, Any]:
+        case = {**case, "params": translated(case["params"], words or {})}
         values = given(arguments(case))
         leaves = {name: tensor(values[name]).requires_grad_() for name in set((grads or {}).values()) if name in values}
         places = {name: (fields or {}).get(name, name) for name in values}
         inside = {n: f for n, f in places.items() if f.split(".")[0] in _FIELDS or f == "logp"}
-        batch, policy = typed({f: leaves.get(n, values[n]) for n, f in inside.items()}, rows, _places(single, inside))
+        once, prompts = _places(single, inside), _places(by_prompt, inside)
+        batch, policy = typed({f: leaves.get(n, values[n]) for n, f in inside.items()}, rows, once, prompts)
         free = {**(start or {}), **renamed({n: v for n, v in arguments(case).items() if n not in inside}, params or {})}
         result = function(batch, policy, **free) if logp else function(batch, **free)
         loss = scalar(result, batch, aggregation) if grads or _wants_loss(outputs) else None
@@ -260,29 +268,46 @@ def _detached(value: Any) -> Any:
 
 
 def typed(
-    values: Mapping[str, Any], rows: Sequence[str] = (), single: Sequence[str] = ()
+    values: Mapping[str, Any], rows: Sequence[str] = (), single: Sequence[str] = (), by_prompt: Sequence[str] = ()
 ) -> tuple[RolloutBatch, Tensor | None]:
     """A RolloutBatch and `logp`, from field name -> JSON or tensor; `components.NAME` is one component.
 
     Group ids are given, or come from the first table [B,G], or are 0. Without a mask every row has one trained token.
     """
-    made: dict[str, Any] = {"components": {}}
+    made: dict[str, Any] = {"components": {}, "columns": {}}
     ids = values.get("group_ids")
     for place, value in values.items():
         field, _, name = place.partition(".")
-        if field in ROWS or field == "components" or place in rows or place in single:
-            column, made_ids = numbered(value, ids) if field == "answer_ids" else flat(value, ids)
+        if place in by_prompt:
+            continue
+        if field in (*ROWS, *LABELS) or name or place in rows or place in single:
+            column, made_ids = numbered(value, ids) if field in LABELS else flat(value, ids)
             made.setdefault("group_ids", made_ids)
             column = column[:, None] if place in single else column
-            made = {**made, "components": {**made["components"], name: column}} if name else {**made, field: column}
+            made[field] = {**made[field], name: column} if name else column
         elif field != "group_ids":
             made[field] = tensor(value) if isinstance(value, (list, Tensor)) else value
     count = next(len(x) for x in made.values() if isinstance(x, Tensor))
     mask = made.get("mask", torch.ones(count, 1))
     one = torch.zeros(count, dtype=torch.long) if ids is None else torch.tensor(ids, dtype=torch.long)
     made = {**made, "mask": mask.bool(), "group_ids": made.get("group_ids", one)}
+    for place in by_prompt:
+        field, _, name = place.partition(".")
+        column = of_rows(tensor(values[place]), made["group_ids"])
+        made[field] = {**made[field], name: column} if name else column
     logp = made.pop("logp", None)
     return RolloutBatch(**made), logp
+
+
+def of_rows(prompts: Tensor, group_ids: Tensor) -> Tensor:
+    """What each prompt has [B, ...], in order of first appearance, given to its rows."""
+    order = list(dict.fromkeys(group_ids.tolist()))
+    return prompts[[order.index(group) for group in group_ids.tolist()]]
+
+
+def translated(params: Mapping[str, Any], words: Mapping[str, Mapping[Any, Any]]) -> dict[str, Any]:
+    """Params whose values are called otherwise by the product."""
+    return {name: words[name].get(value, value) if name in words else value for name, value in params.items()}
 
 
 def numbered(value: Any, group_ids: Any = None) -> tuple[Tensor, Tensor]:
@@ -313,7 +338,7 @@ def parts(adapters: Mapping[str, Adapter], name: str = "part") -> Adapter:
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
-        return adapters[params.pop(name)]({**case, "params": params})
+        return adapters[params.pop(name, None)]({**case, "params": params})
 
     return adapter
 
@@ -442,3 +467,269 @@ def merged(rule: Callable[..., Tensor], names: Names) -> Adapter:
         return {"merged": merge_state(rule, models, base, **renamed(case["params"], names))}
 
     return adapter
+
+
+def staged(
+    preset: str,
+    *,
+    params: Names,
+    fields: Names | None = None,
+    start: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Any] | None = None,
+    words: Mapping[str, Mapping[Any, Any]] | None = None,
+    by_prompt: Sequence[str] = (),
+    as_given: bool = False,
+    details: Mapping[str, tuple[Callable[..., Any], str, str]] | None = None,
+    outputs: Names | None = None,
+    per_prompt: Sequence[str] = (),
+) -> Adapter:
+    """A preset through the objective of the RL step: `advantages`, and with `logp` also `loss` and `grad_logp`.
+
+    params: vector name -> `section.key`; start: keys that a case may leave out; choices: sections over the preset's.
+    fields, words, by_prompt: as in `on_batch`. as_given: the case holds the advantages that the normaliser would give.
+    outputs: output -> field of the assigned batch. details: output -> (function, part, path): function(batch, ...) with
+    the arguments of that part that it takes, e.g. `factors.0`. per_prompt: outputs [N] of which each prompt's first row
+    is wanted.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments({**case, "params": translated(case["params"], words or {})}))
+        inside = {n: f for n in values if (f := (fields or {}).get(n, n)).split(".")[0] in _FIELDS or f == "logp"}
+        keys = {**(start or {}), **_mapped({n: v for n, v in values.items() if n not in inside}, params)}
+        objective = Objective.from_preset(preset, **over(choices or {}, sections(keys)))
+        if as_given:
+            same = dataclasses.replace(objective.advantage, function=lambda batch, **_: batch.advantages)
+            objective = dataclasses.replace(objective, advantage=same)
+        leaf = tensor(values["logp"]).requires_grad_() if "logp" in values else None
+        batch, _ = typed({f: values[n] for n, f in inside.items() if f != "logp"}, (), (), _places(by_prompt, inside))
+        done = objective.assign(batch)
+        found = {"advantages": done.advantages, **{n: _read(done, None, path) for n, path in (outputs or {}).items()}}
+        before = objective.less_kl(batch)
+        for name, (function, key, path) in (details or {}).items():
+            found[name] = _read(function(before, **taken(function, part_of(objective, key).params)), None, path)
+        if leaf is not None:
+            loss, _ = objective.loss(done, leaf, objective.totals(done))
+            found = {**found, "loss": loss.detach(), "grad_logp": gradient(loss, leaf)}
+        return {n: first_of(v, batch.group_ids) if n in per_prompt else v for n, v in found.items()}
+
+    return adapter
+
+
+def over(lower: Any, upper: Any) -> Any:
+    """`upper` over `lower`, key by key; an entry of a list is named by its number."""
+    if isinstance(lower, list) and isinstance(upper, Mapping):
+        return [over(entry, upper.get(str(n), {})) for n, entry in zip(range(len(lower)), lower, strict=True)]
+    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
+        return upper
+    return {**lower, **{key: over(lower[key], value) if key in lower else value for key, value in upper.items()}}
+
+
+def part_of(objective: Objective, key: str) -> Any:
+    """`advantage`, or `factors.0`."""
+    name, _, number = key.partition(".")
+    found = getattr(objective, name)
+    return found[int(number)] if number else found
+
+
+def taken(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the function takes."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in params.items() if name in names}
+
+
+def first_of(rows: Tensor, group_ids: Tensor) -> list[Any]:
+    """The first row of each group, in order of first appearance."""
+    return [column[0] for column in by_table(rows, group_ids)]
+
+
+def on_tensors(
+    function: Callable[..., Any],
+    outputs: Names | str,
+    names: Names | None = None,
+    each: Sequence[str] = (),
+) -> Adapter:
+    """One call with every list as a tensor; inputs in `each` as a list of tensors. Outputs by attribute path."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {
+            name: [tensor(item) for item in value]
+            if name in each
+            else tensor(value)
+            if isinstance(value, list)
+            else value
+            for name, value in arguments(case).items()
+        }
+        result = function(**renamed(values, names or {}))
+        return {name: _read(result, None, path) for name, path in _paths(outputs).items()}
+
+    return adapter
+
+
+def prepared(adapter: Adapter, into: str, function: Callable[..., Any], takes: Names, drops: Sequence[str]) -> Adapter:
+    """The adapter, after input `into` has been made by function(...) of values of the case; `drops` go no further.
+
+    takes: name in the case -> argument; a value that the case leaves out is left to the function's default.
+    """
+
+    def before(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        made = function(**{argument: values[name] for name, argument in takes.items() if name in values})
+        inputs = {name: value for name, value in case["inputs"].items() if name not in drops}
+        params = {name: value for name, value in case["params"].items() if name not in drops}
+        return adapter({**case, "inputs": {**inputs, into: made}, "params": params})
+
+    return before
+
+
+def ragged(function: Callable[..., Any], outputs: Names, *, table: str, counts: str) -> Adapter:
+    """function(tensors, params) -> outputs [N,S] by attribute path, cut to the lengths of the rows of input `table`.
+
+    That table is filled up with NaN; the lengths are the argument `counts`.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        rows = case["inputs"][table]
+        lengths = [len(row) for row in rows]
+        filled = [list(row) for row in zip(*itertools.zip_longest(*rows), strict=True)]
+        inputs = {name: tensor(value) for name, value in {**case["inputs"], table: filled}.items()}
+        result = function(**inputs, **case["params"], **{counts: torch.tensor(lengths, dtype=torch.long)})
+        return {
+            name: [row[:length].tolist() for row, length in zip(_read(result, None, path), lengths, strict=True)]
+            for name, path in outputs.items()
+        }
+
+    return adapter
+
+
+def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio: Callable[..., Any]) -> Adapter:
+    """The plain and the hinted rows of one prompt as one group; the hinted rows by token; the share given as a hint."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        plain, helped = tensor(values["rewards_naive"]), tensor(values["rewards_hint"])
+        hinted = torch.cat([torch.zeros(len(plain)), torch.ones(len(helped))]).bool()
+        one = torch.zeros(len(hinted), dtype=torch.long)
+        rows, gap = function(torch.cat([plain, helped]), one, hinted, **taken(function, case["params"]))
+        return {
+            "advantages_naive": rows[~hinted],
+            "advantages_hint": rows[hinted],
+            "token_advantages_hint": protect(rows[hinted], tensor(values["hint_mask"]), tensor(values["mask"]).bool()),
+            "difficulty_gap": gap[0],
+            "hint_ratio": ratio(**taken(ratio, values)),
+        }
+
+    return adapter
+
+
+ZERO = 0.0  # what interface.json gives as the default of a number that adapters cannot write
+
+
+def only(names: Sequence[str], adapter: Adapter) -> Adapter:
+    """The adapter on these params and inputs of a case."""
+
+    def adapted(case: Case) -> dict[str, Any]:
+        limited = {part: {n: v for n, v in case[part].items() if n in names} for part in ("params", "inputs")}
+        return adapter({**case, **limited})
+
+    return adapted
+
+
+def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
+    """The outputs of both, the second on inputs that are outputs of the first."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        found = first(case)
+        given_on = {name: found[output] for name, output in inputs.items()}
+        return {**found, **second({"params": {}, "inputs": given_on})}
+
+    return adapter
+
+
+def at_steps(function: Callable[[int], float], output: str, steps: Sequence[int]) -> Adapter:
+    """[[step, function(step)], ...] for fixed steps."""
+    return lambda case: {output: [[step, function(step)] for step in steps]}
+
+
+REMIX_STEPS = (0, 50, 51, 60, 61, 85, 95, 96, 200)
+
+
+def optimised(
+    preset: str,
+    *,
+    params: Names | None = None,
+    fields: Names | None = None,
+    start: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Any] | None = None,
+    single: Sequence[str] = (),
+    ignored: Sequence[str] = (),
+    made: Mapping[str, tuple[Callable[..., Tensor], Names]] | None = None,
+    of: str = "loss",
+    outputs: Names | None = None,
+    grads: Names | None = None,
+    tables: Sequence[str] = (),
+) -> Adapter:
+    """A preset through the objective of the RL step: its loss, and gradients by the current policy's numbers.
+
+    params: vector name -> `section.key`, or several joined by spaces; a number of the recipe that a controller drives is
+    what it is at the case's `step`. start: keys that a case may leave out; choices: sections over the preset's. fields,
+    single: as in `on_batch`. A case that gives advantages is past `assign`. made: batch field -> (function(batch, ...),
+    vector name -> argument). of: which number is `loss`, in the namespace that outputs are read from: loss; policy (the
+    policy's part); terms.KEY.value and .term (each term without its coefficient); batch (assigned); paid (with KL in its
+    rewards); surrogate and corrections.N (what they return). grads: output -> input.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {n: v for n, v in given(case["inputs"]).items() if n not in ignored}
+        places = {n: (fields or {}).get(n, n) for n in (*values, *case["params"])}
+        inside = {n: f for n, f in places.items() if f.split(".")[0] in _FIELDS or f == "logp"}
+        free = {n: v for n, v in case["params"].items() if n not in (*inside, *ignored)}
+        keys = {key: value for n, value in free.items() for key in (params or {})[n].split()}
+        written = over(choices or {}, sections({**(start or {}), **keys}))
+        batch, policy, leaves = _leaves(
+            {n: {**values, **case["params"]}[n] for n in inside}, inside, single, grads or {}
+        )
+        for field, (function, takes) in (made or {}).items():
+            given_on = {argument: values.get(n, free.get(n)) for n, argument in takes.items()}
+            given_on = {n: tensor(v) if isinstance(v, list) else v for n, v in given_on.items()}
+            batch = batch.replace(**{field: function(batch, **given_on)})
+        controls = Controls.from_recipe(preset_recipe(preset, **written))
+        objective = Objective.from_preset(preset, **written).at(controls.numbers(controls.start(), batch.step))
+        space = _namespace(objective, batch, policy)
+        reading = {"loss": of, **(outputs or {})}
+        found = {n: _read(space, None, path) for n, path in reading.items()}
+        found |= {n: gradient(found["loss"], leaves[x]) for n, x in (grads or {"grad_logp": "logp"}).items()}
+        return {n: by_table(v, batch.group_ids) if n in tables else _detached(v) for n, v in found.items()}
+
+    return adapter
+
+
+def _leaves(values: Mapping[str, Any], inside: Names, single: Sequence[str], grads: Names) -> Any:
+    """The batch, the current log-probs, and the tensors that gradients are taken by."""
+    wanted = (grads or {"grad_logp": "logp"}).values()
+    leaves = {n: tensor(values[n]).requires_grad_() for n in wanted}
+    batch, policy = typed({inside[n]: leaves.get(n, v) for n, v in values.items()}, (), _places(single, inside))
+    return batch, policy, leaves
+
+
+def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str, Any]:
+    """What one optimiser batch computes, by name."""
+    paid = batch
+    if batch.advantages is None:
+        batch, paid = objective.assign(batch), objective.less_kl(batch)
+    totals = objective.totals(batch)
+    terms = {part.key: part(batch, logp) for part in objective.terms}
+    return {
+        "loss": objective.loss(batch, logp, totals)[0],
+        "policy": (objective.group_term if objective.whole_groups else objective.policy_term)(batch, logp, totals)[0],
+        "surrogate": objective.surrogate(batch, logp),
+        "corrections": tuple(part(batch, logp.detach()) for part in objective.corrections),
+        "terms": {
+            part.key.replace(".", ""): {
+                "term": terms[part.key],
+                "value": objective.aggregated(part, terms[part.key], batch, totals),
+            }
+            for part in objective.terms
+        },
+        "batch": batch,
+        "paid": paid,
+    }
