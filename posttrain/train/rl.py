@@ -54,7 +54,6 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
-    critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
     with (
         GracefulStop() as stop,
         Progress("rl", steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
@@ -62,6 +61,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     ):
         progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
         loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+        critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
         check_fits(prepared.items, recipe.rollout, model_window(loaded))
         max_len = needed_length(prepared.items, recipe.rollout)
         engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
@@ -137,7 +137,7 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
     }
 
 
-def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any], RolloutBatch]:
+def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step. Returns the scored rollouts, the step's metrics, and what `whatif` needs of the rollouts; moves
     `state` past the prompts that it drew."""
     clock = time.perf_counter()

@@ -36,7 +36,7 @@ class Saved:
 
 
 def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
-    """What is kept of a step: `scored` before `assign`, with what was measured later; logp [N,T], 0 = not trained on."""
+    """What is kept of a step: `scored` before `assign`, with what was measured later; logp [N,T], 0 = not trained."""
     trained = logp.ne(0).any(-1, keepdim=True)
     engine = torch.zeros_like(logp) if scored.rollout_logp is None else scored.rollout_logp.nan_to_num(nan=0.0)
     old = measured.old_logp if measured.old_logp is not None else logp
