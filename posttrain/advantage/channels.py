@@ -61,12 +61,10 @@ def gdpo_terms(
             f"a condition on `{strange[0]}`, which is no reward component" if strange else "no component has a weight"
         )
         raise UserError(what, allowed=f"the batch has: {', '.join(batch.components) or 'none'}")
-    parts: list[Channel] = [
-        {"rewards": {name: 1.0}, "weight": used[name], "condition": (conditions or {}).get(name, {})} for name in names
-    ]
-    rewards = torch.stack([channel_rewards(batch, part) for part in parts])
-    total = torch.stack([weighted_advantages(batch, part, eps) for part in parts]).sum(0)
-    known = ~rewards.isnan().all(0)
+    parts: list[Channel] = [{"rewards": {name: 1.0}, "condition": (conditions or {}).get(name, {})} for name in names]
+    found = channel_terms(batch, channels=parts, eps=eps)
+    total = torch.stack([used[name] * a for name, a in zip(names, found["advantages"], strict=True)]).sum(0)
+    known = ~torch.stack(found["rewards"]).isnan().all(0)
     return {"pre_batch": total, "advantages": _over_batch(batch, total, known, eps, batch_norm)}
 
 
@@ -83,7 +81,8 @@ def channels(
     """
     if not channels:
         raise UserError("advantage `channels` has no channel")
-    parts = {str(number): weighted_advantages(batch, channel, eps) for number, channel in enumerate(channels)}
+    found = channel_terms(batch, channels=channels, eps=eps)["advantages"]
+    parts = {str(n): channel.get("weight", 1.0) * found[n] for n, channel in enumerate(channels)}
     return ChannelAdvantages(parts["0"] if separate else torch.stack(list(parts.values())).sum(0), parts)
 
 
@@ -101,9 +100,12 @@ def channel_advantages(batch: RolloutBatch, channel: Channel, eps: float) -> Ten
     return centred_and_scaled(channel_rewards(batch, channel), batch.group_ids, eps=eps)
 
 
-def weighted_advantages(batch: RolloutBatch, channel: Channel, eps: float) -> Tensor:
-    """`channel_advantages` times the channel's weight [N]."""
-    return channel.get("weight", 1.0) * channel_advantages(batch, channel, eps)
+def channel_terms(batch: RolloutBatch, *, channels: list[Channel], eps: float) -> dict[str, list[Tensor]]:
+    """`rewards` and `advantages` [N] of each channel, without weights."""
+    return {
+        "rewards": [channel_rewards(batch, channel) for channel in channels],
+        "advantages": [channel_advantages(batch, channel, eps) for channel in channels],
+    }
 
 
 def component_weights(batch: RolloutBatch) -> dict[str, float]:

@@ -17,22 +17,26 @@ Status = Literal["open", "full", "short", "error"]
 
 
 @register("keep", "dynamic_sampling", paper="2503.14476", needs=("groups",))
-def dynamic_sampling(batch: RolloutBatch, *, metric: Metric = "correct", tol: float = 0.0) -> Tensor:
+def dynamic_sampling(
+    batch: RolloutBatch, *, metric: Metric = "correct", tol: float = 0.0, keep_single: bool = True
+) -> Tensor:
     """Keep groups whose rows differ: max - min of the metric > tol -> rows that stay, bool [N].
 
     metric: `correct` (right or wrong), or `reward`. Correctness is the default because a reward with a length or format
     term differs within an all-wrong group too, and would keep it. Rows whose reward could not be scored (NaN) are left
-    out; a scored row with a NaN metric raises ValueError. Groups of one row always stay. Dropped rows leave the batch:
-    neither their tokens nor their rows count in a denominator.
+    out; a scored row with a NaN metric raises ValueError. Groups of one row stay, unless keep_single is False. Dropped
+    rows leave the batch: neither their tokens nor their rows count in a denominator.
     """
     values = batch.correct if metric == "correct" else batch.rewards
     if values is None:
         raise ValueError(f"the batch has no {metric}, which dynamic_sampling filters on")
     unscored = torch.zeros_like(values, dtype=torch.bool) if batch.rewards is None else batch.rewards.isnan()
-    return differs(values, batch.group_ids, tol=tol, ignore=unscored)
+    return differs(values, batch.group_ids, tol=tol, ignore=unscored, keep_single=keep_single)
 
 
-def differs(metric: Tensor, group_ids: Tensor, *, tol: float = 0.0, ignore: Tensor | None = None) -> Tensor:
+def differs(
+    metric: Tensor, group_ids: Tensor, *, tol: float = 0.0, ignore: Tensor | None = None, keep_single: bool = True
+) -> Tensor:
     """Rows [N] whose group has max - min of metric [N] > tol, or is a single row. Rows in `ignore` [N] have no say.
 
     max - min and not the std: in floating point the std of three times 0.1 is not 0.
@@ -46,7 +50,7 @@ def differs(metric: Tensor, group_ids: Tensor, *, tol: float = 0.0, ignore: Tens
     start = metric.new_full(size.shape, torch.inf)
     lowest = start.scatter_reduce(0, key, torch.where(counted, metric, torch.inf), "amin")
     highest = (-start).scatter_reduce(0, key, torch.where(counted, metric, -torch.inf), "amax")
-    return ((size == 1) | (highest - lowest > tol))[key]
+    return ((keep_single & (size == 1)) | (highest - lowest > tol))[key]
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,16 @@ def tiers(
     return {"ratio": ratio, "target_length": targets[level]}
 
 
+@register("group_reward", "gated", paper="2503.06749")
+def gated(batch: RolloutBatch, *, gate: Gate, otherwise: float = 0.0) -> Tensor:
+    """The reward where the gate is open, else `otherwise`; a row that was not scored stays so.
+
+    {on: structure, min: 1.0}: a right answer counts only in the right format (Vision-R1's hard formatting reward).
+    """
+    rewards = rewards_of(batch)
+    return torch.where(open_rows(batch, gate) | rewards.isnan(), rewards, otherwise)
+
+
 def times_positive(rewards: Tensor, factor: Tensor) -> Tensor:
     """rewards * factor where positive: a factor below 1 must not make a penalty milder."""
     return torch.where(rewards > 0, rewards * factor, rewards)

@@ -38,13 +38,16 @@ def reinforce_pp(
 
 
 @register("advantage", "reinforce_pp_baseline", paper="2501.03262", needs=("groups",))
-def reinforce_pp_baseline(batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf") -> Tensor:
+def reinforce_pp_baseline(
+    batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf", floor: float = VARIANCE_FLOOR
+) -> Tensor:
     """REINFORCE++-baseline: reward - mean of its group at every token, whitened over all trained tokens -> [N,T].
 
     Long rows weigh more in mean and variance, so the mean over rows is not 0 and a row at its group's mean may get a
-    small advantage. The KL belongs in the loss here (the authors advise k2). std_norm False gives reward - mean.
+    small advantage. The KL belongs in the loss here (the authors advise k2). std_norm False gives reward - mean. With
+    whitening `verl` this is also DLER's batch-wise normalisation (arXiv 2510.15110).
     """
-    return baseline_terms(batch, std_norm=std_norm, whitening=whitening).advantages
+    return baseline_terms(batch, std_norm=std_norm, whitening=whitening, floor=floor).advantages
 
 
 @register("advantage", "gae", paper="1506.02438", needs=("values",))
@@ -90,12 +93,14 @@ def reinforce_pp_terms(
     return TokenAdvantages(whitened(returns, mask, whitening=whitening, scale=std_norm), returns, returns)
 
 
-def baseline_terms(batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf") -> Baselined:
+def baseline_terms(
+    batch: RolloutBatch, *, std_norm: bool = True, whitening: Whitening = "openrlhf", floor: float = VARIANCE_FLOOR
+) -> Baselined:
     """The advantages of `reinforce_pp_baseline` and the centred rewards that they come from."""
     centred = centred_and_scaled(rewards_of(batch), batch.group_ids, scale="none")
     mask = scored_mask(batch)
     tokens = torch.where(mask, centred[:, None], 0.0)
-    return Baselined(whitened(tokens, mask, whitening=whitening) if std_norm else tokens, centred)
+    return Baselined(whitened(tokens, mask, whitening=whitening, floor=floor) if std_norm else tokens, centred)
 
 
 def scored_mask(batch: RolloutBatch) -> Tensor:
@@ -159,10 +164,12 @@ def estimate(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam
     return raw, raw + values
 
 
-def whitened(values: Tensor, mask: Tensor, *, whitening: Whitening, scale: bool = True) -> Tensor:
+def whitened(
+    values: Tensor, mask: Tensor, *, whitening: Whitening, scale: bool = True, floor: float = VARIANCE_FLOOR
+) -> Tensor:
     """(values - mean) / standard deviation over the cells [N,T] where the mask is 1, 0 elsewhere.
 
-    openrlhf: population variance, at least 1e-8. verl: unbiased variance + 1e-8. scale False: only centred. Equal
+    openrlhf: population variance, at least `floor`. verl: unbiased variance + floor. scale False: only centred. Equal
     values give 0, and so does a single one.
     """
     count = mask.sum()
@@ -175,5 +182,5 @@ def whitened(values: Tensor, mask: Tensor, *, whitening: Whitening, scale: bool 
         return centred
     squares = centred.square().sum()
     if whitening == "openrlhf":
-        return centred / (squares / count).clamp(min=VARIANCE_FLOOR).sqrt()
-    return centred / (squares / (count - 1).clamp(min=1) + VARIANCE_FLOOR).sqrt()
+        return centred / (squares / count).clamp(min=floor).sqrt()
+    return centred / (squares / (count - 1).clamp(min=1) + floor).sqrt()

@@ -16,7 +16,8 @@ FOLDER = Path(__file__).with_name("presets")
 
 @dataclass(frozen=True)
 class Preset:
-    """`choices` merge over the defaults and under the recipe. `not_stated` says what the paper leaves open."""
+    """`choices` merge over the defaults and under the recipe. `not_stated` says what the paper leaves open; `rewards`
+    are those that its components read, to be written into the recipe."""
 
     name: str
     title: str
@@ -25,6 +26,7 @@ class Preset:
     stage: Literal["rl", "dpo"]
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     not_stated: str = ""
+    rewards: list[dict[str, Any]] = field(default_factory=list)
 
 
 def names(stage: str | None = None) -> list[str]:
