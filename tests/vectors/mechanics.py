@@ -226,7 +226,8 @@ def on_batch(
         inside = {n: f for n, f in places.items() if f.split(".")[0] in _FIELDS or f == "logp"}
         once, prompts = _places(single, inside), _places(by_prompt, inside)
         batch, policy = typed({f: leaves.get(n, values[n]) for n, f in inside.items()}, rows, once, prompts)
-        free = {**(start or {}), **renamed({n: v for n, v in arguments(case).items() if n not in inside}, params or {})}
+        every = {n: v for n, v in arguments(case).items() if (fields or {}).get(n, n).split(".")[0] not in _FIELDS}
+        free = {**(start or {}), **renamed({n: v for n, v in every.items() if n not in inside}, params or {})}
         result = function(batch, policy, **free) if logp else function(batch, **free)
         loss = scalar(result, batch, aggregation) if grads or _wants_loss(outputs) else None
         found = {n: _read(result, loss, path) for n, path in _paths(outputs).items()}
@@ -609,13 +610,15 @@ def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio:
         plain, helped = tensor(values["rewards_naive"]), tensor(values["rewards_hint"])
         hinted = torch.cat([torch.zeros(len(plain)), torch.ones(len(helped))]).bool()
         one = torch.zeros(len(hinted), dtype=torch.long)
-        rows, gap = function(torch.cat([plain, helped]), one, hinted, **taken(function, case["params"]))
+        shares = taken(ratio, values)
+        rest = {name: value for name, value in case["params"].items() if name not in shares}
+        rows, gap = function(torch.cat([plain, helped]), one, hinted, **rest)
         return {
             "advantages_naive": rows[~hinted],
             "advantages_hint": rows[hinted],
             "token_advantages_hint": protect(rows[hinted], tensor(values["hint_mask"]), tensor(values["mask"]).bool()),
             "difficulty_gap": gap[0],
-            "hint_ratio": ratio(**taken(ratio, values)),
+            "hint_ratio": ratio(**shares),
         }
 
     return adapter
@@ -647,7 +650,7 @@ def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
 
 def at_steps(function: Callable[[int], float], output: str, steps: Sequence[int]) -> Adapter:
     """[[step, function(step)], ...] for fixed steps."""
-    return lambda case: {output: [[step, function(step)] for step in steps]}
+    return lambda _: {output: [[step, function(step)] for step in steps]}
 
 
 REMIX_STEPS = (0, 50, 51, 60, 61, 85, 95, 96, 200)
@@ -670,12 +673,12 @@ def optimised(
 ) -> Adapter:
     """A preset through the objective of the RL step: its loss, and gradients by the current policy's numbers.
 
-    params: vector name -> `section.key`, or several joined by spaces; a number of the recipe that a controller drives is
-    what it is at the case's `step`. start: keys that a case may leave out; choices: sections over the preset's. fields,
-    single: as in `on_batch`. A case that gives advantages is past `assign`. made: batch field -> (function(batch, ...),
-    vector name -> argument). of: which number is `loss`, in the namespace that outputs are read from: loss; policy (the
-    policy's part); terms.KEY.value and .term (each term without its coefficient); batch (assigned); paid (with KL in its
-    rewards); surrogate and corrections.N (what they return). grads: output -> input.
+    params: vector name -> `section.key`, or several joined by spaces; a number that a controller drives is what it is
+    at the case's `step`. start: keys that a case may leave out; choices: sections over the preset's. fields, single: as
+    in `on_batch`. A case that gives advantages is past `assign`. made: batch field -> (function(batch, ...), vector name
+    -> argument). of: which number is `loss`, in the namespace that outputs are read from: loss; policy (the policy's
+    part); terms.KEY.loss, .value (without its coefficient) and .term (by token); batch (assigned); paid (with KL in its
+    rewards); surrogate and corrections.N (what they return); metrics (of the step). grads: output -> input.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -718,8 +721,11 @@ def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str
         batch, paid = objective.assign(batch), objective.less_kl(batch)
     totals = objective.totals(batch)
     terms = {part.key: part(batch, logp) for part in objective.terms}
+    loss, stats = objective.loss(batch, logp, totals)
+    sums = {name: value.item() for name, value in {**stats, "tokens": batch.mask.sum()}.items()}
     return {
-        "loss": objective.loss(batch, logp, totals)[0],
+        "loss": loss,
+        "metrics": update_metrics(sums, [], lr=0.0),
         "policy": (objective.group_term if objective.whole_groups else objective.policy_term)(batch, logp, totals)[0],
         "surrogate": objective.surrogate(batch, logp),
         "corrections": tuple(part(batch, logp.detach()) for part in objective.corrections),
@@ -727,6 +733,7 @@ def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str
             part.key.replace(".", ""): {
                 "term": terms[part.key],
                 "value": objective.aggregated(part, terms[part.key], batch, totals),
+                "loss": objective.added(part, terms[part.key], batch, totals),
             }
             for part in objective.terms
         },

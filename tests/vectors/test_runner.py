@@ -31,12 +31,12 @@ def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 
 def changed(value: Any, path: tuple[Any, ...]) -> Any:
-    """A copy with the number at `path` 1% off; 0 becomes 0.01."""
+    """A copy with the number at `path` 1% off; 0 and what is as good as 0 becomes 0.01."""
     value = copy.deepcopy(value)
     holder = value
     for step in path[:-1]:
         holder = holder[step]
-    holder[path[-1]] = holder[path[-1]] * 1.01 or 0.01
+    holder[path[-1]] = holder[path[-1]] * 1.01 if abs(holder[path[-1]]) > 1e-6 else 0.01
     return value
 
 

@@ -50,10 +50,12 @@ def test_defaults_are_those_of_the_interface(
 def test_every_output_of_the_interface_is_computed(
     method: str, runner: ModuleType, adapters: Any, vectors: Any, interface: Any
 ) -> None:
+    own = {name for case in vectors[method] if not case.get("op") for name in case["expected"]}
+    companions = {name for case in vectors[method] if case.get("op") for name in case["expected"]} - own
     for case in vectors[method]:
         if case.get("op"):
             continue
-        assert interface[method]["outputs"].keys() <= runner.compute(adapters, method, case).keys()
+        assert interface[method]["outputs"].keys() - companions <= runner.compute(adapters, method, case).keys()
 
 
 def defaults(described: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
