@@ -37,14 +37,20 @@ def group(
 
 
 @register("advantage", "rloo", paper="2402.14740", needs=("groups",))
-def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero") -> Tensor:
+def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool = False) -> Tensor:
     """reward - mean of the OTHER rewards of its group -> [N]: an unbiased baseline, as no row is part of its own.
 
     Equal to n / (n - 1) * (reward - mean of the group), n its scored rows: with groups of one size only the step size
     differs from Dr. GRPO; with unequal ones small groups weigh more (n = 2 doubles). RLOO is usually run with one
-    update a batch and the KL inside the reward.
+    update a batch and the KL inside the reward. normalize: then (A - mean) / (std + 1e-4) over the scored rows of the
+    batch, as TRL offers it.
     """
-    return centred_and_scaled(rewards_of(batch), batch.group_ids, scale="none", singleton=singleton, leave_one_out=True)
+    rewards = rewards_of(batch)
+    found = centred_and_scaled(rewards, batch.group_ids, scale="none", singleton=singleton, leave_one_out=True)
+    if not normalize:
+        return found
+    scored = torch.where(rewards.isnan(), torch.nan, found)
+    return centred_and_scaled(scored, torch.zeros_like(batch.group_ids), eps=1e-4)
 
 
 @register("advantage", "batch")

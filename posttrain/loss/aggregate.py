@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "local_token_mean"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def aggregate(values: Tensor, mask: Tensor, mode: Aggregation, totals: Totals, n
     seq_mean_token_mean  row means / rows                 each row weighs the same (GRPO)
     seq_mean_token_sum   row sums / rows                  policy gradient of the sequence reward
     fixed                row sums / (rows * norm_len)     Dr. GRPO; norm_len is a constant, not the longest row
+    local_token_mean    sum / tokens of these rows        TRL's bnpo: depends on the micro-batches, which weigh by rows
     An empty batch gives 0, still attached to the graph. Raises ValueError for an unknown mode or a missing norm_len.
     """
     mask = mask.bool()
@@ -60,6 +61,8 @@ def aggregate(values: Tensor, mask: Tensor, mode: Aggregation, totals: Totals, n
     rows = max(totals.rows, 1.0)
     if mode == "token_mean":
         return chosen.sum() / max(totals.tokens, 1.0)
+    if mode == "local_token_mean":
+        return chosen.sum() / mask.sum().clamp(min=1) * (len(mask) / rows)
     if mode == "seq_mean_token_mean":
         return (chosen.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / rows
     if mode == "seq_mean_token_sum":

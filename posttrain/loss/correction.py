@@ -108,18 +108,19 @@ def off_policy_seq_mask(batch: RolloutBatch, logp: Tensor, *, threshold: float =
     ),
 )
 def minirl(
-    batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.27, cap: float = 5.0
+    batch: RolloutBatch, logp: Tensor, *, clip_low: float = 0.2, clip_high: float | None = 0.27, cap: float = 5.0
 ) -> Correction:
     """Weights min(pi / mu, cap) = engine mismatch times staleness, for loss `reinforce`; a clip as a token mask.
 
     A token loses its term if A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, with r = pi / pi_old: these
     are the tokens whose gradient PPO's clip cuts. Everything is frozen. Where the engine reported no log-prob, old_logp
-    stands in. Contains the whole correction: no `tis` beside it.
+    stands in. clip_high null is clip_low. Contains the whole correction: no `tis` beside it.
     """
     total = bounded_exp(log_ratio_to_behaviour(batch, logp.detach()))
     ratio = token_ratio(batch, logp.detach())
     advantages = token_advantages(batch, logp)
-    cut = ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    high = clip_low if clip_high is None else clip_high
+    cut = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - clip_low))
     weights = torch.where(batch.mask, total.clamp(max=cap), 0.0)
     stats = {
         "correction/weights": weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from posttrain.registry import register
     paper="2510.00819",
     needs=("hidden", "topk_logp", "topk_chosen"),
     note=(
-        "The model of the step is plain gradient descent; Adam's (a function here, `curvature`) needs top-k x hidden"
+        "The model of the step is plain gradient descent; Adam's (a function here, `filtered`) needs top-k x hidden"
         " moments for each run and is no recipe key."
     ),
 )
@@ -39,16 +40,18 @@ def capo(
     """
     if batch.hidden is None or batch.topk_logp is None or batch.topk_chosen is None:
         raise ValueError("capo needs hidden states and the top-k log-probs")
-    shift = curvature(
+    found = filtered(
         batch.topk_logp.softmax(-1),
         batch.topk_chosen,
         batch.hidden,
         token_advantages(batch, batch.topk_logp[..., 0]),
         batch.mask,
         learning_rate=learning_rate,
+        tau_fisher=tau_fisher,
+        tau_hessian=tau_hessian,
+        symmetric=symmetric,
     )
-    kept = shift.keep(tau_fisher=tau_fisher, tau_hessian=tau_hessian, symmetric=symmetric)
-    return Selection(batch.mask & kept, "kept")
+    return Selection(found.keep, "kept")
 
 
 @dataclass(frozen=True)
@@ -69,21 +72,37 @@ class Adam:
         return first / (second.sqrt() + self.eps)
 
 
+def filtered_adam(
+    probs: Tensor,
+    chosen: Tensor,
+    hidden: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    m: Tensor,
+    v: Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    step: int = 1,
+    eps: float = 1e-8,
+    **bounds: Any,
+) -> Curvature:
+    """`filtered` with the step that Adam would make from these moments."""
+    adam = Adam(m, v, beta1, beta2, step, eps)
+    return filtered(probs, chosen, hidden, advantages, mask, adam=adam, **bounds)
+
+
 @dataclass(frozen=True)
 class Curvature:
-    """Predicted shifts [N,T] of the policy (Fisher) and of the objective, 0 where the mask is 0."""
+    """Predicted shifts [N,T] of the policy (Fisher) and of the objective, 0 where the mask is 0, and the tokens [N,T]
+    that are within both bounds."""
 
     fisher: Tensor
     hessian: Tensor
-    mask: Tensor
-
-    def keep(self, *, tau_fisher: float, tau_hessian: float, symmetric: bool = True) -> Tensor:
-        """Tokens within both bounds, bool [N,T]."""
-        low = self.hessian > -tau_hessian if symmetric else self.hessian >= 0
-        return self.mask & (self.fisher < tau_fisher) & low & (self.hessian < tau_hessian)
+    keep: Tensor
 
 
-def curvature(
+def filtered(
     probs: Tensor,
     chosen: Tensor,
     hidden: Tensor,
@@ -91,18 +110,25 @@ def curvature(
     mask: Tensor,
     *,
     learning_rate: float,
+    tau_fisher: float,
+    tau_hessian: float,
+    symmetric: bool = True,
     adam: Adam | None = None,
 ) -> Curvature:
-    """What one token's own step would do. probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N,1] or [N,T].
+    """What one token's own step would do, and which tokens may take it.
+
+    probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N], [N,1] or [N,T].
 
     With v = chosen - probs and g = A v h^T, the direction D is g (Adam: its scaled update), u = D h:
     fisher = lr^2 (v.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(v.u)^2 - (sum p u^2 - (sum p u)^2)] / 2.
     Plain gradient descent needs norms only: u = A |h|^2 v.
     """
+    mask = mask.bool()
     spread = mask[..., None]
     probs, hidden = torch.where(spread, probs, 0.0), torch.where(spread, hidden, 0.0)
     v = torch.where(spread, chosen.to(probs.dtype), 0.0) - probs
-    a = advantages.to(probs.dtype).expand(mask.shape)
+    a = advantages.to(probs.dtype)
+    a = torch.where(mask, a[:, None] if a.dim() == 1 else a, 0.0)
     if adam is None:
         energy = hidden.square().sum(-1)
         u = (a * energy)[..., None] * v
@@ -116,4 +142,6 @@ def curvature(
     variance = (probs * u.square()).sum(-1) - (probs * u).sum(-1).square()
     fisher = learning_rate**2 * moved / 2
     hessian = learning_rate * along + learning_rate**2 * a * (moved - variance) / 2
-    return Curvature(torch.where(mask, fisher, 0.0), torch.where(mask, hessian, 0.0), mask)
+    low = hessian > -tau_hessian if symmetric else hessian >= 0
+    keep = mask & (fisher < tau_fisher) & low & (hessian < tau_hessian)
+    return Curvature(torch.where(mask, fisher, 0.0), torch.where(mask, hessian, 0.0), keep)

@@ -140,9 +140,9 @@ def pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> tuple[Tensor, T
     return first, second
 
 
-def number_of_pairs(batch: RolloutBatch, ordered: Tensor | None = None) -> int:
-    """How many pairs the batch has."""
-    return len(pairs(batch, ordered)[0])
+def number_of_pairs(batch: RolloutBatch, level: str | None = None) -> int:
+    """How many pairs of better and worse rows `trpa` finds in the batch."""
+    return len(pairs(batch, ordered=levels(batch, level)[0])[0])
 
 
 def regularised_rewards(batch: RolloutBatch, logp: Tensor, *, beta: float) -> Tensor:

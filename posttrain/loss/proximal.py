@@ -28,15 +28,23 @@ def mdpo(batch: RolloutBatch, logp: Tensor, *, kl: Estimator = "is", t_min: floa
     t = max(1 - (k - 1) / K, t_min), so the last updates hardly move, by design; the paper states no t_min. Make several
     updates a step (10 in the paper). Stats [N,T]: `ratio`, `kl_old`.
     """
-    return mirror_step(batch, logp, step_size(batch.step + 1, batch.total_steps, t_min), kl)
+    return mirror_step(batch, logp, iteration=batch.step + 1, total_iterations=batch.total_steps, kl=kl, t_min=t_min)
 
 
-def mirror_step(batch: RolloutBatch, logp: Tensor, t: float, kl: Estimator) -> TokenLoss:
-    """-A r + KL(pi || old) / t per token, for a step of size t."""
+def mirror_step(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    iteration: int,
+    total_iterations: int,
+    kl: Estimator = "is",
+    t_min: float = 1e-3,
+) -> TokenLoss:
+    """-A r + KL(pi || old) / t per token, in an iteration counted from 1."""
     log_ratio = token_log_ratio(batch, logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     distance = ratio * log_ratio - ratio + 1 if kl == "is" else log_ratio.square() / 2
-    values = -token_advantages(batch, logp) * ratio + distance / t
+    values = -token_advantages(batch, logp) * ratio + distance / step_size(iteration, total_iterations, t_min)
     return TokenLoss(torch.where(batch.mask, values, 0.0), {"ratio": ratio.detach(), "kl_old": distance.detach()})
 
 

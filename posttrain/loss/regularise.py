@@ -136,8 +136,20 @@ def reference_power(
     return (phi_min + (1 - phi_min) * share).nan_to_num(nan=1.0)
 
 
-def tempered_logp(logits: Tensor, tokens: Tensor, power: Tensor, mask: Tensor) -> Tensor:
-    """log_softmax(power * logits) of the tokens: logits [N,T,V], tokens [N,T], power [N] -> [N,T], 0 where masked."""
-    flat = (power[:, None, None].to(logits.dtype) * logits).log_softmax(-1)
-    chosen = torch.where(mask, tokens.long(), 0)
-    return torch.where(mask, flat.gather(-1, chosen[..., None])[..., 0], 0.0)
+def tempered_reference(
+    batch: RolloutBatch,
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    phi_min: float = 0.5,
+    reward_min: float = 0.0,
+    reward_max: float = 1.0,
+) -> Tensor:
+    """log_softmax(phi * logits) of the tokens [N,T], 0 where masked, from reference logits [N,T,V] that are at hand.
+
+    A run never holds them: its reference pass gives the same at a temperature of 1 / phi for each row.
+    """
+    power = reference_power(batch, phi_min=phi_min, reward_min=reward_min, reward_max=reward_max)
+    every = (power[:, None, None].to(logits.dtype) * logits).log_softmax(-1)
+    chosen = torch.where(batch.mask, tokens.long(), 0)
+    return torch.where(batch.mask, every.gather(-1, chosen[..., None])[..., 0], 0.0)

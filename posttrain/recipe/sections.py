@@ -194,7 +194,7 @@ class CorrectionSection(ComponentSection):
     kinds: ClassVar = ("correction",)
 
 
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "local_token_mean"]
 
 
 class Loss(ComponentSection):

@@ -252,7 +252,7 @@ class Objective:
         loss, stats = policy(batch, logp, totals)
         for part in self.terms:
             term = part(batch, logp)
-            loss = loss + part.coef * self.aggregated(part, term, batch, totals)
+            loss = loss + self.added(part, term, batch, totals)
             stats |= {name: token_sum(value, batch.mask) for name, value in term.stats.items()}
         return loss, stats
 
@@ -280,6 +280,10 @@ class Objective:
         if totals.weight == 0:
             return found.values.sum() / max(totals.groups, 1.0), sums
         return (found.values * _weights(found)).sum() / totals.weight, sums
+
+    def added(self, part: Part, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
+        """Steps 12 and 13 for one term: its coefficient * what it is when aggregated."""
+        return part.coef * self.aggregated(part, term, batch, totals)
 
     def aggregated(self, part: Part, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
         """Step 13 for one term: by the recipe's aggregation, or the mean over its own tokens."""

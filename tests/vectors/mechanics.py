@@ -675,10 +675,11 @@ def optimised(
 
     params: vector name -> `section.key`, or several joined by spaces; a number that a controller drives is what it is
     at the case's `step`. start: keys that a case may leave out; choices: sections over the preset's. fields, single: as
-    in `on_batch`. A case that gives advantages is past `assign`. made: batch field -> (function(batch, ...), vector name
-    -> argument). of: which number is `loss`, in the namespace that outputs are read from: loss; policy (the policy's
-    part); terms.KEY.loss, .value (without its coefficient) and .term (by token); batch (assigned); paid (with KL in its
-    rewards); surrogate and corrections.N (what they return); metrics (of the step). grads: output -> input.
+    in `on_batch`. A case that gives advantages, or no rewards, is past `assign`. made: batch field -> (function(batch,
+    ...), vector name -> argument). of: which number is `loss`, in the namespace that outputs are read from: loss;
+    policy (the policy's part); terms.KEY.loss, .value (without its coefficient) and .term (by token); batch (assigned);
+    paid (with KL in its rewards); surrogate and corrections.N (what they return); metrics (of the step). grads: output
+    -> input.
     """
 
     def adapter(case: Case) -> dict[str, Any]:
@@ -692,14 +693,14 @@ def optimised(
             {n: {**values, **case["params"]}[n] for n in inside}, inside, single, grads or {}
         )
         for field, (function, takes) in (made or {}).items():
-            given_on = {argument: values.get(n, free.get(n)) for n, argument in takes.items()}
+            given_on = {argument: arguments(case)[n] for n, argument in takes.items()}
             given_on = {n: tensor(v) if isinstance(v, list) else v for n, v in given_on.items()}
             batch = batch.replace(**{field: function(batch, **given_on)})
         controls = Controls.from_recipe(preset_recipe(preset, **written))
         objective = Objective.from_preset(preset, **written).at(controls.numbers(controls.start(), batch.step))
         space = _namespace(objective, batch, policy)
         reading = {"loss": of, **(outputs or {})}
-        found = {n: _read(space, None, path) for n, path in reading.items()}
+        found = {n: _read(space, space["loss"], path) for n, path in reading.items()}
         found |= {n: gradient(found["loss"], leaves[x]) for n, x in (grads or {"grad_logp": "logp"}).items()}
         return {n: by_table(v, batch.group_ids) if n in tables else _detached(v) for n, v in found.items()}
 
@@ -717,7 +718,7 @@ def _leaves(values: Mapping[str, Any], inside: Names, single: Sequence[str], gra
 def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str, Any]:
     """What one optimiser batch computes, by name."""
     paid = batch
-    if batch.advantages is None:
+    if batch.advantages is None and (batch.rewards is not None or batch.token_rewards is not None):
         batch, paid = objective.assign(batch), objective.less_kl(batch)
     totals = objective.totals(batch)
     terms = {part.key: part(batch, logp) for part in objective.terms}

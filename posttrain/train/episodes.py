@@ -1,0 +1,63 @@
+"""The whole objective of VL-DAC, for a loop over environments whose steps are rows. No stage samples in environments of
+several steps yet, so no recipe runs this; its advantage (`step_gae`), loss, KL and value loss are components."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.episodes import StepAdvantages, step_terms
+from posttrain.advantage.group import required, rewards_of
+from posttrain.batch import RolloutBatch
+from posttrain.loss.aggregate import aggregate, totals
+from posttrain.loss.clip import clip as clipped
+from posttrain.loss.kl import k3
+from posttrain.loss.value import clipped_value_loss
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """loss = policy + value; `policy` holds the KL, `value` its coefficient. Scalars with gradient."""
+
+    loss: Tensor
+    policy: Tensor
+    value: Tensor
+    steps: StepAdvantages
+
+
+def step_loss(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    clip: float = 0.1,
+    kl_coef: float = 0.0,
+    vf_coef: float = 0.5,
+    bootstrap_value: float = 0.0,
+) -> StepLoss:
+    """Credit by step, clip by token. Rows are steps; `values` and `new_values` [N] are the critic's at their states.
+
+    Policy: clip(r, A_step) + kl_coef * k3, mean over a step's tokens, then over steps. Value: vf_coef * mean over all
+    steps, also those without tokens, of max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2). The paper has
+    kl_coef 0.04.
+    """
+    old, new = required(batch.values, "values").detach(), required(batch.new_values, "new_values")
+    steps = step_terms(
+        rewards_of(batch),
+        old,
+        required(batch.dones, "dones"),
+        gamma=gamma,
+        lam=lam,
+        bootstrap_value=bootstrap_value,
+    )
+    batch = batch.replace(advantages=steps.advantages)
+    values = clipped(batch, logp, clip_low=clip).values
+    if kl_coef:
+        values = values + kl_coef * k3(batch, logp).values
+    policy = aggregate(values, batch.mask, "seq_mean_token_mean", totals(batch.mask))
+    halves = clipped_value_loss(new, old, steps.returns, clip=clip)
+    value = vf_coef * 2 * halves.mean() if len(halves) else torch.zeros_like(policy)
+    return StepLoss(policy + value, policy, value, steps)
