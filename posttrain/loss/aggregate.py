@@ -32,8 +32,13 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         terms = {name: self.terms.get(name, 0.0) + other.terms.get(name, 0.0) for name in {**self.terms, **other.terms}}
-        sums = (getattr(self, n) + getattr(other, n) for n in ("tokens", "rows", "groups", "weight"))
-        return Totals(*sums, terms)
+        return Totals(
+            self.tokens + other.tokens,
+            self.rows + other.rows,
+            self.groups + other.groups,
+            self.weight + other.weight,
+            terms,
+        )
 
 
 def totals(mask: Tensor, count_empty_rows: bool = True) -> Totals:
