@@ -81,5 +81,5 @@ def control_token(batch: RolloutBatch, *, alpha: float = 0.001) -> Tensor:
     advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None].expand(first.shape)
     rest = batch.mask & ~first
     tokens = float(batch.mask.sum())
-    weights = alpha * tokens / max(float(first.sum()), 1.0) * first + tokens / max(float(rest.sum()), 1.0) * rest
-    return advantages * weights
+    control, answer = alpha * tokens / max(float(first.sum()), 1.0), tokens / max(float(rest.sum()), 1.0)
+    return torch.where(first, control * advantages, torch.where(rest, answer * advantages, 0.0))
