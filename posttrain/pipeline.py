@@ -139,6 +139,7 @@ def uses_vllm(recipe: Stage) -> bool:
 
 def _run_apart(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
     """The stage in a process of its own."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     request = folder.with_suffix(".json")
     write_json(request, {"stage": loaded.resolved, "base_dir": str(loaded.recipe.base_dir.resolve())})
     command = [sys.executable, "-m", "posttrain.pipeline", "stage", str(request), str(folder), name]

@@ -53,8 +53,9 @@ def packed_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     repeats = query.shape[1] // key.shape[1]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens,heads,dim]
+    dtype = _compute_dtype(query)
+    if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         out = _varlen()(
@@ -67,6 +68,12 @@ def packed_attention(
         for q, k, v in zip(*(x.split(packed.lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat(rows, dim=2).transpose(1, 2), None
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """What the products are computed in. Under autocast rotary embeddings leave float32 queries behind, as SDPA knows."""
+    device = query.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, *, gqa: bool) -> Tensor:
