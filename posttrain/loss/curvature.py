@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -55,44 +55,6 @@ def capo(
 
 
 @dataclass(frozen=True)
-class Adam:
-    """The moments of Adam by token and weight [N,T,K,H] (or broadcast to it), before the step, and its numbers."""
-
-    m: Tensor
-    v: Tensor
-    beta1: float = 0.9
-    beta2: float = 0.999
-    step: int = 1
-    eps: float = 1e-8
-
-    def direction(self, gradient: Tensor) -> Tensor:
-        """The scaled update for a gradient; the moments are not changed."""
-        first = (self.beta1 * self.m + (1 - self.beta1) * gradient) / (1 - self.beta1**self.step)
-        second = (self.beta2 * self.v + (1 - self.beta2) * gradient.square()) / (1 - self.beta2**self.step)
-        return first / (second.sqrt() + self.eps)
-
-
-def filtered_adam(
-    probs: Tensor,
-    chosen: Tensor,
-    hidden: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    m: Tensor,
-    v: Tensor,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    step: int = 1,
-    eps: float = 1e-8,
-    **bounds: Any,
-) -> Curvature:
-    """`filtered` with the step that Adam would make from these moments."""
-    adam = Adam(m, v, beta1, beta2, step, eps)
-    return filtered(probs, chosen, hidden, advantages, mask, adam=adam, **bounds)
-
-
-@dataclass(frozen=True)
 class Curvature:
     """Predicted shifts [N,T] of the policy (Fisher) and of the objective, 0 where the mask is 0, and the tokens [N,T]
     that are within both bounds."""
@@ -113,35 +75,57 @@ def filtered(
     tau_fisher: float,
     tau_hessian: float,
     symmetric: bool = True,
-    adam: Adam | None = None,
+    optimizer: Literal["sgd", "adam"] = "sgd",
+    m: Tensor | None = None,
+    v: Tensor | None = None,
+    step: int = 1,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
 ) -> Curvature:
     """What one token's own step would do, and which tokens may take it.
 
     probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N], [N,1] or [N,T].
-
-    With v = chosen - probs and g = A v h^T, the direction D is g (Adam: its scaled update), u = D h:
-    fisher = lr^2 (v.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(v.u)^2 - (sum p u^2 - (sum p u)^2)] / 2.
-    Plain gradient descent needs norms only: u = A |h|^2 v.
+    With e = chosen - probs and g = A e h^T, the direction D is g, or with optimizer adam the scaled update from the
+    moments m, v [N,T,K,H]; u = D h; fisher = lr^2 (e.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(e.u)^2 - (sum p u^2 -
+    (sum p u)^2)] / 2. Plain gradient descent needs norms only: u = A |h|^2 e.
     """
     mask = mask.bool()
-    spread = mask[..., None]
-    probs, hidden = torch.where(spread, probs, 0.0), torch.where(spread, hidden, 0.0)
-    v = torch.where(spread, chosen.to(probs.dtype), 0.0) - probs
+    probs, hidden = torch.where(mask[..., None], probs, 0.0), torch.where(mask[..., None], hidden, 0.0)
+    e = torch.where(mask[..., None], chosen.to(probs.dtype), 0.0) - probs
     a = advantages.to(probs.dtype)
     a = torch.where(mask, a[:, None] if a.dim() == 1 else a, 0.0)
-    if adam is None:
+    if optimizer == "sgd":
         energy = hidden.square().sum(-1)
-        u = (a * energy)[..., None] * v
-        along = a.square() * v.square().sum(-1) * energy
+        u = (a * energy)[..., None] * e
+        along = a.square() * e.square().sum(-1) * energy
     else:
-        g = a[..., None, None] * v[..., None] * hidden[..., None, :]
-        direction = adam.direction(g)
+        if m is None or v is None:
+            raise ValueError("the model of Adam's step needs its moments")
+        g = a[..., None, None] * e[..., None] * hidden[..., None, :]
+        direction = adam_direction(g, m=m, v=v, step=step, beta1=beta1, beta2=beta2, eps=eps)
         u = (direction * hidden[..., None, :]).sum(-1)
         along = (g * direction).sum((-1, -2))
-    moved = (v * u).sum(-1).square()
+    moved = (e * u).sum(-1).square()
     variance = (probs * u.square()).sum(-1) - (probs * u).sum(-1).square()
     fisher = learning_rate**2 * moved / 2
     hessian = learning_rate * along + learning_rate**2 * a * (moved - variance) / 2
     low = hessian > -tau_hessian if symmetric else hessian >= 0
     keep = mask & (fisher < tau_fisher) & low & (hessian < tau_hessian)
     return Curvature(torch.where(mask, fisher, 0.0), torch.where(mask, hessian, 0.0), keep)
+
+
+def adam_direction(
+    gradient: Tensor,
+    *,
+    m: Tensor,
+    v: Tensor,
+    step: int,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Adam's scaled update for a gradient, from its moments before the step (same shape); they are not changed."""
+    first = (beta1 * m + (1 - beta1) * gradient) / (1 - beta1**step)
+    second = (beta2 * v + (1 - beta2) * gradient.square()) / (1 - beta2**step)
+    return first / (second.sqrt() + eps)

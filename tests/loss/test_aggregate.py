@@ -68,7 +68,7 @@ def test_an_empty_batch_gives_zero_with_its_graph(mode: Aggregation, count_empty
     assert matrix.grad is not None and bool((matrix.grad == 0).all())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "local_token_mean"])
 @pytest.mark.parametrize("count_empty_rows", [True, False])
 @pytest.mark.parametrize("cut", [1, 2, 5])
 def test_split_equals_whole(mode: Aggregation, count_empty_rows: bool, cut: int) -> None:
@@ -102,3 +102,11 @@ def test_an_unknown_mode_and_a_missing_length_are_errors() -> None:
         aggregate(values(), MASK, "mean", totals(MASK))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs norm_len"):
         aggregate(values(), MASK, "fixed", totals(MASK))
+
+
+def test_the_local_token_mean_is_the_token_mean_of_a_whole_and_the_row_mean_of_single_rows() -> None:
+    """Rows (1, 2, 3) and (10): together 16 / 4 = 4; one by one, weighed by 1 of 2 rows, 2 / 2 + 10 / 2 = 6."""
+    total = totals(MASK)
+    assert aggregate(values(), MASK, "local_token_mean", total).item() == pytest.approx(4.0)
+    one_by_one = [aggregate(values()[r : r + 1], MASK[r : r + 1], "local_token_mean", total).item() for r in (0, 1)]
+    assert sum(one_by_one) == pytest.approx(6.0)

@@ -637,6 +637,18 @@ def only(names: Sequence[str], adapter: Adapter) -> Adapter:
     return adapted
 
 
+def shared(*shares: tuple[Sequence[str], Adapter]) -> Adapter:
+    """The outputs of several adapters, each on the params and inputs named before it; none may be left over."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        left = {*arguments(case)}.difference(*(names for names, _ in shares))
+        if left:
+            raise TypeError(f"no share takes {sorted(left)}")
+        return both(*(only(names, share) for names, share in shares))(case)
+
+    return adapter
+
+
 def fed(first: Adapter, inputs: Names, second: Adapter) -> Adapter:
     """The outputs of both, the second on inputs that are outputs of the first."""
 

@@ -13,6 +13,7 @@ from mechanics import (
     only,
     optimised,
     parts,
+    shared,
 )
 
 from posttrain.advantage import beta, group, tokens
@@ -30,29 +31,6 @@ ROVER = {"rho": "loss.rho", "next_q_scale": "loss.next_q_scale"}
 FITTED = {"q": "surrogate.stats.q", "target": "surrogate.stats.target"}
 RAPO = {"ref_logits": "logits", "tokens": "tokens"}
 RANGE = {"phi_min": "phi_min", "reward_min": "reward_min", "reward_max": "reward_max"}
-CAPO = [
-    "probs",
-    "action_onehot",
-    "hidden",
-    "mask",
-    "advantages",
-    "learning_rate",
-    "tau_fisher",
-    "tau_hessian",
-    "symmetric",
-]
-
-capo = on_tensors(
-    curvature.filtered,
-    outputs={"m_fisher": "fisher", "m_hessian": "hessian", "keep_tokens": "keep"},
-    names={"action_onehot": "chosen"},
-)
-capo_adam = on_tensors(
-    curvature.filtered_adam,
-    outputs={"m_fisher": "fisher", "m_hessian": "hessian", "keep_tokens": "keep"},
-    names={"action_onehot": "chosen", "adam_m": "m", "adam_v": "v", "adam_step": "step", "adam_eps": "eps"},
-)
-
 ADAPTERS = {
     "bnpo": optimised(
         "bnpo",
@@ -284,7 +262,11 @@ ADAPTERS = {
         of="terms.regularisers0.loss",
         outputs={"active_tokens": "terms.regularisers0.term.stats.llds/active"},
     ),
-    "capo": parts({"sgd": only(CAPO, capo), "adam": capo_adam}, name="optimizer"),
+    "capo": on_tensors(
+        curvature.filtered,
+        outputs={"m_fisher": "fisher", "m_hessian": "hessian", "keep_tokens": "keep"},
+        names={"action_onehot": "chosen", "adam_m": "m", "adam_v": "v", "adam_step": "step", "adam_eps": "eps"},
+    ),
     "remix": both(
         optimised(
             "remix",
@@ -391,8 +373,8 @@ ADAPTERS = {
         },
         name="variant",
     ),
-    "safe": both(
-        only(
+    "safe": shared(
+        (
             ["base_threshold", "entropy_floor", "kp", "ki", "kd", "kl_trace", "entropy_trace", "reward_trace"],
             controlled(
                 safe.Safe,
@@ -401,11 +383,11 @@ ADAPTERS = {
                 params={"base_threshold": "base"},
             ),
         ),
-        only(
+        (
             ["v1", "v2", "alpha"],
             on_tensors(value.soft_minimum, outputs="soft_min", names={"v1": "first", "v2": "second"}),
         ),
-        only(
+        (
             ["v1", "v2", "old_values", "rewards_n", "alpha", "cliprange_value"],
             on_tensors(
                 value.twin_value_loss,
