@@ -62,7 +62,7 @@ def riskpo(
     order = torch.cat(rows)
     last = batch.memory.get("riskpo") or {}
     risk = risk_terms(
-        rewards_of(batch)[order].reshape(len(groups), -1),
+        rewards_of(batch).detach()[order].reshape(len(groups), -1),
         torch.arange(len(groups), device=order.device) // bundle_size,
         q_lo=last.get("q_lo"),
         q_hi=last.get("q_hi"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
-from posttrain.advantage.tokens import token_rewards
+from posttrain.advantage.tokens import scored_mask, token_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -193,11 +193,12 @@ def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: f
     A turn's values are those of its first trained token, its reward the sum of its token rewards (the row's reward at
     the last turn without these); the episode ends with the row. w 1 and lam 0: the pure Monte-Carlo difference.
     """
-    turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), 0)
+    mask = scored_mask(batch)
+    turn = torch.where(mask, required(batch.turn_ids, "turn_ids"), 0)
     width = int(turn.max()) + 1 if turn.numel() else 0
     rewards = token_rewards(batch)
     by_turn = rewards.new_zeros(len(batch), width).scatter_add(1, turn, rewards)
-    first = batch.mask & (torch.where(batch.mask, turn, -1) > _before(batch.mask, turn))
+    first = mask & (turn > _before(mask, turn))
     values = [
         rewards.new_zeros(len(batch), width + 1).scatter_add(1, turn, torch.where(first, source, 0.0))
         for source in (required(batch.values, "values"), required(batch.mc_values, "mc_values"))
@@ -205,7 +206,7 @@ def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: f
     last = turn.max(-1, keepdim=True).values
     ended = torch.arange(width, device=turn.device) >= last
     found = critic_terms(by_turn, values[0], values[1], ended, w=w, gamma=gamma, lam=lam)
-    return torch.where(batch.mask, found.advantages.gather(1, turn), 0.0)
+    return torch.where(mask, found.advantages.gather(1, turn), 0.0)
 
 
 def _before(mask: Tensor, turn: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""Bonuses by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.advantage.bonuses import confidence, novelty, sequence_confidence
+from posttrain.advantage.rank import rank_of, shape
+from posttrain.batch import RolloutBatch
+
+
+def table(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def batch(rewards: list[float], answers: list[float], advantages: list[float], **fields: Any) -> RolloutBatch:
+    """One token an answer with these probabilities; one prompt token of probability 1/2."""
+    count = len(rewards)
+    return RolloutBatch(
+        group_ids=torch.zeros(count, dtype=torch.long),
+        mask=torch.ones(count, 1, dtype=torch.bool),
+        rewards=table([rewards])[0],
+        correct=table([rewards])[0],
+        old_logp=table([answers]).log().T,
+        prompt_logp=torch.full((count, 1), math.log(0.5), dtype=torch.float64),
+        prompt_mask=torch.ones(count, 1, dtype=torch.bool),
+        advantages=table([advantages])[0],
+        **fields,
+    )
+
+
+def test_confidence_is_that_of_the_least_likely_tokens() -> None:
+    """0.4 of 5 tokens are the 2 lowest; of 2 tokens ceil(0.8) = 1; at least one; an empty row is sure."""
+    logp = table([[-1, -2, -3, -4, -5], [-1, -2, 9, 9, 9], [-7, 9, 9, 9, 9], [9, 9, 9, 9, 9]])
+    mask = torch.arange(5) < torch.tensor([5, 2, 1, 0])[:, None]
+    found = sequence_confidence(logp, mask, 0.4)
+    assert found.tolist() == pytest.approx([math.exp(-4.5), math.exp(-2), math.exp(-7), 1.0])
+
+
+def test_the_number_of_tokens_is_rounded_up_without_noise() -> None:
+    """0.28 * 25 is 7.000000000000001 in floating point, and 7 tokens."""
+    logp = -torch.arange(25, 0, -1, dtype=torch.float64)[None]
+    found = sequence_confidence(logp, torch.ones(1, 25, dtype=torch.bool), 0.28)
+    assert found.item() == pytest.approx(math.exp(-22))  # the mean of 19 .. 25
+
+
+def test_sure_answers_get_less() -> None:
+    found = confidence(batch([1, 1, 0], [0.9, 0.1, 0.5], [0.5, 0.5, -1.0]), alpha=1.0)
+    assert found.tolist() == pytest.approx([0.5 - 0.4, 0.5 + 0.4, -1.0])
+
+
+def test_groups_that_the_bonus_leaves_alone() -> None:
+    wrong, right = batch([0, 0], [0.9, 0.1], [0.0, 0.0]), batch([1, 1], [0.9, 0.1], [0.0, 0.0])
+    assert confidence(wrong).tolist() == [0.0, 0.0]
+    assert confidence(right, alpha=1.0).tolist() == pytest.approx([-0.4, 0.4])
+    assert confidence(right, skip_all_correct=True).tolist() == [0.0, 0.0]
+    unscored = batch([1, math.nan], [0.9, 0.1], [0.0, 0.0])
+    assert confidence(unscored, alpha=1.0).tolist() == pytest.approx([-0.4, 0.0])
+
+
+def test_unlikely_right_answers_get_more_up_to_the_cap() -> None:
+    """Mean log-prob (ln 1/8 + ln 1/2) / 2 = ln 1/4: eta 1/2 and 2. lam 2.5: 1.25, cut to kappa A = 0.25."""
+    rows = batch([1, 0], [1 / 8, 1 / 2], [0.5, -0.5])
+    assert novelty(rows).tolist() == pytest.approx([0.75, -0.5])
+    assert novelty(rows, lam=0.2).tolist() == pytest.approx([0.6, -0.5])
+    assert novelty(batch([1, 0], [1 / 2, 1 / 8], [0.5, -0.5])).tolist() == [0.5, -0.5]
+
+
+def test_effective_rank_counts_directions() -> None:
+    """Centred states along one line: 1; along two axes alike: 2; nothing moves: exp of nothing, 1; one state: 0."""
+    assert rank_of(table([[1, 0], [-1, 0]])).item() == pytest.approx(1, abs=1e-6)
+    assert rank_of(table([[1, 0], [-1, 0], [0, 1], [0, -1]])).item() == pytest.approx(2, abs=1e-6)
+    assert rank_of(table([[3, 4], [3, 4]])).item() == pytest.approx(1, abs=1e-6)
+    assert rank_of(table([[3, 4]])).item() == 0
+
+
+def test_effective_rank_does_not_change_with_rotation_and_shift() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
+    rank = rank_of(states)
+    assert 1 <= rank <= 4 + 1e-4
+    torch.testing.assert_close(rank_of(states @ turn + 5), rank)
+
+
+def test_the_bonus_is_within_its_cap_and_the_first_step_only_measures() -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = [torch.randn(length, 4, generator=generator, dtype=torch.float64) for length in (9, 2, 5)]
+    advantages = table([[1.0, -1.0, 0.0]])[0]
+    first = shape(advantages, hidden)
+    assert first.advantages.tolist() == advantages.tolist()
+    assert first.ema_next["er"] == pytest.approx(0.3 * first.er.mean().item())
+    assert first.erv[1] == first.era[1] == 0  # two states are shorter than two windows
+    second = shape(advantages, hidden, {"er": 0.1, "erv": 0.01, "era": 0.1}, kappa=4.0)
+    gain = second.advantages - advantages
+    assert gain[0] == 0.25
+    assert 0 <= gain[1] <= 0.25
+    assert gain[2] == 0

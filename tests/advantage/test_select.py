@@ -1,0 +1,93 @@
+"""Selectors: against brute force, and by hand."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+import torch
+
+from posttrain.advantage.select import (
+    d3s,
+    d3s_schedule,
+    entropy_threshold,
+    high_entropy_tokens,
+    spread_subset,
+    step_entropy,
+    top_tokens,
+)
+from posttrain.batch import RolloutBatch
+
+
+def batch(entropy: list[list[float]], lengths: list[int], group_ids: list[int], **fields: object) -> RolloutBatch:
+    values = torch.tensor(entropy, dtype=torch.float64)
+    mask = torch.arange(values.shape[1]) < torch.tensor(lengths)[:, None]
+    return RolloutBatch(group_ids=torch.tensor(group_ids), mask=mask, entropy=values, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_no_subset_has_a_larger_variance(count: int) -> None:
+    values = [0.3, -1.2, 0.31, 2.0, -0.4, 0.0, 1.1]
+    found = [values[place] for place in spread_subset(values, count)]
+    best = max(statistics.pvariance(subset) for subset in itertools.combinations(values, count))
+    assert statistics.pvariance(found) == pytest.approx(best, abs=1e-12)
+
+
+def test_ties_take_the_even_split_then_the_larger_values() -> None:
+    """All equal: two of four are the smallest and the largest in order of place; one of two is the largest."""
+    assert spread_subset([0.0] * 4, 2) == [0, 3]
+    assert spread_subset([1.0, 2.0], 1) == [1]
+    assert spread_subset([1.0, 2.0], 5) == [0, 1]
+
+
+def test_down_sampling_by_row_then_by_token() -> None:
+    """Rows 0 and 2 differ most; of their four tokens the half with the largest |A| * entropy."""
+    rows = batch([[3, 1], [9, 9], [1, 2]], [2, 2, 2], [0, 0, 0], advantages=torch.tensor([1.0, 0.2, -2.0]))
+    found = d3s(rows, n_query=2, token_frac=0.5)
+    assert found.mask.tolist() == [[True, False], [False, False], [False, True]]
+    assert found.denominator == "kept"
+
+
+def test_down_sampling_ends_with_everything() -> None:
+    rows = batch([[3, 1], [9, 9], [1, 2]], [2, 2, 1], [0, 0, 0], advantages=torch.tensor([1.0, 0.2, -2.0]))
+    last = rows.replace(step=9, total_steps=10)
+    assert bool((d3s(last, n_query=1, token_frac=0.1, n_final=3, k_final=1.0).mask == rows.mask).all())
+    assert d3s(rows, n_query=1, token_frac=0.1, n_final=3, k_final=1.0).mask.sum() == 1
+
+
+def test_the_schedule_rounds_half_up_and_stays_within_the_run() -> None:
+    halfway = d3s_schedule(0.5, n_init=1, n_final=4, k_init=0.0, k_final=1.0)
+    assert (halfway.n, halfway.token_frac) == (3, 0.5)
+    assert d3s_schedule(7.0, n_init=1, n_final=4, k_init=0.0, k_final=1.0).n == 4
+
+
+def test_equal_scores_go_by_row_then_place() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    assert top_tokens(torch.ones(2, 2), mask, 0.6).tolist() == [[True, False], [True, False]]
+    assert not top_tokens(torch.ones(2, 2), torch.zeros(2, 2).bool(), 0.6).any()
+
+
+def test_the_threshold_is_an_interpolated_quantile_of_trained_tokens() -> None:
+    """Entropies 1, 2, 4; rho 1/4: place 0.75 * 2 = 1.5, halfway between 2 and 4. The masked 99 has no say."""
+    rows = batch([[1, 2], [4, 99]], [2, 1], [0, 1])
+    assert entropy_threshold(rows, rho=0.25).item() == 3
+    found = high_entropy_tokens(rows, rho=0.25)
+    assert found.mask.tolist() == [[False, False], [True, False]]
+    assert found.denominator == "all"
+    assert bool((high_entropy_tokens(rows, rho=1.0).mask == rows.mask).all())
+
+
+def test_tokens_at_the_threshold_all_stay() -> None:
+    rows = batch([[1, 5, 5, 5]], [4], [0])
+    assert high_entropy_tokens(rows, rho=0.25).mask.tolist() == [[False, True, True, True]]
+
+
+def test_steps_of_largest_mean_entropy_of_each_group() -> None:
+    """Half of three is one, of one is one; a tie goes to the first; the mean is over trained tokens."""
+    rows = batch([[2, 9], [1, 3], [1, 1], [0, 0]], [1, 2, 2, 0], [0, 0, 0, 1])
+    found = step_entropy(rows, keep=0.5)
+    assert found.mask.any(-1).tolist() == [True, False, False, False]
+    assert found.denominator == "kept"
+    assert step_entropy(rows, keep=0.5, scope="batch").mask.any(-1).tolist() == [True, True, False, False]
+    assert bool((step_entropy(rows, keep=1.0).mask == rows.mask).all())

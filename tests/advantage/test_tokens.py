@@ -1,0 +1,104 @@
+"""Returns, generalised advantages and whitening, on numbers small enough for a pencil."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.advantage.tokens import (
+    baseline_terms,
+    gae_terms,
+    last_trained,
+    reinforce_pp,
+    returns_to_go,
+    token_rewards,
+    whitened,
+)
+from posttrain.batch import RolloutBatch
+
+
+def matrix(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def batch(mask: list[list[int]], rewards: list[float], **fields: Any) -> RolloutBatch:
+    return RolloutBatch(
+        group_ids=torch.zeros(len(mask), dtype=torch.long),
+        mask=torch.tensor(mask).bool(),
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        **fields,
+    )
+
+
+def test_the_reward_stands_at_the_last_trained_token() -> None:
+    """Behind a tool's output, not behind padding; nowhere in an empty row or one without a score."""
+    rows = batch([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]], [2.0, 5.0, float("nan")])
+    assert last_trained(rows.mask).nonzero().tolist() == [[0, 2], [2, 1]]
+    assert token_rewards(rows).tolist() == [[0, 0, 2, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_returns_discount_over_a_tool_output_or_jump_it() -> None:
+    """Reward 1 at the third position, gamma 1/2, the second a tool's: 1/4 with it, 1/2 without."""
+    rewards, mask = matrix([[0, 9, 1]]), torch.tensor([[True, False, True]])
+    assert returns_to_go(rewards, mask, 0.5).tolist() == [[0.25, 0, 1]]
+    assert returns_to_go(rewards, mask, 0.5, skip_masked=True).tolist() == [[0.5, 0, 1]]
+
+
+def test_two_ways_of_whitening() -> None:
+    """Values 1 and 3: mean 2; population variance 1, unbiased 2."""
+    values, mask = matrix([[1, 3, 100]]), torch.tensor([[True, True, False]])
+    assert whitened(values, mask, whitening="openrlhf").tolist() == [[-1, 1, 0]]
+    assert whitened(values, mask, whitening="verl")[0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0], rel=1e-8)
+    assert whitened(values, mask, whitening="verl", scale=False).tolist() == [[-1, 1, 0]]
+
+
+@pytest.mark.parametrize("whitening", ["openrlhf", "verl"])
+def test_equal_values_or_a_single_one_give_exactly_zero(whitening: Any) -> None:
+    """The mean of three 0.1 is not 0.1 in floating point."""
+    values = torch.full((1, 3), 0.1, dtype=torch.float64)
+    for mask in ([[1, 1, 1]], [[0, 1, 0]], [[0, 0, 0]]):
+        assert not whitened(values, torch.tensor(mask).bool(), whitening=whitening).any()
+
+
+def test_a_long_row_pulls_the_mean_of_reinforce_pp() -> None:
+    """Returns 1 1 1 and 0: mean 3/4, population std sqrt(3)/4: 1/sqrt(3) and -sqrt(3)."""
+    found = reinforce_pp(batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0]))
+    third = 3**-0.5
+    torch.testing.assert_close(found, matrix([[third, third, third], [-(3**0.5), 0, 0]]))
+
+
+def test_the_mean_of_the_group_is_over_rows_and_the_second_mean_over_tokens() -> None:
+    """Rewards 1, 0: centred 1/2, -1/2. Tokens: three times 1/2, one -1/2: mean 1/4, std sqrt(3)/4."""
+    found = baseline_terms(batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0]))
+    assert found.centred.tolist() == [0.5, -0.5]
+    torch.testing.assert_close(found.advantages[:, 0], matrix([[3**-0.5, -(3**0.5)]])[0])
+
+
+def test_gae_with_lambda_and_gamma_one_is_reward_to_come_less_value() -> None:
+    rows = batch([[1, 1, 1]], [2.0], values=matrix([[0.5, 1.0, -1.0]]))
+    found = gae_terms(rows, gamma=1.0, lam=1.0, whiten=False)
+    assert found.raw.tolist() == [[1.5, 1.0, 3.0]]
+    assert found.returns.tolist() == [[2.0, 2.0, 2.0]]
+
+
+def test_gae_by_hand() -> None:
+    """gamma 1/2, lam 1/2, values 1, 2, reward 4 at the end: A_1 = 4 - 2 = 2; delta_0 = 0 + 1 - 1 = 0, A_0 = 2 / 4."""
+    rows = batch([[1, 1]], [4.0], values=matrix([[1.0, 2.0]]))
+    assert gae_terms(rows, gamma=0.5, lam=0.5, whiten=False).raw.tolist() == [[0.5, 2.0]]
+
+
+def test_a_tool_output_changes_nothing_in_gae() -> None:
+    plain = batch([[1, 1]], [4.0], values=matrix([[1.0, 2.0]]))
+    tool = batch([[1, 0, 0, 1]], [4.0], values=matrix([[1.0, 7.0, -7.0, 2.0]]))
+    plain_terms, tool_terms = gae_terms(plain, gamma=0.5, lam=0.5), gae_terms(tool, gamma=0.5, lam=0.5)
+    for name in ("advantages", "raw", "returns"):
+        assert getattr(tool_terms, name)[:, [0, 3]].tolist() == getattr(plain_terms, name).tolist()
+        assert not getattr(tool_terms, name)[:, 1:3].any()
+
+
+def test_the_batch_own_token_rewards_win() -> None:
+    rows = batch([[1, 1]], [4.0], token_rewards=matrix([[1.0, -1.0]]))
+    assert token_rewards(rows).tolist() == [[1.0, -1.0]]

@@ -1,0 +1,166 @@
+"""Credit by turn and step: by hand, and batches against the functions on lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.advantage.group import agent, by_trajectory, centred_and_scaled
+from posttrain.advantage.steps import gigpo_terms, state_numbers
+from posttrain.advantage.turns import (
+    action_advantages,
+    critic_terms,
+    edge_numbers,
+    information_gain,
+    information_gain_terms,
+    mc_critic,
+    merged_steps,
+    salt,
+)
+from posttrain.batch import RolloutBatch
+
+
+def column(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+TURNS = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])
+MASK = torch.tensor(
+    [[1, 1, 0, 1, 1], [1, 0, 1, 1, 0]]
+).bool()  # the third token of row 0, the second of row 1: a tool's
+
+
+def turns(**fields: object) -> RolloutBatch:
+    return RolloutBatch(group_ids=ids(0, 0), mask=MASK, turn_ids=TURNS, rewards=column(1, 0), **fields)  # type: ignore[arg-type]
+
+
+def test_steps_that_rollouts_share_get_the_mean() -> None:
+    """The first step is in both; the second differs."""
+    paths = [[["s", "a", "t"], ["t", "b", "u"]], [["s", "a", "t"], ["t", "c", "u"], ["u", "b", "v"]]]
+    assert merged_steps([1.0, -0.5], paths) == [[0.25, 1.0], [0.25, -0.5, -0.5]]
+
+
+def test_white_space_does_not_part_steps_and_history_does() -> None:
+    paths = [[["x", "a", "s"], ["s", "b", "t"]], [["y", "a", "s"], [" s\n", "b", "t "]]]
+    assert edge_numbers(paths) == [[0, 1], [2, 1]]
+    assert edge_numbers(paths, history=2) == [[0, 1], [2, 3]]
+
+
+def test_salt_by_token_is_salt_by_step() -> None:
+    """A long turn counts once."""
+    edges = torch.tensor([[0, 0, 1, 1, 1], [0, 2, 2, 3, 3]])
+    found = salt(turns(edge_ids=edges, advantages=column(1, -0.5)))
+    assert found.tolist() == [[0.25, 0.25, 0, 1, 1], [0.25, 0, -0.5, -0.5, 0]]
+
+
+def test_gains_are_differences_and_the_last_turn_has_the_outcome() -> None:
+    """Log-probs -3, -1, -2: gains 2, -1. gamma 1/2: 2 - 1/2 + 5/4, -1 + 5/2, 5."""
+    found = information_gain_terms(
+        column(-3, -1, -2)[None], column(5), ids(3), kind="logprob", normalise="none", gamma=0.5
+    )
+    assert found.rewards.tolist() == [[2, -1, 5]]
+    assert found.advantages.tolist() == [[2.75, 1.5, 5]]
+
+
+def test_gains_and_outcomes_have_their_own_pools() -> None:
+    """Gains 1 and 3: -1 and 1 (population std 1); outcomes 0 and 4: -1 and 1; joint: mean 2, std sqrt(2.5)."""
+    logp = torch.tensor([[0, 1], [0, 3]], dtype=torch.float64)
+    both = {"answer_mean_logp": logp, "outcome": column(0, 4), "turns": ids(2, 2), "kind": "logprob", "eps": 1e-12}
+    separate = information_gain_terms(**both).advantages  # type: ignore[arg-type]
+    assert separate.flatten().tolist() == pytest.approx([-2, -1, 2, 1])
+    joint = information_gain_terms(**both, normalise="joint").advantages  # type: ignore[arg-type]
+    assert joint[:, 1].tolist() == pytest.approx([-2 / 2.5**0.5, 2 / 2.5**0.5])
+
+
+def test_a_pool_without_spread_gives_zero() -> None:
+    logp = torch.tensor([[0, 1], [0, 3]], dtype=torch.float64)
+    found = information_gain_terms(logp, column(1, 1), ids(2, 2), kind="logprob").advantages
+    assert not found[:, 1].any()
+    assert found[0, 0] < 0 < found[1, 0]
+
+
+def test_information_gain_by_token_is_that_by_turn() -> None:
+    gains = torch.zeros(2, 5, dtype=torch.float64)
+    gains[0, 1], gains[1, 0], gains[1, 2] = 0.5, -0.25, 0.125
+    found = information_gain(turns(token_rewards=gains))
+    logp = torch.tensor([[0, 0.5, torch.nan], [0, -0.25, -0.125]], dtype=torch.float64)
+    wanted = information_gain_terms(logp, column(1, 0), ids(2, 3), kind="logprob").advantages
+    spread = torch.where(MASK, wanted.gather(1, TURNS), 0.0)
+    torch.testing.assert_close(found, spread)
+
+
+def test_the_critic_of_a_batch_is_that_of_its_turns() -> None:
+    generator = torch.Generator().manual_seed(2)
+    values, simulated = (torch.rand(2, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = mc_critic(turns(values=values, mc_values=simulated), lam=0.5)
+    one, other = ([0, 3], [0, 2, 3])  # first trained tokens of the turns
+    for row, places in ((0, one), (1, other)):
+        ended = torch.zeros(len(places))
+        ended[-1] = 1
+        rewards = torch.zeros(len(places), dtype=torch.float64)
+        rewards[-1] = [1.0, 0.0][row]
+        end = column(0)
+        terms = critic_terms(
+            rewards, torch.cat([values[row, places], end]), torch.cat([simulated[row, places], end]), ended, lam=0.5
+        )
+        torch.testing.assert_close(found[row, places], terms.advantages)
+
+
+def test_actions_that_differ_and_one_that_is_always_taken() -> None:
+    """q 3 and 1: mean 2, std sqrt(2). All `up`: 3 against up and down: (3 - 2) / sqrt(2)."""
+    legal = {"up": 3.0, "down": 1.0}
+    assert action_advantages(legal, ["up", "down"], eps=0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    assert action_advantages(legal, ["up", "up"]) == pytest.approx([0.5**0.5] * 2)
+    assert action_advantages({"up": 3.0}, ["up", "up"]) == [0.0, 0.0]
+    assert action_advantages({"up": 3.0, "down": 3.0}, ["up"]) == [0.0]
+
+
+def steps(order: list[int]) -> RolloutBatch:
+    """Two trajectories of two steps; both begin in the same state and end in states of their own."""
+    rows = RolloutBatch(
+        group_ids=ids(0, 0, 0, 0),
+        mask=torch.ones(4, 1, dtype=torch.bool),
+        rewards=column(1, 1, 0, 0),
+        components={"step": column(0, 1, 0, 0)},
+        trajectory_ids=ids(0, 0, 1, 1),
+        step_ids=ids(0, 1, 0, 1),
+        state_ids=ids(0, 1, 0, 2),
+    )
+    return rows.select(order)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_actions_from_one_state_are_compared(order: list[int]) -> None:
+    """gamma 1/2: returns 1/2, 1, 0, 0. Episode +-1/2; the first steps +-1/4, the last steps are alone."""
+    found = gigpo_terms(steps(order), gamma=0.5)
+    assert found.step_returns.tolist() == column(0.5, 1, 0, 0)[order].tolist()
+    assert found.episode_advantages.tolist() == column(0.5, 0.5, -0.5, -0.5)[order].tolist()
+    assert found.step_advantages.tolist() == column(0.25, 0, -0.25, 0)[order].tolist()
+    assert found.advantages.tolist() == column(0.75, 0.5, -0.75, -0.5)[order].tolist()
+
+
+def test_similar_states_of_one_prompt_are_one() -> None:
+    """`room 1` and `room 2` share 5 of 6 letters: a ratio of 10 / 12. Clusters do not cross prompts."""
+    states = ["room 1", "room 2", "hall", "room 1"]
+    assert state_numbers(states, [0, 0, 0, 1]) == [0, 1, 2, 3]
+    assert state_numbers(states, [0, 0, 0, 1], similarity=0.8) == [0, 0, 1, 2]
+    assert state_numbers(states, [0, 0, 0, 0]) == [0, 1, 2, 0]
+
+
+def test_one_agent_with_one_call_each_is_grpo() -> None:
+    rewards, groups = column(1, 0, 3, 1), ids(0, 0, 1, 1)
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    rows = RolloutBatch(groups, mask, rewards, agent_ids=ids(5, 5, 5, 5), trajectory_ids=ids(0, 1, 2, 3))
+    plain = centred_and_scaled(rewards, groups, eps=1e-6)
+    assert agent(rows).tolist() == plain.tolist()
+    assert agent(rows, agent_wise=False).tolist() == plain.tolist()
+
+
+def test_a_trajectory_counts_once_with_its_mean() -> None:
+    """Means 1 and 3 (of 2, 4, and one unscored): -1 and 1, whatever the numbers of rows."""
+    found = by_trajectory(column(1, 1, 1, 2, 4, torch.nan), ids(0, 0, 0, 0, 0, 0), ids(0, 0, 0, 1, 1, 1), scale="none")
+    assert found.tolist() == [-1, -1, -1, 1, 1, 0]
