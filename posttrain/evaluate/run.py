@@ -75,6 +75,7 @@ def grade(
                 finish=r.finish,
                 token_count=len(r.ids),
                 group=r.group,
+                token_ids=r.ids,
             )
             for r in rollouts
         ]

@@ -7,6 +7,7 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,3 +132,16 @@ def as_rollouts(
         )
         for i, (c, text) in enumerate(zip(completions, texts, strict=True))
     ]
+
+
+def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
+    """The character of a completion's text at which each token ends: what a token adds to the one before it.
+
+    Not the token alone: some tokenizers drop a leading blank there, and a character may be made of two tokens. One made
+    of more (rare scripts, emoji) may move the ends behind it by a character or two.
+    """
+    rows = [[i] for i in ids] + [list(pair) for pair in itertools.pairwise(ids)]
+    texts = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    alone, pairs = [len(t) for t in texts[: len(ids)]], [len(t) for t in texts[len(ids) :]]
+    added = [*alone[:1], *(both - first for both, first in zip(pairs, alone, strict=False))]
+    return list(itertools.accumulate(added))

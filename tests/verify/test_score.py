@@ -125,7 +125,15 @@ def test_no_samples_no_scores(scorer: Scorers) -> None:
 
 
 def test_built_ins() -> None:
-    sample = Sample("c", {"uid": "u", "prompt": "2+3"}, prompt="<user>2+3<think>\n", finish="length", token_count=9)
+    sample = Sample(
+        "c",
+        {"uid": "u", "prompt": "2+3"},
+        prompt="<user>2+3<think>\n",
+        finish="length",
+        token_count=9,
+        token_ids=(5, 6),
+        token_ends=(1, 1),
+    )
     expected: dict[str, Any] = {
         "prompt": "<user>2+3<think>\n",
         "messages": [{"role": "user", "content": "2+3"}],
@@ -135,6 +143,8 @@ def test_built_ins() -> None:
         "step": 4,
         "correct": None,
         "prefilled_think": True,
+        "token_ids": [5, 6],
+        "token_ends": [1, 1],
     }
     assert {name: built_in(name, sample, 4, None) for name in expected} == expected
     told = Sample("c", {"messages": [{"role": "user", "content": "hi"}]}, prompt="no thought")

@@ -1,0 +1,28 @@
+"""Where each token ends in the text of a completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.models import tiny
+from posttrain.rollout.engine import token_ends
+
+
+def test_ends_are_those_of_the_decoded_text() -> None:
+    _, tokenizer = tiny.build(0)
+    text = "<think>ab 1</think>4"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert token_ends(ids, tokenizer) == [7, 8, 9, 10, 11, 19, 20]
+    assert token_ends([], tokenizer) == []
+
+
+class Dropping:
+    """A tokenizer whose words carry their blank, which is dropped at the start of a text."""
+
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        return ["".join([" a", " bc", "d"][i] for i in row).removeprefix(" ") for row in rows]
+
+
+def test_a_leading_blank_is_not_lost() -> None:
+    """`a bcd`: 1, then 4 with the blank, then 5."""
+    assert token_ends([0, 1, 2], Dropping()) == [1, 4, 5]
