@@ -609,12 +609,13 @@ def with_hints(function: Callable[..., Any], protect: Callable[..., Any], ratio:
         values = arguments(case)
         plain, helped = tensor(values["rewards_naive"]), tensor(values["rewards_hint"])
         hinted = torch.cat([torch.zeros(len(plain)), torch.ones(len(helped))]).bool()
+        unaided = torch.logical_not(hinted)
         one = torch.zeros(len(hinted), dtype=torch.long)
         shares = taken(ratio, values)
         rest = {name: value for name, value in case["params"].items() if name not in shares}
         rows, gap = function(torch.cat([plain, helped]), one, hinted, **rest)
         return {
-            "advantages_naive": rows[~hinted],
+            "advantages_naive": rows[unaided],
             "advantages_hint": rows[hinted],
             "token_advantages_hint": protect(rows[hinted], tensor(values["hint_mask"]), tensor(values["mask"]).bool()),
             "difficulty_gap": gap[0],
