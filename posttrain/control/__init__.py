@@ -9,4 +9,6 @@ A controller is a frozen dataclass with keyword-only fields (its recipe keys) an
         def start(self, initial: float) -> dict: ...  # state before step 0; initial: the recipe's number
         def value(self, state: dict, step: int) -> float: ...  # the number to use in step 0, 1, ...
         def update(self, state: dict, metrics: Mapping, step: int) -> dict: ...  # state after that step's metrics
+
+A field `total_steps` of None is the length of the run.
 """

@@ -24,7 +24,7 @@ class GrpoD:
     linearly. The paper has low 0, high 0.02 for reasoning and 0.04, 0.1 for simple tasks.
     """
 
-    total_steps: int
+    total_steps: int | None = None  # None = the run's
     low: float = 0.0
     high: float = 0.02
     explore_frac: float = 0.3
@@ -33,12 +33,13 @@ class GrpoD:
         return {}
 
     def value(self, state: Mapping[str, Any], step: int) -> float:
-        at = min(max(step, 0), self.total_steps)
-        turn = self.explore_frac * self.total_steps
+        total = self.total_steps or 1
+        at = min(max(step, 0), total)
+        turn = self.explore_frac * total
         if turn > 0 and at <= turn:
             middle = (self.low + self.high) / 2
             return middle - (middle - self.low) * at / turn
-        return self.low + (self.high - self.low) * (at - turn) / max(self.total_steps - turn, 1e-12)
+        return self.low + (self.high - self.low) * (at - turn) / max(total - turn, 1e-12)
 
     def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
         return dict(state)

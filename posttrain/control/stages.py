@@ -49,7 +49,7 @@ def stage_of(step: int, until: Sequence[int]) -> int:
 class Cosine:
     """From `high` at step 0 along half a cosine to `low` at total_steps, and `low` from then on."""
 
-    total_steps: int
+    total_steps: int | None = None  # None = the run's
     high: float = 1.0
     low: float = 0.0
 
@@ -57,7 +57,7 @@ class Cosine:
         return {}
 
     def value(self, state: Mapping[str, Any], step: int) -> float:
-        share = min(max(step / max(self.total_steps, 1), 0.0), 1.0)
+        share = min(max(step / max(self.total_steps or 1, 1), 0.0), 1.0)
         return self.low + 0.5 * (self.high - self.low) * (1 + math.cos(math.pi * share))
 
     def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:

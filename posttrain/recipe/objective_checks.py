@@ -149,10 +149,14 @@ def _controlled(recipe: Any) -> Found:
     """A controller drives a number that is there, and that a step reads."""
     if not isinstance(recipe, RlRecipe):
         return
-    for key in recipe.controllers:
-        if key not in numbers(recipe):
-            allowed = ", ".join(sorted(numbers(recipe)))
-            yield f"controllers.{key}", "is no number that can change during a run", f"one of: {allowed}"
+    known = numbers(recipe)
+    for key, section in recipe.controllers.items():
+        if key not in known:
+            yield f"controllers.{key}", "is no number that can change during a run", f"one of: {', '.join(sorted(known))}"
+        largest = max(section.params.get("values", ()), default=0)
+        if key == "rollout.max_new_tokens" and largest > known[key]:
+            what = f"goes up to {largest:g}, and the engine starts for rollout.max_new_tokens {known[key]}"
+            yield f"controllers.{key}", what, f"write `rollout.max_new_tokens: {largest:g}`"
 
 
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature")

@@ -19,12 +19,13 @@ class Controls:
     initial: Mapping[str, float]
 
     @classmethod
-    def from_recipe(cls, recipe: RlRecipe) -> Controls:
-        """The controllers with their arguments; functions of the user are looked for beside the recipe."""
-        found = {
-            key: registry.resolve(section.kinds, section.use, recipe.base_dir).function(**section.params)
-            for key, section in recipe.controllers.items()
-        }
+    def from_recipe(cls, recipe: RlRecipe, steps: int = 1) -> Controls:
+        """The controllers with their arguments; those of the user are looked for beside the recipe. steps: of the run."""
+        found: dict[str, Any] = {}
+        for key, section in recipe.controllers.items():
+            length = {"total_steps": steps} if section.params.get("total_steps", 0) is None else {}
+            component = registry.resolve(section.kinds, section.use, recipe.base_dir)
+            found[key] = component.function(**{**section.params, **length})
         known = numbers(recipe)
         return cls(found, {key: known[key] for key in found})
 

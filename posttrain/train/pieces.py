@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from posttrain.batch import Prompt
 from posttrain.data.sampler import PromptSampler
+from posttrain.errors import UserError
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
@@ -51,6 +52,12 @@ class Pieces:
             return self
         rollout = {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith("rollout.")}
         whole = {k: v if k == "temperature" else round(v) for k, v in rollout.items()}
+        limit = self.recipe.rollout.max_new_tokens
+        if whole.get("max_new_tokens", limit) > limit:  # the engine was started for no more
+            raise UserError(
+                f"a controller asks for {whole['max_new_tokens']} new tokens, more than rollout.max_new_tokens {limit}",
+                hint="write the largest number that it gives as rollout.max_new_tokens",
+            )
         changed = self.recipe.rollout.model_copy(update=whole)
         recipe = self.recipe.model_copy(update={"rollout": changed})
         return dataclasses.replace(self, recipe=recipe, objective=self.objective.at(numbers))

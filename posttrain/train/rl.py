@@ -24,7 +24,7 @@ from posttrain.models import load as models
 from posttrain.models.save import save
 from posttrain.recipe.checks import reward_name
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.rollout.engine import check_fits, make_engine, needed_length, token_ends
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
@@ -40,6 +40,7 @@ from posttrain.train.pieces import Pieces
 from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
 from posttrain.train.reference import reference_policy
+from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
@@ -54,6 +55,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
+    rehearse(objective, recipe, prepared.items)
     with (
         GracefulStop() as stop,
         Progress("rl", steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
@@ -76,7 +78,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 ),
                 prompts=prepared.items,
                 objective=objective,
-                controls=Controls.from_recipe(recipe),
+                controls=Controls.from_recipe(recipe, steps),
                 optimizer=optim.build(loaded.model, recipe.optim, critic, recipe.critic.lr),
                 steps=steps,
                 reference=reference_policy(loaded) if objective.needs & set(BY_REFERENCE) else None,
@@ -197,6 +199,7 @@ def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) ->
 
 def _score(p: Pieces, rollouts: Sequence[Rollout], step: int, gathered: dict[str, Any]) -> None:
     """Fill in scores, reward and correctness of each rollout; add counts and seconds to `gathered`."""
+    ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
     samples = [
         Sample(
             completion=r.text,
@@ -205,6 +208,8 @@ def _score(p: Pieces, rollouts: Sequence[Rollout], step: int, gathered: dict[str
             finish=r.finish,
             token_count=len(r.ids),
             group=r.group,
+            token_ids=r.ids,
+            token_ends=token_ends(r.ids, p.loaded.tokenizer) if ends else (),
         )
         for r in rollouts
     ]

@@ -1,0 +1,84 @@
+"""One step of the objective on made-up numbers, before a model is loaded.
+
+What only the functions themselves know is told then: a reward component or data column that is not there, prompts that
+do not divide into bundles, a user's function that breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
+from posttrain.errors import UserError
+from posttrain.recipe.checks import reward_name
+from posttrain.recipe.stages import RlRecipe
+from posttrain.train.collate import rollout_batch
+from posttrain.train.objective import Objective
+
+TOKENS, HIDDEN, TOP = 6, 4, 8
+
+
+def rehearse(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) -> None:
+    """Run every part once on random rewards and log-probs of a whole step. Raises what a part raises."""
+    names = [reward_name(reward) for reward in recipe.rewards]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            _run(objective, _batch(objective, recipe, prompts, names))
+        except UserError as error:
+            if not any(f"`{name}/" in str(error) for name in names):  # parts of a reward are known when it has run
+                raise
+
+
+def _run(objective: Objective, batch: RolloutBatch) -> None:
+    assigned = objective.assign(batch)
+    rows = assigned if assigned.keep is None else assigned.select(assigned.keep)
+    if len(rows):
+        logp = _like(rows.mask).requires_grad_()
+        objective.loss(rows, logp, objective.totals(rows))[0].backward()
+
+
+def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], names: Sequence[str]) -> RolloutBatch:
+    settings = recipe.rollout
+    rollouts = [
+        Rollout(
+            prompt=prompts[group % len(prompts)],
+            group=group,
+            segments=(Segment("model", tuple(range(TOKENS)), (-1.0,) * TOKENS),),
+            text=str(row % 2),
+            finish="stop",
+            version=0,
+            scores=dict.fromkeys(names, float(row % 2)),
+            reward=float(torch.rand(())),
+            correct=row % 2 == 0,
+        )
+        for group in range(settings.prompts_per_step)
+        for row in range(settings.group_size)
+    ]
+    batch = rollout_batch(rollouts, ("last_number",))
+    weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
+    wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
+    made = {name: _made(name, batch.mask) for name in wanted if name in _SHAPES}
+    return batch.replace(**made, reward_weights=weights)
+
+
+def _like(mask: Tensor, *more: int) -> Tensor:
+    return -torch.rand(*mask.shape, *more)
+
+
+_SHAPES = {
+    **dict.fromkeys(("old_logp", "ref_logp", "entropy", "values", "new_values", "prompt_logp"), ()),
+    **dict.fromkeys(("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_mask"), ()),
+    "hidden": (HIDDEN,),
+    **dict.fromkeys(("topk_logp", "topk_chosen"), (TOP,)),
+}
+
+
+def _made(name: str, mask: Tensor) -> Tensor:
+    value = _like(mask, *_SHAPES[name])
+    if name == "topk_chosen":
+        return torch.zeros_like(value, dtype=torch.bool).index_fill(-1, torch.tensor([0]), True)
+    return mask if name == "prompt_mask" else value

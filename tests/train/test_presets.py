@@ -1,0 +1,134 @@
+"""Every preset of stage rl trains on `tiny`, calls what it names, moves the weights, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.recipe import presets
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.objective_checks import used
+from posttrain.recipe.stages import RlRecipe
+from posttrain.run.metrics import read_metrics
+from posttrain.train import rl
+from posttrain.train.parts import Part
+
+Opened = Callable[..., AbstractContextManager[Any]]
+NAMES = presets.names("rl")
+
+REWARDS = '''
+def digits(completion, token_count):
+    """Share of tokens that are digits: it differs between the completions of an untrained model."""
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def lower(completion):
+    return float(completion[:1].islower())
+'''
+
+# A preset whose numbers are for models that write more than a few tokens.
+SMALLER: dict[str, dict[str, Any]] = {
+    "ptst": {
+        "rollout": {"max_new_tokens": 10},
+        "controllers": {
+            "rollout.max_new_tokens": {"use": "stages", "values": [6, 8, 10], "until": [1, 2]},
+            "rollout.group_size": {"use": "stages", "values": [4, 3, 2], "until": [1, 2]},
+        },
+    }
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rewards and rows with the columns of numbers that some presets read."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(24):
+            numbers = {"target": 5 + i % 4, "easiness": 1.0 + i % 3, "difficulty": float(i % 5)}
+            file.write(json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i), **numbers}) + "\n")
+    return tmp_path
+
+
+def recipe_of(name: str, folder: Path) -> RlRecipe:
+    """`algorithm: NAME` with the rewards that it reads, as ones that an untrained model gets now and then."""
+    named = [{**reward} for reward in presets.preset(name).rewards]
+    for number, reward in enumerate(named):
+        if not reward["use"].endswith("necessary_prefix"):  # it gives several numbers
+            stand_in = "rewards.py:lower" if number else "rewards.py:digits"
+            reward |= {"use": stand_in, "name": reward.get("name") or reward["use"].rpartition(".")[2], "params": {}}
+    rewards = named or [{"use": "rewards.py:digits"}, {"use": "rewards.py:lower", "weight": 0.1}]
+    rewards[0]["correct"] = True
+    changes = SMALLER.get(name, {})
+    values = {
+        "stage": "rl",
+        "algorithm": name,
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 5, "group_size": 4, "max_new_tokens": 10, **changes.get("rollout", {})},
+        "rewards": rewards,
+        "scoring": {"workers": 1, "correct_at": 0.15},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 3, "save_every": 2},
+        **{key: value for key, value in changes.items() if key != "rollout"},
+    }
+    recipe = load_dict(values, base_dir=folder, where="test").recipe
+    assert isinstance(recipe, RlRecipe)
+    return recipe
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The keys of the parts that were called since training began (the rehearsal before it does not count)."""
+    keys: set[str] = set()
+    call, train = Part.__call__, rl.train
+
+    def recording(self: Part, *args: Any) -> Any:
+        keys.add(self.key)
+        return call(self, *args)
+
+    def from_here(*args: Any) -> Any:
+        keys.clear()
+        return train(*args)
+
+    monkeypatch.setattr(Part, "__call__", recording)
+    monkeypatch.setattr(rl, "train", from_here)
+    yield keys
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
+
+
+def test_there_are_presets() -> None:
+    assert len(NAMES) >= 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_and_resumes_exactly(name: str, folder: Path, opened: Opened, called: set[str]) -> None:
+    """Three steps with a checkpoint after the second; then the third again, from that checkpoint."""
+    recipe = recipe_of(name, folder)
+    with opened(name) as directory:
+        rl.run(recipe, directory)
+    whole = rows_of(folder / name)
+    named = {key for key, _ in used(recipe) if not key.startswith("controllers.")}
+    assert named <= called
+    assert all(f"control/{key}" in row for key in recipe.controllers for row in whole)
+    assert len(whole) == 3 and any(row["grad_norm"] > 0 for row in whole)
+    with opened(name, resume=True) as directory:
+        rl.run(recipe, directory)
+    assert rows_of(folder / name) == whole
+
+
+def test_a_reward_that_a_preset_reads_and_the_recipe_lacks_is_told_before_the_model_loads(
+    folder: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of("hdpo", folder)
+    fewer = recipe.model_copy(update={"rewards": recipe.rewards[:1]})
+    monkeypatch.setattr(rl.models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with opened() as directory, pytest.raises(UserError, match="no reward component"):
+        rl.run(fewer, directory)
