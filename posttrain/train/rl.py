@@ -122,8 +122,9 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         progress.update(state.step, values)
         if warning := signal_note(values):
             progress.note(warning)
+        ends = state.step == steps or _out_of_time(settings.max_minutes, state.seconds)
         due = settings.save_every is not None and state.step % settings.save_every == 0
-        if due or stop.requested:
+        if due or ends or stop.requested:
             checkpoint.save(directory.checkpoints, state, p.loaded, p.optimizer, settings.keep_checkpoints, p.critic)
         if stop.requested:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))

@@ -21,9 +21,9 @@ import torch
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import MetricsLog
-from posttrain.train import preference, sft
+from posttrain.train import preference, rl, sft
 
-RUNNERS = {"sft": sft.run, "dpo": preference.run}
+RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run}
 
 
 def main() -> None:

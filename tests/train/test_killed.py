@@ -36,7 +36,26 @@ RECIPES = {
         "optim": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 3},
         "run": {"steps": STEPS, "save_every": SAVE_EVERY, "seed": 7},
     },
+    # a KL term, two updates a step, refilled groups: the reference, the minibatches and the prompt stream must resume
+    "rl": {
+        "stage": "rl",
+        "algorithm": "dapo",
+        "model": {"path": "tiny"},
+        "data": {"source": "pairs.jsonl"},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 10, "max_gen_batches": 20},
+        "rewards": [{"use": "digits.py:digits"}],
+        "scoring": {"workers": 1, "correct_at": 0.15},
+        "kl": {"coef": 0.05},
+        "batch": {"minibatches": 2},
+        "optim": {"lr": 2e-3, "schedule": "linear", "warmup_steps": 3},
+        "run": {"steps": STEPS, "save_every": SAVE_EVERY, "seed": 7},
+    },
 }
+
+DIGITS = """
+def digits(completion, token_count):
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+"""
 
 Train = Callable[..., int]
 
@@ -61,9 +80,10 @@ def train() -> Iterator[Train]:
     server.communicate()
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
 def test_five_kills_leave_no_trace(train: Train, stage: str, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> None:
     del sft_recipe, dpo_recipe  # they write the rows
+    (tmp_path / "digits.py").write_text(DIGITS)
     recipe = RECIPES[stage]
     assert train(recipe, tmp_path / "unbroken") == 0
     expected = rows_of(tmp_path / "unbroken")
