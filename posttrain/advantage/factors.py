@@ -158,7 +158,7 @@ def adora_terms(
         advantageous = longest > torch.where(has_short, mean_short, -torch.inf)
     else:
         advantageous = (longest > torch.where(has_short, mean_short, torch.inf)) | (longest == -torch.inf)
-    weight = torch.where(advantageous, w_tas, w_tds).to(rewards)
+    weight = torch.where(advantageous, rewards.new_tensor(w_tas), rewards.new_tensor(w_tds))
     return GroupFactor(weight[group], weight, advantageous.to(rewards))
 
 
