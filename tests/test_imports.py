@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "verify": FOUNDATION,
     "loss": {"batch", "registry", "errors"},
     "advantage": {"batch", "registry", "errors", "options"},
+    "control": {"registry", "errors"},
     "models": FOUNDATION | {"run", "chat", "hub"},
     "data": FOUNDATION | {"batch", "chat", "hub"},
     "rollout": FOUNDATION | {"batch", "models"},

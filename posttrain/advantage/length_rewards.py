@@ -103,8 +103,9 @@ def tiers(
         raise UserError(
             f"{len(thresholds)} thresholds make {len(thresholds) + 1} levels; there are {len(target_lengths)} targets"
         )
-    short = row_lengths(batch) <= max(target_lengths)
-    counted = batch.replace(correct=torch.where(short | ~right(batch), batch.correct, 0.0))
+    too_long = right(batch) & (row_lengths(batch) > max(target_lengths))
+    assert batch.correct is not None
+    counted = batch.replace(correct=torch.where(too_long, 0.0, batch.correct))
     ratio = pass_rates(counted)[1]
     edges = torch.tensor(list(thresholds), dtype=ratio.dtype, device=ratio.device)
     level = (edges <= ratio[:, None]).sum(-1)

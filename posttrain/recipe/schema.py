@@ -146,7 +146,20 @@ def _branch(section: type[ComponentSection], name: str, described: Schema, own: 
 
 def _params(kind: str, name: str) -> Schema:
     model: type[BaseModel] = params_model(kind, name)
-    return model.model_json_schema()
+    schema = model.model_json_schema()
+    return _inlined(schema, schema.pop("$defs", {}))
+
+
+def _inlined(schema: Any, definitions: Schema) -> Any:
+    """Gates and channels, which are definitions of a component's own, where they are used."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        own = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions), **own}
+    return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
 def _entry(stages: list[str]) -> Schema:

@@ -74,3 +74,26 @@ def test_cosine_is_monotone_and_right_beats_wrong(reward: Reward) -> None:
 def test_cosine_does_not_turn_back_beyond_its_limit(reward: Reward) -> None:
     params = {"max_length": 100, "margin": 0, "exceed_reward": -1.0, "min_value_correct": 0.5, "max_value_correct": 1.0}
     assert [reward("length.cosine")("", n, True, **params) for n in (100, 150, 200)] == [-1.0, -1.0, -1.0]
+
+
+def test_open_rs_is_monotone_and_right_beats_wrong(reward: Reward) -> None:
+    open_rs = reward("length.open_rs")
+    right = [open_rs("", n, True, max_length=100) for n in range(150)]
+    wrong = [open_rs("", n, False, max_length=100) for n in range(150)]
+    assert all(a >= b for a, b in itertools.pairwise(right))
+    assert all(a <= b for a, b in itertools.pairwise(wrong))
+    assert min(right) == pytest.approx(0.5) and max(wrong) == pytest.approx(-0.5)
+    assert open_rs("a" * 200, 3, True, max_length=100, unit="characters", clamp=False) == pytest.approx(1.0)
+
+
+def test_budgets_are_best_where_they_say(reward: Reward) -> None:
+    exact = [reward("length.l1_exact")("", n, 50, True) for n in range(100)]
+    most = [reward("length.l1_max")("", n, 50, True, alpha=0.01) for n in range(200)]
+    assert exact.index(max(exact)) == 50 and exact[40] == exact[60]
+    assert all(a >= b for a, b in itertools.pairwise(most))
+    assert (most[0], most[50], most[-1]) == (1.0, 0.5, 0.0)
+
+
+def test_repetition_of_tokens_does_not_depend_on_their_names(reward: Reward) -> None:
+    repetition = reward("length.ngram_repetition")
+    assert repetition("", [1, 2, 1, 2, 1], ngram_size=2) == repetition("", [7, 9, 7, 9, 7], ngram_size=2) == -0.5
