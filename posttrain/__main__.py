@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from posttrain.cli.app import app
 
 
 def main() -> None:
-    """Run the command line in this process."""
+    """Run the command line in this process. Libraries report to nobody that it runs, unless the user says so."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported
     app(prog_name="posttrain")
 
 

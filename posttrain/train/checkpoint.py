@@ -42,7 +42,8 @@ def save(
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
     with checkpoints.saving(root, state.step) as partial:
-        loaded.model.save_pretrained(partial)
+        # PEFT would look on the hub whether the vocabulary was resized
+        loaded.model.save_pretrained(partial, **({"save_embedding_layers": False} if loaded.is_lora else {}))
         loaded.tokenizer.save_pretrained(partial)
         if critic is not None:
             save_head(critic, partial)
