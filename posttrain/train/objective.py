@@ -150,11 +150,18 @@ class Objective:
         )
 
     def regrouped(self, batch: RolloutBatch) -> RolloutBatch:
-        """Step 1: the rewards after all `group_rewards`."""
+        """Step 1: the rewards after all `group_rewards`. What each of them changed is a component of its name: an
+        advantage that reads components (GDPO) sees it, and metrics show it; a component that is there keeps its name.
+        """
+        changes: dict[str, Tensor] = {}
         for part in self.group_rewards:
+            before = batch.rewards
             rewards, batch = part.remembering(batch)
             batch = batch.replace(rewards=rewards)
-        return batch
+            if before is not None:
+                name = part.name.rpartition(":")[2]
+                changes[name] = changes.get(name, 0.0) + (rewards - before)
+        return batch.replace(components={**changes, **batch.components})
 
     def kept(self, batch: RolloutBatch) -> Tensor:
         """Step 2: rows that every filter keeps, bool [N]."""

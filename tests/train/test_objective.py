@@ -16,7 +16,7 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
 
 NAN = float("nan")
-RL = presets.names("rl")
+RL = ("dapo", "dr_grpo", "grpo")  # of the others, the sweep over all presets and the laws of their parts say more
 F64 = torch.float64
 
 
@@ -206,8 +206,8 @@ def test_presets_state_what_they_choose(name: str) -> None:
 def test_an_override_changes_one_key() -> None:
     base = Objective.from_preset("dapo")
     changed = Objective.from_preset("dapo", loss={"clip_high": 0.3})
-    assert base.surrogate.params == {"clip_low": 0.2, "clip_high": 0.28}
-    assert changed.surrogate.params == {"clip_low": 0.2, "clip_high": 0.3}
+    assert base.surrogate.params == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": None}
+    assert changed.surrogate.params == {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": None}
     assert changed.aggregation == "token_mean"
 
 
@@ -262,3 +262,12 @@ def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
         sections(loss={"use": "mine.py:reinforce", "wait": 3.0}, base_dir=tmp_path)
     with pytest.raises(UserError, match="no function reinforced"):
         sections(loss={"use": "mine.py:reinforced"}, base_dir=tmp_path)
+
+
+def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
+    """kimi_length with weight 1/2 on two right rows of 3 and 1 tokens: -1/4 and + 1/4 on equal rewards."""
+    rows, _ = batch([[1, 1]], [3, 1])
+    objective = Objective.from_preset("gdpo", group_rewards=[{"use": "kimi_length"}])
+    assigned = objective.assign(rows.replace(components={"accuracy": rows.rewards}))
+    assert assigned.components["kimi_length"].tolist() == [-0.25, 0.25]
+    assert assigned.advantages is not None and assigned.advantages[0] < 0 < assigned.advantages[1]
