@@ -107,7 +107,7 @@ def through(
             width,
             *(n for r in (rewards or {}).values() for n in r[1]),
         }
-        if strange := values.keys() - known:
+        if strange := set(values).difference(known):
             raise KeyError(f"{preset} takes no {', '.join(sorted(strange))}")
         keys = {key: value for name, value in values.items() for key in listed(params.get(name, ()))}
         made, components = components_of(rewards or {}, values)
