@@ -1,4 +1,4 @@
-"""The wheel stands alone: built, unpacked elsewhere, it runs a shipped recipe with shipped rewards from another folder."""
+"""The wheel stands alone: unpacked elsewhere, it runs a shipped recipe with shipped rewards from another folder."""
 
 from __future__ import annotations
 

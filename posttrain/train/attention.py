@@ -71,7 +71,7 @@ def packed_attention(
 
 
 def _compute_dtype(query: Tensor) -> torch.dtype:
-    """What the products are computed in. Under autocast rotary embeddings leave float32 queries behind, as SDPA knows."""
+    """What the products are computed in: under autocast, rotary embeddings leave float32 queries behind."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
@@ -107,9 +107,9 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
 
 
-def use_packed_attention(model: nn.Module) -> bool:
+def use_packed_attention(model: Any) -> bool:
     """Switch the model to packed-aware attention in place; False if its architecture cannot take it."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = causal.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) or not getattr(causal, "_supports_attention_backend", False):
         return False

@@ -72,7 +72,7 @@ def load_weights(loaded: LoadedModel, folder: Path) -> None:
     if loaded.is_lora:
         from peft import set_peft_model_state_dict
 
-        result = set_peft_model_state_dict(loaded.model, load_file(folder / "adapter_model.safetensors"))
+        result: Any = set_peft_model_state_dict(loaded.model, load_file(folder / "adapter_model.safetensors"))
         missing = [k for k in result.missing_keys if "lora_" in k and ".default." in k]
     else:
         weights: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ def completion_scores(
     extras = extras or Extras()
     device = next(model.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # under PEFT: adapters stay active
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters stay active
     if packed:
         hidden = _packed_states(causal, sequences, device)
         starts = torch.tensor([0, *sequences.lengths[:-1]], device=device).cumsum(0)
@@ -132,7 +133,10 @@ def _pad(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
-    rows, positions, columns, targets = [], [], [], []
+    rows: list[int] = []
+    positions: list[int] = []
+    columns: list[int] = []
+    targets: list[int] = []
     for n, (row, start) in enumerate(zip(sequences.ids, sequences.prompt_lengths, strict=True)):
         count = len(row) - start
         rows += [n] * count
@@ -142,13 +146,13 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
     return tuple(torch.tensor(x, dtype=torch.long, device=device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
-def _padded_states(causal: nn.Module, sequences: Sequences, device: torch.device) -> Tensor:
+def _padded_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
     """Last hidden states [N,L,H] of right-padded rows."""
     ids, mask = _pad(sequences, device)
     return causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
-def _packed_states(causal: nn.Module, sequences: Sequences, device: torch.device) -> Tensor:
+def _packed_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
     """Last hidden states [1,tokens,H] of all rows in one line; positions start at 0 in each row."""
     ids = torch.tensor([i for row in sequences.ids for i in row], device=device)[None]
     positions = torch.cat([torch.arange(n) for n in sequences.lengths]).to(device)[None]
@@ -159,7 +163,7 @@ def _packed_states(causal: nn.Module, sequences: Sequences, device: torch.device
 class _Head(nn.Module):
     """The model's own way from hidden states to logits, with the scalings that some architectures add."""
 
-    def __init__(self, causal: nn.Module) -> None:
+    def __init__(self, causal: Any) -> None:
         super().__init__()
         config = causal.config.get_text_config()
         self.project = causal.get_output_embeddings()
@@ -173,7 +177,7 @@ class _Head(nn.Module):
 
 
 def _project(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float | Tensor, extras: Extras
+    head: _Head, hidden: Tensor, targets: Tensor, temperature: float | Tensor, extras: Extras
 ) -> dict[str, Tensor]:
     """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H], and the extras that read the vocabulary."""
     names = ["logp", "entropy", *(["vocab_mean_logp"] if extras.vocab_mean else [])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ def _frozen(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _adapter_off(model: nn.Module) -> Iterator[nn.Module]:
+def _adapter_off(model: Any) -> Iterator[nn.Module]:
     """The PEFT model with its trained adapter off, or with the frozen adapter `reference` in its place."""
     training = model.training
     model.eval()
