@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.loss.clip import clip
 
 GARBAGE = 5.0
@@ -91,3 +92,20 @@ def test_a_batch_without_advantages_is_an_error() -> None:
     rows, logp = batch([[1.0]], [1.0], [[1]])
     with pytest.raises(ValueError, match="no advantages"):
         clip(rows.replace(advantages=None), logp)
+
+
+def test_dual_clip_caps_negative_advantages_only() -> None:
+    """dual_clip 3. A = -2: r 5 -> min(max(10, 2.4), 6) = 6, no gradient; r 2 -> 4, gradient 4. A = 1: r 0.5 as
+    before."""
+    rows, logp = batch([[5.0, 2.0], [0.5, 5.0]], [-2.0, 1.0], [[1, 1], [1, 1]])
+    found = clip(rows, logp, dual_clip=3.0)
+    found.values.sum().backward()
+    torch.testing.assert_close(found.values.detach(), torch.tensor([[6.0, 4.0], [-0.5, -1.2]], dtype=torch.float64))
+    torch.testing.assert_close(logp.grad, torch.tensor([[0.0, 4.0], [-0.5, 0.0]], dtype=torch.float64))
+    assert found.stats["clip_ratio/dual_mean"].tolist() == [[1, 0], [0, 0]]
+
+
+def test_a_dual_clip_of_one_or_less_is_refused() -> None:
+    rows, logp = batch([[1.0]], [1.0], [[1]])
+    with pytest.raises(UserError, match="dual_clip"):
+        clip(rows, logp, dual_clip=1.0)

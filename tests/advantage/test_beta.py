@@ -1,0 +1,95 @@
+"""Beta-normalised advantages, and advantages by step of an environment, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from posttrain.advantage.beta import beta_norm, beta_normalised
+from posttrain.advantage.episodes import step_gae, step_terms
+from posttrain.advantage.group import rloo
+from posttrain.batch import RolloutBatch
+
+F64 = torch.float64
+
+
+def batch(rewards: list[list[float]]) -> RolloutBatch:
+    ids = torch.tensor([group for group, row in enumerate(rewards) for _ in row])
+    flat = torch.tensor([x for row in rewards for x in row], dtype=F64)
+    return RolloutBatch(ids, torch.ones(len(flat), 1, dtype=torch.bool), rewards=flat)
+
+
+def test_one_prompt_is_plain_centring() -> None:
+    assert beta_norm(batch([[1.0, 0.0, 1.0, 0.0]])).tolist() == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_symmetric_pass_rates() -> None:
+    """p = (1/4, 3/4): mu 1/2, var 1/8, s = 1/4 / (1/8) - 1 = 1, a = b = 1/2, alpha = beta = 7/6."""
+    found = beta_normalised(batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
+    assert (found.alpha.item(), found.beta.item()) == pytest.approx((7 / 6, 7 / 6))
+    density = math.gamma(7 / 3) / math.gamma(7 / 6) ** 2 * (3 / 16) ** (1 / 6)
+    assert found.weights.tolist() == pytest.approx([1 / density] * 2)
+    assert found.advantages[0].item() == pytest.approx(0.75 / density)
+
+
+def test_three_halves_is_the_std_up_to_a_constant() -> None:
+    """alpha = beta = 3/2: f = (8 / pi) sqrt(p (1 - p)). Pass rates 0, 1/2, 1: mu 1/2, var 1/4: s = 0 -> 1, not 3/2; for
+    3/2 s = 3: var 1/16, so p = 1/4, 1/2, 3/4."""
+    found = beta_normalised(batch([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]))
+    assert (found.alpha.item(), found.beta.item()) == pytest.approx((1.5, 1.5))
+    assert found.weights[1].item() == pytest.approx(math.pi / 8 / 0.5)
+
+
+def test_all_right_and_all_wrong_groups_give_zero_and_unscored_rows_too() -> None:
+    found = beta_norm(batch([[1, 1, 1, 1], [1, 0, float("nan"), 0], [0, 0, 0, 0], [1, 0, 1, 0]]))
+    assert not found.isnan().any()
+    assert found[:4].tolist() == [0.0] * 4
+    assert found[6].item() == 0.0
+    assert found[8:12].tolist() == [0.0] * 4
+
+
+def test_steps_of_one_step_episodes_are_reward_minus_value() -> None:
+    found = step_terms(*(torch.tensor(x, dtype=F64) for x in ([1.0, 0.5], [0.2, 0.1], [1, 1])))
+    assert found.raw.tolist() == pytest.approx([0.8, 0.4])
+    assert found.returns.tolist() == pytest.approx([1.0, 0.5])
+
+
+def test_credit_flows_back_within_an_episode_only() -> None:
+    """gamma 0.5, lam 0.5. Step 3 (done): 4 - 0 = 4. Step 2 (done): 1 - 0. Step 1: 0 + 0.5 * 0 - 0 + 0.25 * 1."""
+    rewards, values, dones = (torch.tensor(x, dtype=F64) for x in ([0, 1, 4], [0, 0, 0], [0, 1, 1]))
+    found = step_terms(rewards, values, dones, gamma=0.5, lam=0.5)
+    assert found.raw.tolist() == pytest.approx([0.25, 1.0, 4.0])
+    cut = step_terms(rewards, values, torch.tensor([0, 1, 0]), gamma=0.5, lam=0.5, bootstrap_value=2.0)
+    assert cut.raw.tolist() == pytest.approx([0.25, 1.0, 5.0])
+
+
+def test_step_advantages_reach_the_tokens_of_their_step() -> None:
+    """Values are read at a step's last trained token: 0.5 and 0.25. raw 0.5 and -0.25: normalised +-1 / sqrt 2."""
+    rows = RolloutBatch(
+        torch.arange(2),
+        torch.tensor([[1, 1], [1, 0]], dtype=torch.bool),
+        rewards=torch.tensor([1.0, 0.0], dtype=F64),
+        values=torch.tensor([[9.0, 0.5], [0.25, 8.0]], dtype=F64),
+        dones=torch.tensor([True, True]),
+    )
+    found = step_gae(rows)
+    half = math.sqrt(0.5)
+    torch.testing.assert_close(
+        found.advantages, torch.tensor([[half, half], [-half, 0]], dtype=F64), rtol=1e-6, atol=1e-6
+    )
+    assert found.returns.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_a_single_step_has_no_advantage() -> None:
+    one = torch.ones(1, dtype=F64)
+    assert step_terms(one, one * 0.3, one).advantages.tolist() == [0.0]
+
+
+def test_rloo_may_be_normalised_over_the_batch() -> None:
+    """Groups (1, 0) and (1, 1): A = (1, -1, 0, 0), mean 0, std sqrt(2/3); the unscored row stays 0 and is not
+    counted."""
+    found = rloo(batch([[1.0, 0.0, float("nan")], [1.0, 1.0]]), normalize=True)
+    scale = math.sqrt(2 / 3) + 1e-4
+    assert found.tolist() == pytest.approx([1 / scale, -1 / scale, 0.0, 0.0, 0.0])
