@@ -74,7 +74,7 @@ class Extras:
 
 
 def completion_scores(
-    model: nn.Module,
+    model: Any,
     sequences: Sequences,
     width: int,
     temperature: float | Tensor = 1.0,
