@@ -102,7 +102,7 @@ def register(
     load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one
     completion a prompt), `several_updates` (more than one a step), `all_correct` (groups that are all right must not be
     filtered out), `every_row` (a gradient where the advantage is 0). note: where this reading departs from its source.
-    exclusive: what it corrects or does that no second component of a recipe may do, e.g. `engine ratio`.
+    exclusive: what it does that no second component of a recipe may do, e.g. `correct the ratio to the engine`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

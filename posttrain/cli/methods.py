@@ -1,4 +1,4 @@
-"""`posttrain methods`: presets and components, from their files and components.json; torch is not needed."""
+"""`posttrain methods`: presets, components and shipped rewards, from their files; torch is not needed."""
 
 from __future__ import annotations
 
@@ -12,37 +12,29 @@ from posttrain.cli.stage import Json
 from posttrain.errors import UserError, nearest
 
 app = typer.Typer(no_args_is_help=True)
-
-# kind of component -> (what a reader calls it, where it stands in a recipe)
-KINDS = {
-    "loss": ("policy loss", "loss"),
-    "kl": ("KL estimator", "kl"),
-    "advantage": ("advantage", "advantage"),
-    "keep": ("filter of groups", "keep"),
-    "pair_loss": ("preference loss", "loss"),
-    "merge": ("merge method", "merge_method"),
-}
+WIDTH = 100  # of the one line a method
 
 
 @app.command("list")
-def list_methods(as_json: Json = False) -> None:
-    """All methods: presets (`algorithm: NAME`), then the components that recipes combine."""
-    entries = catalogue()
+def list_methods(
+    kind: Annotated[str | None, typer.Option("--kind", help="Only one kind, e.g. preset, loss, group_reward.")] = None,
+    as_json: Json = False,
+) -> None:
+    """All methods, a line each: presets (`algorithm: NAME`), then components in the order of a step."""
+    from posttrain.recipe import catalogue
+
+    entries = [entry for entry in catalogue.entries() if kind in (None, entry["kind"])]
+    if not entries:
+        raise UserError(f"no kind `{kind}`", allowed=f"kinds: preset, {', '.join(catalogue.KINDS)}")
     if as_json:
         print_json([{key: entry[key] for key in ("kind", "name", "stage", "title", "paper")} for entry in entries])
         return
-    for kind, about in [
-        ("preset", "presets: `algorithm: NAME`"),
-        *((k, f"{v[0]}: {_where(k)}") for k, v in KINDS.items()),
-    ]:
-        rows = [entry for entry in entries if entry["kind"] == kind]
-        if not rows:
-            continue
-        typer.echo(f"{about}")
+    for heading, rows in _by_kind(entries):
+        typer.echo(heading)
         width = max(len(entry["name"]) for entry in rows)
         for entry in rows:
             paper = f"  [{entry['paper']}]" if entry["paper"] else ""
-            typer.echo(f"  {entry['name']:<{width}}  {entry['title']}{paper}")
+            typer.echo(f"  {entry['name']:<{width}}  {_short(entry['title'], WIDTH - width - len(paper))}{paper}")
         typer.echo()
 
 
@@ -51,91 +43,72 @@ def show(
     name: Annotated[str, typer.Argument(help="A name of `methods list`, or kind/name where several share one.")],
     as_json: Json = False,
 ) -> None:
-    """What a method is: purpose or formula, paper, keys with defaults, what it needs, and the recipe lines to write."""
-    entries = catalogue()
-    found = [entry for entry in entries if name in (entry["name"], f"{entry['kind']}/{entry['name']}")]
+    """What a method is: purpose or formula, paper, keys with defaults, what it needs, what it cannot stand beside, how
+    this reading departs from the paper, and the recipe lines to write."""
+    from posttrain.recipe import catalogue
+
+    entries = catalogue.entries()
+    found = catalogue.named(name, entries)
     if not found:
-        known = {entry["name"] for entry in entries}
-        near = nearest(name, known)
+        near = nearest(name, {entry["name"] for entry in entries} | set(catalogue.OTHER_NAMES))
         hint = f"did you mean `{near}`?" if near else "`posttrain methods list` shows them all"
         raise UserError(f"no method `{name}`", hint=hint)
     if as_json:
-        print_json(found)
+        print_json([{**entry, "recipe": "\n".join(_yaml(entry["recipe"]))} for entry in found])
         return
     typer.echo("\n\n".join("\n".join(_page(entry)) for entry in found))
 
 
-def catalogue() -> list[dict[str, Any]]:
-    """Every preset and component as one kind of record, with the recipe lines that choose it."""
-    from posttrain import registry
-    from posttrain.recipe import presets
+def _by_kind(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    from posttrain.recipe import catalogue
 
-    entries = [_preset_entry(presets.preset(name)) for name in presets.names()]
-    for kind in KINDS:
-        for name, described in registry.index().get(kind, {}).items():
-            entries.append(_component_entry(kind, name, described))
-    return entries
+    yield from _part(entries, "preset", "presets: `algorithm: NAME`")
+    for kind, (about, _, _) in catalogue.KINDS.items():
+        yield from _part(entries, kind, f"{about} ({kind}): {_where(kind)}")
 
 
-def _preset_entry(preset: Any) -> dict[str, Any]:
-    return {
-        "kind": "preset",
-        "name": preset.name,
-        "stage": preset.stage,
-        "title": preset.title,
-        "paper": preset.paper,
-        "text": preset.purpose.strip(),
-        "choices": preset.choices,
-        "not_stated": preset.not_stated.strip(),
-        "recipe": f"stage: {preset.stage}\nalgorithm: {preset.name}",
-    }
-
-
-def _component_entry(kind: str, name: str, described: dict[str, Any]) -> dict[str, Any]:
-    keys = {
-        key: {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
-        for key, known in described["params"].items()
-    }
-    title, _, _ = described["doc"].partition("\n")
-    return {
-        "kind": kind,
-        "name": name,
-        "stage": {"pair_loss": "dpo", "merge": "merge"}.get(kind, "rl"),
-        "title": title,
-        "paper": described["paper"],
-        "text": described["doc"],
-        "keys": keys,
-        "needs": described["needs"],
-        "not_stated": described["note"],
-        "recipe": _snippet(kind, name, keys),
-    }
-
-
-def _snippet(kind: str, name: str, keys: dict[str, Any]) -> str:
-    if kind == "merge":
-        return f"merge_method: {name}"
-    lines = [f"{KINDS[kind][1]}:", f"  use: {name}"]
-    lines += [f"  {key}: {yaml_value(known.get('default', '...'))}" for key, known in keys.items()]
-    return "\n".join(lines)
+def _part(entries: list[dict[str, Any]], kind: str, heading: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    rows = [entry for entry in entries if entry["kind"] == kind]
+    if rows:
+        yield heading, rows
 
 
 def _where(kind: str) -> str:
-    section = KINDS[kind][1]
-    return f"`{section}: NAME`" if kind == "merge" else f"`{section}: {{use: NAME}}`"
+    from posttrain.recipe import catalogue
+
+    _, place, shape = catalogue.KINDS[kind]
+    shapes = {
+        "name": f"`{place}: NAME`",
+        "one": f"`{place}: {{use: NAME}}`",
+        "list": f"`{place}: [{{use: NAME}}]`",
+        "named": f"`{place}: {{KEY.OF.A.NUMBER: {{use: NAME}}}}`",
+    }
+    return shapes[shape]
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
 
 
 def _page(entry: dict[str, Any]) -> Iterator[str]:
-    what = "preset" if entry["kind"] == "preset" else KINDS[entry["kind"]][0]
+    from posttrain.recipe import catalogue
+
+    is_preset = entry["kind"] == "preset"
+    what = "preset" if is_preset else catalogue.KINDS[entry["kind"]][0]
     yield f"{entry['name']}  ({what}, stage {entry['stage']})"
     if entry["paper"]:
         yield f"paper: https://arxiv.org/abs/{entry['paper']}"
     yield ""
-    yield from ([entry["title"], ""] if entry["kind"] == "preset" else [])
+    yield from ([entry["title"], ""] if is_preset else [])
     yield entry["text"]
-    if entry.get("needs"):
+    if entry["needs"]:
         yield f"\nneeds: {', '.join(entry['needs'])}"
+    for conflict in entry["conflicts"]:
+        yield f"not beside: {conflict}"
+    if entry["unusable"]:
+        yield f"for callers of the function only: {entry['unusable']}"
     if entry["not_stated"]:
-        yield f"\n{'not in the paper' if entry['kind'] == 'preset' else 'note'}: {entry['not_stated']}"
+        yield f"\n{'not in the paper' if is_preset else 'note'}: {entry['not_stated']}"
     if entry.get("keys"):
         yield "\nkeys:"
         width = max(map(len, entry["keys"]))
@@ -144,7 +117,29 @@ def _page(entry: dict[str, Any]) -> Iterator[str]:
             yield f"  {key:<{width}}  {known['type']}, {default}"
     if entry.get("choices"):
         yield "\nchooses (each may be overridden in the recipe):"
-        for section, chosen in entry["choices"].items():
-            yield f"  {section}: {{{', '.join(f'{k}: {yaml_value(v)}' for k, v in chosen.items())}}}"
+        yield from (f"  {line}" for line in _yaml(entry["choices"]))
+    if entry.get("presets"):
+        yield f"\nused by: {', '.join(entry['presets'])}"
     yield "\nin a recipe:"
-    yield from (f"  {line}" for line in entry["recipe"].splitlines())
+    yield from (f"  {line}" for line in _yaml(entry["recipe"]))
+
+
+def _yaml(values: dict[str, Any]) -> Iterator[str]:
+    """A mapping as YAML: a line a key, a line an entry of lists of sections."""
+    for key, value in values.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            yield f"{key}:"
+            yield from (f"  - {_flow(item)}" for item in value)
+        elif isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
+            yield f"{key}:"
+            yield from (f"  {name}: {_flow(item)}" for name, item in value.items())
+        else:
+            yield f"{key}: {_flow(value)}"
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_flow(item) for item in value)}]"
+    return yaml_value(value)

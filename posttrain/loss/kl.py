@@ -72,15 +72,6 @@ def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
     return torch.where(batch.mask, logp, 0.0) - reference
 
 
-def adaptive_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: float) -> float:
-    """The coefficient after a step that measured `kl` on `n_steps` samples (arXiv 1909.08593).
-
-    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon).
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * n_steps / horizon)
-
-
 def _k3(d: Tensor) -> Tensor:
     d = d.clamp(-D_LIMIT, D_LIMIT)
     return ((-d).exp() + d - 1).clamp(-K3_LIMIT, K3_LIMIT)

@@ -62,7 +62,8 @@ def _needs(recipe: Any) -> Found:
             yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
         for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made):
             if need in FROM_COMPONENTS:
-                what, right = f"`{section.use}` reads {need}, and no component makes them", _maker(need)
+                what = f"`{section.use}` reads {need}, and no component makes them"
+                right = f"write `advantage: {maker(need)}`"
             else:
                 what = f"`{section.use}` needs {need}: {WHY_NOT.get(need, 'nothing in this recipe gives them')}"
                 right = "this stage samples one completion a prompt in one turn; use another component"
@@ -81,8 +82,9 @@ def _made(recipe: RlRecipe) -> set[str]:
 _MAKERS = ((("channels", "copo"), "channels"), (("gae", "step_gae"), "returns"))
 
 
-def _maker(need: str) -> str:
-    return next((f"write `advantage: {makers[0]}`" for makers, what in _MAKERS if what == need), "")
+def maker(need: str) -> str:
+    """The advantage that leaves such numbers behind."""
+    return next((makers[0] for makers, what in _MAKERS if what == need), "")
 
 
 def _exclusive(recipe: Any) -> Found:
@@ -94,7 +96,7 @@ def _exclusive(recipe: Any) -> Found:
         for deed in section.described.get("exclusive", []):
             if deed in doers:
                 other = doers[deed][1]
-                yield f"{key}.use", f"`{section.use}` and `{other}` both {deed}: that would be done twice", "keep one"
+                yield f"{key}.use", f"`{section.use}` and `{other}` both {deed}", "keep one of them"
             doers.setdefault(deed, (key, section.use))
 
 
@@ -152,7 +154,11 @@ def _controlled(recipe: Any) -> Found:
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
         if key not in known:
-            yield f"controllers.{key}", "is no number that can change during a run", f"one of: {', '.join(sorted(known))}"
+            yield (
+                f"controllers.{key}",
+                "is no number that can change during a run",
+                f"one of: {', '.join(sorted(known))}",
+            )
         largest = max(section.params.get("values", ()), default=0)
         if key == "rollout.max_new_tokens" and largest > known[key]:
             what = f"goes up to {largest:g}, and the engine starts for rollout.max_new_tokens {known[key]}"

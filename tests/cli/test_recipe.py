@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from posttrain import registry
 from posttrain.cli import doctor
+from posttrain.errors import RecipeError
 from posttrain.places import shipped
-from posttrain.recipe import presets
-from posttrain.recipe.load import load
+from posttrain.recipe import catalogue, presets
+from posttrain.recipe.load import load, load_dict
+from posttrain.recipe.tree import plain
+from posttrain.recipe.yaml import read
 
 Call = Callable[..., Any]
 
@@ -87,9 +92,14 @@ def test_schema(call: Call) -> None:
 def test_methods_list_has_everything(call: Call) -> None:
     listed = json.loads(call("methods", "list", "--json").stdout)
     names = {(item["kind"], item["name"]) for item in listed}
-    assert names == {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.index().items() for n in v}
+    known = {("preset", n) for n in presets.names()} | {(k, n) for k, v in registry.index().items() for n in v}
+    assert known <= names and {kind for kind, _ in names - known} == {"reward"}
+    assert ("reward", "length.soft_overlong") in names and ("reward", "tools.correctness") not in names
     text = call("methods", "list").stdout
     assert all(f"  {name} " in text for _, name in names)
+    assert max(map(len, text.splitlines())) <= 130
+    assert json.loads(call("methods", "list", "--kind", "factor", "--json").stdout)[0]["kind"] == "factor"
+    assert call("methods", "list", "--kind", "factr").exit_code == 2
 
 
 def test_methods_show(call: Call) -> None:
@@ -97,26 +107,42 @@ def test_methods_show(call: Call) -> None:
     for part in ("arxiv.org/abs/2503.14476", "clip_high: 0.28", "algorithm: dapo", "not in the paper:"):
         assert part in shown
     shown = call("methods", "show", "loss/clip").stdout
-    for part in ("clip_low   float, default 0.2", "use: clip", "policy loss"):
+    for part in ("clip_low   float, default 0.2", "use: clip", "policy loss", "used by:"):
         assert part in shown
     both = json.loads(call("methods", "show", "dpo", "--json").stdout)
     assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
+    assert "not beside: " in call("methods", "show", "correction/tis").stdout
+    assert "rollouts of several agents" in call("methods", "show", "dr_mas").stdout, "a name of the literature"
+
+
+def test_other_names_are_names_of_something() -> None:
+    entries = catalogue.entries()
+    for name in catalogue.OTHER_NAMES:
+        assert len(catalogue.named(name, entries)) == 1, name
+
+
+BASES = {
+    "rl": {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "a.b"}], "run": {"steps": 1}},
+    "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
+    "merge": {"models": [{"model": "a"}], "base_model": "b"},
+}
 
 
 def test_every_page_has_a_recipe_that_is_right(call: Call, folder: Path) -> None:
-    """The lines that `methods show` says to write load as they stand (KL needs a weight)."""
-    bases = {
-        "rl": "model: {path: tiny}\ndata: {source: x}\nrewards: [{use: a.b}]\nrun: {steps: 1}\n",
-        "dpo": "model: {path: tiny}\ndata: {source: x}\nrun: {steps: 1}\n",
-        "merge": "models: [{model: a}]\nbase_model: b\n",
-    }
-    for entry in json.loads(call("methods", "list", "--json").stdout):
+    """The lines that `methods show` says to write load as they stand, or the page says why no recipe can use it."""
+    refused = 0
+    for entry in catalogue.entries():
         page = json.loads(call("methods", "show", f"{entry['kind']}/{entry['name']}", "--json").stdout)[0]
-        head = "" if entry["kind"] == "preset" else f"stage: {entry['stage']}\n"
-        weight = "\n  coef: 0.1" if entry["kind"] == "kl" else ""
-        text = f"{head}{page['recipe']}{weight}\n{bases[entry['stage']]}"
-        (folder / "page.yaml").write_text(text, encoding="utf-8")
-        load("page.yaml")
+        (folder / "page.yaml").write_text(page["recipe"] + "\n", encoding="utf-8")
+        shown = plain(read(folder / "page.yaml").tree)
+        values = {"stage": entry["stage"], **BASES[entry["stage"]], **shown}
+        if page["unusable"]:
+            refused += 1
+            with pytest.raises(RecipeError):
+                load_dict(values, base_dir=folder, where="page")
+        else:
+            assert load_dict(values, base_dir=folder, where="page").recipe, entry["name"]
+    assert 0 < refused < 15
 
 
 def test_methods_show_of_nothing(call: Call) -> None:

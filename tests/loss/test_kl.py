@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
+from posttrain.control.adaptive import adaptive_coef
 from posttrain.errors import NonFiniteError
 from posttrain.loss import kl
 
@@ -92,5 +93,5 @@ def test_a_missing_reference_is_an_error_and_not_zero() -> None:
 )
 def test_adaptive_coefficient(measured: float, expected: float) -> None:
     """Target 0.1, 100 samples of a horizon of 1000: factor 1 + clip(kl / 0.1 - 1, -0.2, 0.2) / 10."""
-    found = kl.adaptive_coef(0.04, measured, target=0.1, horizon=1000, n_steps=100)
+    found = adaptive_coef(0.04, measured, target=0.1, horizon=1000, n_steps=100)
     assert found == pytest.approx(expected, rel=1e-12)

@@ -3,6 +3,7 @@
 from mechanics import advantages, aggregations, both, call, rl_step, token_terms, trace
 
 from posttrain.advantage import group, keep
+from posttrain.control import adaptive
 from posttrain.loss import kl
 
 ADAPTERS = {
@@ -36,7 +37,7 @@ ADAPTERS = {
     "kl_estimators": both(
         token_terms({"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "k3_is": kl.k3_is}, ignored=["kl_trace"]),
         trace(
-            kl.adaptive_coef,
+            adaptive.adaptive_coef,
             output="adaptive_kl_coef",
             over="kl_trace",
             state="kl_coef",

@@ -1,0 +1,74 @@
+"""`posttrain whatif`: other methods on the rollouts that a run has kept. No GPU, no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from posttrain.cli.guard import say
+from posttrain.cli.show import print_json
+from posttrain.cli.stage import Json
+from posttrain.errors import UserError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("whatif")(whatif)
+
+
+def whatif(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of an `rl` run.")],
+    algorithm: Annotated[str, typer.Option("--algorithm", metavar="A,B,C", help="Presets to try, comma-separated.")],
+    step: Annotated[int | None, typer.Option("--step", help="Which saved step; default: the newest.")] = None,
+    rows: Annotated[int, typer.Option("--rows", help="Also show the first ROWS rollouts, one by one.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """What other methods would have made of a run's rollouts: rows kept, advantages, the push on tokens, clips.
+
+    Nothing is generated and no model is loaded: rewards, lengths and log-probs are those that the run has kept
+    (run.keep_rollouts). With one update a step the policy is the one that sampled, and nothing can be clipped.
+    """
+    from posttrain.run.durable import read_json
+
+    resolved = read_json(run / "resolved.json")
+    if resolved is None or resolved.get("stage") != "rl":
+        raise UserError(f"{run} is no directory of an `rl` run", hint="give the folder that holds its resolved.json")
+    names = list(dict.fromkeys(name.strip() for name in algorithm.split(",") if name.strip()))
+
+    from posttrain.train import saved_rollouts
+    from posttrain.train.whatif import by_row, compare, summary
+
+    saved = saved_rollouts.read(run, step)
+    outcomes = compare(resolved, saved, names)
+    table = summary(outcomes, saved.batch)
+    single = by_row(outcomes, saved.batch)
+    if as_json:
+        print_json({"step": saved.batch.step + 1, "methods": table, "rows": single})
+        return
+    _print(table)
+    if rows:
+        typer.echo()
+        _print(single[:rows])
+    say(f"rollouts of step {saved.batch.step + 1}: {len(saved.batch)} rows, {int(saved.batch.mask.sum())} tokens")
+
+
+def _print(table: list[dict[str, Any]]) -> None:
+    """Columns of text; numbers with three digits."""
+    columns = list(dict.fromkeys(key for row in table for key in row if key != "note"))
+    cells = [columns, *([_cell(row.get(key)) for key in columns] for row in table)]
+    widths = [max(len(line[n]) for line in cells) for n in range(len(columns))]
+    notes = ["", *(row.get("note", "") for row in table)]
+    for line, note in zip(cells, notes, strict=True):
+        if note:
+            typer.echo(f"{line[0]:<{widths[0]}}  {note}")
+        else:
+            rest = "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+            typer.echo(f"{line[0]:<{widths[0]}}  {rest}".rstrip())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,46 @@
+"""A coefficient that follows a measured KL (PPO's adaptive KL, as in early RLHF)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.registry import register
+
+
+@register("controller", "adaptive_kl", paper="1909.08593")
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKl:
+    """Raises the number while the measured KL is above `target` and lowers it below, by at most 20% * rows / horizon.
+
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon) after each step; it starts at the recipe's number,
+    which must not be 0. Reads the metrics `kl` (mean over trained tokens, so the target is one a token) and
+    `rollout/rows`; a step without a KL changes nothing. target and horizon are for the user to set: early RLHF had 6
+    nats a whole answer and 10000.
+    """
+
+    target: float = 0.01
+    horizon: float = 10000.0
+
+    def start(self, initial: float) -> dict[str, Any]:
+        return {"coef": initial}
+
+    def value(self, state: Mapping[str, Any], step: int) -> float:
+        return float(state["coef"])
+
+    def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        kl = metrics.get("kl")
+        if kl is None or kl != kl:
+            return dict(state)
+        rows = metrics.get("rollout/rows", 1)
+        return {"coef": adaptive_coef(state["coef"], kl, target=self.target, horizon=self.horizon, n_steps=rows)}
+
+
+def adaptive_coef(coef: float, kl: float, *, target: float, horizon: float, n_steps: float) -> float:
+    """The coefficient after a step that measured `kl` on `n_steps` samples (arXiv 1909.08593).
+
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon).
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * n_steps / horizon)

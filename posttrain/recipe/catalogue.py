@@ -1,0 +1,275 @@
+"""Every method by name: presets, components, shipped rewards, each with the recipe lines that choose it. No torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from posttrain import registry
+from posttrain.places import known_files
+from posttrain.recipe import presets
+from posttrain.recipe.objective_checks import FROM_COMPONENTS, FROM_MODEL, FROM_ROLLOUTS, MARKS, WHY_NOT, maker
+
+Entry = dict[str, Any]
+
+# kind -> (what a reader calls it, its key in a recipe, how it stands there), in the order in which a step calls them
+KINDS = {
+    "reward": ("reward of a row", "rewards", "list"),
+    "group_reward": ("reward of a group", "group_rewards", "list"),
+    "keep": ("filter of groups and rows", "keep", "one"),
+    "advantage": ("advantage: the normaliser", "advantage", "one"),
+    "factor": ("factor on advantages", "factors", "list"),
+    "bonus": ("change of advantages", "bonuses", "list"),
+    "spread": ("credit by turn or token", "spread", "one"),
+    "select": ("selection of rows and tokens", "select", "list"),
+    "loss": ("policy loss", "loss", "one"),
+    "group_loss": ("policy loss over whole groups", "loss", "one"),
+    "correction": ("correction for other samplers", "corrections", "list"),
+    "kl": ("KL estimator", "kl", "one"),
+    "regulariser": ("term added to the loss", "regularisers", "list"),
+    "controller": ("what drives a number over the run", "controllers", "named"),
+    "pair_loss": ("preference loss", "loss", "one"),
+    "merge": ("merge method", "merge_method", "name"),
+}
+
+# Names of papers and of the field for what has a plainer name here.
+OTHER_NAMES = {
+    "adhint_adv": "advantage/adhint",
+    "batch_norm": "advantage/batch",
+    "cosine_length": "reward/length.cosine",
+    "dart_step_entropy": "select/step_entropy",
+    "decs_curriculum": "controller/redundancy",
+    "dr_grpo_adv": "advantage/group",
+    "dr_mas": "advantage/agent",
+    "duration_aware": "factor/duration",
+    "duration_weights": "factor/duration",
+    "grpo_norm": "advantage/group",
+    "hybrid_reward": "group_reward/hybrid",
+    "igpo": "advantage/information_gain",
+    "kl_estimators": "kl/k3",
+    "loss_aggregation": "loss/clip",
+    "ngram_repetition": "reward/length.ngram_repetition",
+    "proact_mc_critic": "advantage/mc_critic",
+    "reinforce_pp_adv": "advantage/reinforce_pp",
+    "rloo_adv": "advantage/rloo",
+    "scma": "reward/efficiency.segment_importance",
+    "soft_overlong": "reward/length.soft_overlong",
+    "thurstone_rank": "group_reward/thurstone",
+    "vl_dac": "advantage/step_gae",
+}
+
+
+def entries() -> list[Entry]:
+    """Presets, then components and rewards in the order of a step."""
+    found = [_preset(presets.preset(name)) for name in presets.names()]
+    found += _rewards()
+    for kind in KINDS:
+        found += [_component(kind, name, entry) for name, entry in registry.index().get(kind, {}).items()]
+    order = ["preset", *KINDS]
+    return sorted(found, key=lambda entry: order.index(entry["kind"]))
+
+
+def named(name: str, among: list[Entry]) -> list[Entry]:
+    """The entries of a name: `group`, `advantage/group`, or a name of the literature."""
+    wanted = OTHER_NAMES.get(name, name)
+    return [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
+
+
+def _preset(preset: presets.Preset) -> Entry:
+    recipe: dict[str, Any] = {"stage": preset.stage, "algorithm": preset.name}
+    return {
+        "kind": "preset",
+        "name": preset.name,
+        "stage": preset.stage,
+        "title": preset.title,
+        "paper": preset.paper,
+        "text": preset.purpose.strip(),
+        "choices": preset.choices,
+        "needs": _needs_of(preset),
+        "conflicts": [],
+        "unusable": "",
+        "not_stated": preset.not_stated.strip(),
+        "recipe": recipe | ({"rewards": preset.rewards} if preset.rewards else {}),
+    }
+
+
+def _needs_of(preset: presets.Preset) -> list[str]:
+    """What the components of a preset need of the model beside its log-probs, so that its cost can be seen."""
+    needs = {need for kind, name in chosen(preset) for need in registry.index()[kind][name]["needs"]}
+    return sorted(needs & (FROM_MODEL | {"groups", "several_updates"}))
+
+
+def chosen(preset: presets.Preset) -> Iterator[tuple[str, str]]:
+    """(kind, name) of every component that a preset names and that does something."""
+    for key, section in preset.choices.items():
+        kinds = [kind for kind, (_, place, _) in KINDS.items() if place == key]
+        items: list[Any] = section if isinstance(section, list) else [section]
+        if key == "controllers" and isinstance(section, dict):
+            items = list(section.values())
+        for item in items:
+            use = item.get("use") if isinstance(item, dict) else item
+            for kind in kinds:
+                idle = (
+                    kind == "kl" and item.get("coef", 0) == 0 and "kl.coef" not in preset.choices.get("controllers", {})
+                )
+                if use in registry.index().get(kind, {}) and not idle:
+                    yield kind, use
+
+
+def _component(kind: str, name: str, described: Entry) -> Entry:
+    keys = {
+        key: {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
+        for key, known in described["params"].items()
+    }
+    return {
+        "kind": kind,
+        "name": name,
+        "stage": {"pair_loss": "dpo", "merge": "merge"}.get(kind, "rl"),
+        "title": _title(described["doc"]),
+        "paper": described["paper"],
+        "text": described["doc"],
+        "keys": keys,
+        "needs": [need for need in described["needs"] if need != "every_row"],
+        "conflicts": list(_conflicts(kind, name, described)),
+        "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge") else "",
+        "not_stated": described["note"],
+        "presets": [p for p in presets.names() if (kind, name) in list(chosen(presets.preset(p)))],
+        "recipe": _recipe(kind, name, keys, described["needs"]),
+    }
+
+
+def _title(doc: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    first = " ".join(doc.partition("\n\n")[0].split())
+    return re.split(r"(?<=(?<!Dr)\.) ", first)[0]
+
+
+def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
+    """In a sentence each: what may not stand beside it."""
+    for deed in described.get("exclusive", []):
+        others = [
+            n
+            for k, group in registry.index().items()
+            for n, entry in group.items()
+            if deed in entry.get("exclusive", []) and (k, n) != (kind, name)
+        ]
+        if others:
+            yield f"{', '.join(others)}: each would {deed}"
+    for need, sentence in _CONFLICTS.items():
+        if need in described["needs"]:
+            yield sentence
+
+
+_CONFLICTS = {
+    "groups": "rollout.group_size 1: it compares the completions of a prompt",
+    "several_updates": "one update a step: it would do nothing",
+    "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
+}
+
+
+def _unusable(needs: list[str]) -> str:
+    """Why a recipe cannot use it: it is for callers who have such batches."""
+    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | MARKS
+    missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
+    return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
+
+
+def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, Any]:
+    """The least recipe that names a component, its stage's other sections left out."""
+    _, place, shape = KINDS[kind]
+    if shape == "name":
+        return {place: name}
+    section = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
+    section |= {key: known.get("default", _example(kind, name, key, known["type"])) for key, known in keys.items()}
+    shaped: dict[str, Any] = {place: {"one": section, "list": [section], "named": {"kl.coef": section}}[shape]}
+    if kind == "controller":
+        shaped = {"kl": {"coef": 0.01}, **shaped}
+    if "several_updates" in needs:
+        shaped["batch"] = {"minibatches": 2}
+    for need in needs:
+        if need in FROM_COMPONENTS - {"advantages"} and (made_by := maker(need)):
+            found = registry.index()["advantage"][made_by]["params"]
+            required = {k: _example("advantage", made_by, k, v[0]) for k, v in found.items() if len(v) == 1}
+            shaped = {"advantage": {"use": made_by, **required}, **shaped}
+    return shaped
+
+
+_KL = {"k1": {"coef": 0.1, "where": "reward"}}  # k1 has no useful gradient of its own
+
+
+def _example(kind: str, name: str, key: str, annotation: str) -> Any:
+    """A value for a required key: what a preset writes there, or one of its type."""
+    for preset in map(presets.preset, presets.names()):
+        sections = preset.choices.get(KINDS[kind][1], {})
+        if KINDS[kind][2] == "named" and isinstance(sections, dict):
+            sections = list(sections.values())
+        for section in sections if isinstance(sections, list) else [sections]:
+            if isinstance(section, dict) and section.get("use") == name and key in section:
+                return section[key]
+    words: dict[str, Any] = {
+        "int": 1,
+        "float": 1.0,
+        "bool": True,
+        "str": "correct",
+        "tuple": [1],
+        "list": [1],
+        "dict": {},
+    }
+    return next((value for word, value in words.items() if annotation.startswith(word)), 1)
+
+
+def _rewards() -> list[Entry]:
+    """The shipped rewards: `script.function`, read without being run."""
+    found = []
+    for script, path in sorted(known_files("rewards", [".py"]).items()):
+        for function in _reward_functions(path):
+            doc = ast.get_docstring(function) or ""
+            found.append(
+                {
+                    "kind": "reward",
+                    "name": f"{script}.{function.name}",
+                    "stage": "rl",
+                    "title": _title(doc),
+                    "paper": "",
+                    "text": doc,
+                    "needs": [],
+                    "conflicts": [],
+                    "unusable": "",
+                    "not_stated": "",
+                    "keys": _keys(function),
+                    "recipe": {"rewards": [{"use": f"{script}.{function.name}"}]},
+                }
+            )
+    return found
+
+
+def _keys(function: ast.FunctionDef) -> Entry:
+    """The keyword-only arguments of a function: type and default, which stays text where it is no plain value."""
+    keys: Entry = {}
+    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+        keys[argument.arg] = {"type": ast.unparse(argument.annotation) if argument.annotation else ""}
+        if default is not None:
+            try:
+                keys[argument.arg]["default"] = ast.literal_eval(default)
+            except ValueError:
+                keys[argument.arg]["default"] = ast.unparse(default)
+    return keys
+
+
+def _reward_functions(path: Path) -> list[ast.FunctionDef]:
+    """The functions that a script's EXAMPLES are about: those that it names, or the first that takes a completion."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    takers = [f for f in functions if f.args.args and f.args.args[0].arg == "completion"]
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "EXAMPLES"
+            and isinstance(node.value, ast.Dict)
+        ):
+            names = {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+            return [function for function in takers if function.name in names]
+    return takers[:1]
