@@ -45,7 +45,8 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
         [
             "r.yaml:4:16  model.lora.rank: must be a whole number, not 8.5",
             "r.yaml:10:3  loss.clip_lo: unknown key",
-            "  known here: use, aggregation, norm_len, count_empty_rows, mask_truncated, clip_high, clip_low",
+            "  known here: use, aggregation, norm_len, count_empty_rows, mask_truncated, clip_high, clip_low,"
+            " dual_clip",
             "  hint: did you mean `clip_low`?",
             "r.yaml:13:3  `lr` is given twice; first at r.yaml:12:3",
             "r.yaml:14:3  optim.shedule: unknown key",
@@ -104,7 +105,8 @@ def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
 
 def test_a_component_without_a_name(errors: Errors) -> None:
     told = errors(RL + "keep: {metric: reward}\n")
-    assert told == "r.yaml:6:1  keep.use: is missing\n  known: dynamic_sampling; or path/file.py:function"
+    assert told.startswith("r.yaml:6:1  keep.use: is missing\n  known: dynamic_sampling, ")
+    assert told.endswith("; or path/file.py:function")
 
 
 @pytest.mark.parametrize(
