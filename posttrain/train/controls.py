@@ -20,7 +20,7 @@ class Controls:
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, steps: int = 1) -> Controls:
-        """The controllers with their arguments; those of the user are looked for beside the recipe. steps: of the run."""
+        """The controllers with their arguments; the user's are looked for beside the recipe. steps: of the run."""
         found: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
             length = {"total_steps": steps} if section.params.get("total_steps", 0) is None else {}

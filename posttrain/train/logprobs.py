@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.train.attention import Packed
 
+MIN_CHUNK = 16  # tokens
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
 
 
@@ -195,7 +196,7 @@ def _project(
             found += [top.values, top.indices == t[:, None]]
         return tuple(found)
 
-    size = max(16, CHUNK_CELLS // head.project.weight.shape[0])
+    size = max(MIN_CHUNK, CHUNK_CELLS // head.project.weight.shape[0])
     if len(targets) <= size:
         return dict(zip(names, chunk(hidden, targets, temperature), strict=True))
     scales = temperature.split(size) if isinstance(temperature, Tensor) else repeat(temperature)

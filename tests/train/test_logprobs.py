@@ -8,7 +8,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from posttrain.train import logprobs
 from posttrain.train.attention import use_packed_attention
-from posttrain.train.logprobs import Sequences, check_head, completion_logprobs, micro_batches
+from posttrain.train.logprobs import (
+    Extras,
+    Sequences,
+    check_head,
+    completion_logprobs,
+    completion_scores,
+    micro_batches,
+)
 
 SEQUENCES = Sequences(
     ids=((1, 5, 9, 3), (1, 7, 2, 8, 4, 6, 11, 12), (2, 3), (4, 4, 4, 5, 6)),
@@ -118,3 +125,42 @@ def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
     assert packed == [[6], [1, 3], [4, 0, 2, 5]]  # 30; 9+7; 7+5+2+1
     for parts in (padded, packed):
         assert sorted(r for rows in parts for r in rows) == list(range(7))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_extras_are_those_of_the_model_s_own_logits(
+    packed: bool, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vocabulary means (with gradient), the most likely tokens, hidden states, values; a temperature for each row."""
+    model = small("llama")
+    if chunked:  # 3 positions at a time
+        monkeypatch.setattr(logprobs, "MIN_CHUNK", 3)
+        monkeypatch.setattr(logprobs, "CHUNK_CELLS", 3 * 32)
+    if packed:
+        assert use_packed_attention(model)
+    head = torch.nn.Linear(16, 1)
+    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0])
+    extras = Extras(vocab_mean=True, top_k=3, hidden=True, value_head=head)
+    found = completion_scores(model, SEQUENCES, 5, temperature, packed=packed, extras=extras)
+    plain = small("llama")
+    for n, (row, start) in enumerate(zip(SEQUENCES.ids, SEQUENCES.prompt_lengths, strict=True)):
+        out = plain(input_ids=torch.tensor([row]), output_hidden_states=True)
+        logp = (out.logits[0].float() / temperature[n]).log_softmax(-1)
+        for t, token in enumerate(row[start:]):
+            at = logp[start + t - 1]
+            state = out.hidden_states[-1][0, start + t - 1].float()
+            close = {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(found["vocab_mean_logp"][n, t], at.mean(), **close)
+            torch.testing.assert_close(found["topk_logp"][n, t], at.topk(3).values, **close)
+            assert found["topk_chosen"][n, t].tolist() == (at.topk(3).indices == token).tolist()
+            torch.testing.assert_close(found["hidden"][n, t], state, **close)
+            torch.testing.assert_close(found["values"][n, t], head(state)[0], **close)
+        assert not found["values"][n, len(row) - start :].any()
+    found["vocab_mean_logp"].sum().backward(retain_graph=True)
+    assert any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = None
+    found["values"].sum().backward()
+    assert all(p.grad is None for p in model.parameters()), "a critic leaves the policy alone"
+    assert head.weight.grad is not None and bool(head.weight.grad.any())

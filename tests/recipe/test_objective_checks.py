@@ -1,0 +1,107 @@
+"""Recipes that would be a silent no-op, or could not work, are refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.objective_checks import numbers
+
+BASE: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "tiny"},
+    "data": {"source": "x"},
+    "rewards": [{"use": "math.accuracy"}],
+    "run": {"steps": 1},
+}
+
+
+def problems(**changes: Any) -> str:
+    """What is told about a recipe, "" if nothing."""
+    try:
+        load_dict({**BASE, **changes}, base_dir=Path.cwd(), where="r")
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+TWO = {"minibatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "right"),
+    [
+        ({"regularisers": ["llds"]}, "does nothing with one update", {"batch": TWO}),
+        ({"algorithm": "llds", "batch": {"minibatches": 1}}, "does nothing with one update", {"batch": TWO}),
+        ({"rollout": {"group_size": 1}}, "there is only 1", {"rollout": {"group_size": 2}}),
+        ({"loss": {"use": "gspo", "clip_low": 0.2}}, "never clips", {"loss": {"use": "gspo", "clip_low": 3e-4}}),
+        (
+            {"keep": "dynamic_sampling", "group_rewards": ["length_zscore"]},
+            "drops the groups that are all right",
+            {"keep": {"use": "dynamic_sampling", "metric": "reward"}},
+        ),
+        (
+            {"keep": ["some_right", "mixed"], "group_rewards": [{"use": "remaining_length", "max_length": 9}]},
+            "drops the groups",
+            {"keep": "some_right"},
+        ),
+        ({"corrections": ["tis", "minirl"]}, "both correct", {"corrections": ["tis"]}),
+        ({"corrections": ["tis"], "loss": "decoupled_ppo"}, "both correct", {"corrections": []}),
+        ({"corrections": ["tis"], "loss": "copg"}, "there are no tokens to weigh", {"corrections": []}),
+        ({"loss": "rl_plus"}, "rollouts mixed with given solutions", {"loss": "cispo"}),
+        ({"advantage": "agent"}, "rollouts of several agents", {"advantage": "group"}),
+        ({"regularisers": ["value"]}, "no component makes them", {"advantage": "gae"}),
+        ({"critic": {"lr": 1e-3}}, "no component reads a critic", {"advantage": "gae"}),
+        (
+            {"loss": "disco", "batch": {"minibatches": 64}, "rollout": {"prompts_per_step": 32}},
+            "needs whole groups in a minibatch",
+            {"batch": {"minibatches": 32}},
+        ),
+        ({"loss": {"use": "pacs", "aggregation": "token_mean"}}, "does nothing: loss `pacs`", {"loss": "pacs"}),
+        ({"controllers": {"kl.cof": "grpo_d"}}, "is no number that can change", {"controllers": {"kl.coef": "grpo_d"}}),
+        ({"controllers": {"loss.aggregation": "grpo_d"}}, "is no number that can change", {"controllers": {}}),
+        (
+            {"controllers": {"rollout.max_new_tokens": {"use": "stages", "values": [256, 1024], "until": [5]}}},
+            "goes up to 1024",
+            {"rollout": {"max_new_tokens": 1024}},
+        ),
+        ({"kl": {"use": "k1"}, "controllers": {"kl.coef": "grpo_d"}}, "k1 in the loss", {"kl": {"use": "k2"}}),
+    ],
+)
+def test_refused_with_the_reason(changes: dict[str, Any], told: str, right: dict[str, Any]) -> None:
+    """And the recipe that does what the hint says is taken."""
+    assert told in problems(**changes)
+    assert problems(**{**changes, **right}) == ""
+
+
+def test_a_preset_s_own_choice_is_refused_where_the_user_made_it_idle() -> None:
+    """It is told at `algorithm`, which the user wrote."""
+    assert problems(algorithm="llds", batch={"minibatches": 1}).startswith("r  regularisers.0.use:")
+
+
+def test_one_filter_or_several(tmp_path: Path) -> None:
+    one = load_dict({**BASE, "keep": "mixed"}, base_dir=tmp_path, where="r").recipe
+    two = load_dict({**BASE, "keep": ["mixed", "some_right"]}, base_dir=tmp_path, where="r").recipe
+    assert [k.use for k in one.keeps] == ["mixed"] and [k.use for k in two.keeps] == ["mixed", "some_right"]
+    assert [key for key, _ in two.components()][:3] == ["keep.0", "keep.1", "advantage"]
+
+
+def test_overrides_reach_into_lists_and_short_forms(tmp_path: Path) -> None:
+    values = {**BASE, "factors": ["adora"], "corrections": [{"use": "tis"}]}
+    loaded = load_dict(
+        values, base_dir=tmp_path, where="r", overrides=["factors.0.w_tas=2.0", "corrections.0.clip_max=3.0"]
+    )
+    assert loaded.recipe.factors[0].params["w_tas"] == 2.0
+    assert loaded.recipe.corrections[0].params["clip_max"] == 3.0
+
+
+def test_the_numbers_of_a_recipe(tmp_path: Path) -> None:
+    values = {**BASE, "regularisers": [{"use": "kl_old", "coef": 0.5}], "batch": TWO}
+    recipe = load_dict(values, base_dir=tmp_path, where="r").recipe
+    found = numbers(recipe)
+    assert found["regularisers.0.coef"] == 0.5 and found["loss.clip_low"] == 0.2 and found["rollout.group_size"] == 8
+    assert "loss.clip_high" not in found, "null is no number"

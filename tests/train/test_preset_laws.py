@@ -1,0 +1,181 @@
+"""What every preset of stage rl obeys when its parts work together, whatever its formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import RolloutBatch
+from posttrain.recipe import presets
+from posttrain.train.objective import Objective
+
+NAMES = presets.names("rl")
+F64 = torch.float64
+NORMALISED = [n for n in NAMES if "groups" in Objective.from_preset(n).advantage.needs]
+# A square of a mean over the groups of one pass (disco, drpo); a mean over the tokens of one pass, which is TRL's bnpo.
+BY_PASS = {"disco": {"loss": {"kl_beta": 0.0}}, "drpo": {"loss": {"kl_beta": 0.0}}, "bnpo": None}
+ROUGH = {"verl_rank"}  # singular values in float32
+
+LENGTHS = torch.tensor([4, 6, 1, 5, 2, 3, 6, 4, 0, 3, 5, 2, 6, 1, 2])
+MASK = torch.arange(6) < LENGTHS[:, None]
+GROUPS = torch.arange(15) // 3
+MIXED = torch.tensor(
+    [1, 0, 0, 1, 1, 1, 0, 0, 0, 1, 0, 1, 0, 0, 1], dtype=F64
+)  # mixed, all right, all wrong, mixed, mixed
+MARKS = ("target", "easiness", "difficulty")
+
+
+def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype: torch.dtype = F64) -> RolloutBatch:
+    """Five groups of three rows of uneven length, one empty; masked cells hold `garbage`."""
+    generator = torch.Generator().manual_seed(5)
+
+    def matrix(*depth: int) -> torch.Tensor:
+        values = torch.rand(15, 6, *depth, generator=generator, dtype=F64)
+        return torch.where(MASK.reshape(15, 6, *[1] * len(depth)), values, garbage).to(dtype)
+
+    named = [reward.get("name") or reward["use"].rpartition(".")[2] for reward in presets.preset(name).rewards]
+    parts = ["necessary_prefix/start", "necessary_prefix/end"]
+    return RolloutBatch(
+        group_ids=GROUPS,
+        mask=MASK,
+        rewards=rewards.to(dtype),
+        correct=rewards.to(dtype),
+        components={
+            **dict.fromkeys(named or ["reward"], rewards.to(dtype)),
+            **dict.fromkeys(parts, LENGTHS.to(dtype) / 2),
+        },
+        columns=dict.fromkeys(MARKS, (GROUPS + 1).to(dtype)),
+        truncated=torch.zeros(15, dtype=torch.bool),
+        lengths=LENGTHS,
+        answer_ids=torch.where(rewards > 0.5, 0, torch.arange(15)),
+        old_logp=-matrix(),
+        rollout_logp=-matrix(),
+        ref_logp=-matrix(),
+        tempered_ref_logp=-matrix(),
+        entropy=matrix(),
+        values=matrix(),
+        new_values=matrix(),
+        hidden=matrix(4),
+        topk_logp=-matrix(3).sort(-1).values,
+        topk_chosen=torch.zeros(15, 6, 3, dtype=torch.bool),
+        vocab_mean_logp=-matrix() - 5,
+        old_vocab_mean_logp=-matrix() - 5,
+        prompt_logp=-matrix(),
+        prompt_mask=MASK,
+        step=1,
+        total_steps=4,
+    )
+
+
+def policy(garbage: float = 0.0, dtype: torch.dtype = F64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(6)
+    values = torch.where(MASK, -torch.rand(15, 6, generator=generator, dtype=F64), garbage)
+    return values.to(dtype).requires_grad_()
+
+
+def objective_of(name: str, **changes: Any) -> Objective:
+    smaller = {"riskpo": {"advantage": {"bundle_size": 5}}}.get(name, {})
+    return Objective.from_preset(name, **{"rollout": {"max_new_tokens": 6}, **smaller, **changes})
+
+
+def gradient(objective: Objective, rows: RolloutBatch, logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    assigned = objective.assign(rows)
+    loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
+    (found,) = torch.autograd.grad(loss, logp)
+    return loss.detach(), found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_is_a_gradient_and_it_is_finite(name: str) -> None:
+    _, found = gradient(objective_of(name), batch(name), policy())
+    assert found.isfinite().all() and found.any()
+    assert not found[~MASK].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("garbage", [1e30, float("inf"), float("nan")])
+def test_garbage_under_the_mask_changes_nothing(name: str, garbage: float) -> None:
+    clean = gradient(objective_of(name), batch(name), policy())
+    dirty = gradient(objective_of(name), batch(name, garbage=garbage), policy(garbage))
+    torch.testing.assert_close(dirty, clean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_split_equals_whole(name: str) -> None:
+    """Micro-batches of whole groups, in any number, add up to the whole: loss, gradient and statistics."""
+    changes = BY_PASS.get(name, {})
+    if changes is None:
+        pytest.skip("it is defined by the micro-batch")
+    objective = objective_of(name, **changes)
+    logp = policy()
+    assigned = objective.assign(batch(name))
+    totals = objective.totals(assigned)
+    whole, stats = objective.loss(assigned, logp, totals)
+    (expected,) = torch.autograd.grad(whole, logp)
+    logp = policy()
+    parts = [list(range(3)), list(range(3, 9)), list(range(9, 15))]
+    found = [objective.loss(assigned.select(part), logp[part], totals) for part in parts]
+    loss = sum((part for part, _ in found), torch.zeros((), dtype=F64))
+    torch.testing.assert_close(loss.detach(), whole.detach(), check_dtype=False)
+    torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], expected)
+    for key, value in stats.items():
+        if not key.endswith("/kl") or not objective.whole_groups:
+            torch.testing.assert_close(sum(s.get(key, 0.0) for _, s in found), value, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_without_signal_have_no_gradient(name: str) -> None:
+    """They are never passed through the model, so none may be needed."""
+    objective = objective_of(name)
+    assigned = objective.assign(batch(name))
+    logp = policy()
+    loss, _ = objective.loss(assigned, logp, objective.totals(assigned))
+    (found,) = torch.autograd.grad(loss, logp)
+    assert not found[~objective.has_signal(assigned)].any()
+    active = objective.has_signal(assigned)
+    part = assigned.select(active)
+    again, _ = objective.loss(part, logp[active], objective.totals(assigned))
+    if name != "bnpo":
+        torch.testing.assert_close(torch.autograd.grad(again, logp)[0], found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "rewards", [torch.ones(15), torch.zeros(15), torch.full((15,), float("nan"))], ids=["1", "0", "nan"]
+)
+def test_equal_or_unknown_rewards_are_finite(name: str, rewards: torch.Tensor) -> None:
+    rows = batch(name, rewards.to(F64))
+    if rewards.isnan().any():
+        rows = rows.replace(correct=torch.zeros(15, dtype=F64))  # filters want to know what is right
+    loss, found = gradient(objective_of(name), rows, policy())
+    assert loss.isfinite() and found.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_groups_of_one_have_no_advantage(name: str) -> None:
+    """Where a baseline is that of the group, one row is its own baseline. (COPO compares prompts as well.)"""
+    objective = dataclasses.replace(objective_of(name), keep=(), bonuses=(), group_rewards=())
+    rows = batch(name).replace(group_ids=torch.arange(15))
+    advantages = objective.assign(rows).advantages
+    assert advantages is not None and advantages.isfinite().all()
+    if name not in ("copo", "riskpo", "bnpo_beta"):  # bundles of prompts; a group of one has p = 0 in its source
+        assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_is_close_to_float64(name: str) -> None:
+    single = gradient(objective_of(name), batch(name, dtype=torch.float32), policy(dtype=torch.float32))
+    double = gradient(objective_of(name), batch(name), policy())
+    size = float(double[1].abs().max())
+    rough = 1e-2 if name in ROUGH else 2e-4
+    torch.testing.assert_close(single[1].double(), double[1], rtol=rough, atol=rough * max(size, 1e-6))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_states_what_it_chooses(name: str) -> None:
+    found = presets.preset(name)
+    assert found.title and found.purpose and found.not_stated and found.stage == "rl"
+    assert {"loss", "kl"} <= found.choices.keys() | {"kl"}
