@@ -305,6 +305,11 @@ class Run(Section):
     )
     samples_per_step: Annotated[int, Field(ge=0)] = Field(4, description="rollouts written to samples.jsonl a step")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop cleanly after this much training")
+    hang_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        5.0,
+        description="stop, with the stacks of all threads in logs/, when a phase of a step takes longer than this and "
+        "than 10 times its median (6 times this while it has none); null = never",
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Run:

@@ -44,6 +44,7 @@ _NO_TRAINING = dict.fromkeys(
         "run.log_every",
         "run.samples_per_step",
         "run.keep_rollouts",
+        "run.hang_minutes",
     ),
     "this stage does not train",
 )

@@ -45,6 +45,7 @@ MAY_CHANGE = {
     "run.keep_checkpoints",
     "run.keep_rollouts",
     "run.log_every",
+    "run.hang_minutes",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
 _STARTED = {LOCK, "recipe.yaml", "env.json", "logs"}  # what a start that died before resolved.json has left

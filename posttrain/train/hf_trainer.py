@@ -30,6 +30,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
+from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, optim
 
 
@@ -104,10 +105,11 @@ class RunLoop:
     metrics: MetricsLog
     progress: Progress
     stop: GracefulStop
+    watchdog: Watchdog
     sums: dict[str, Any]
 
-    def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop) -> None:
-        self.metrics, self.progress, self.stop = metrics, progress, stop
+    def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
+        self.metrics, self.progress, self.stop, self.watchdog = metrics, progress, stop, watchdog
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
         """What the summed loss of one optimiser step is divided by."""
@@ -133,6 +135,8 @@ class RunLoop:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums = batches, 0, {}
         step = self.job.state.step
+        self.watchdog.begin_step(step)
+        self.watchdog.enter("update")
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(derive(self.job.recipe.run.seed, "step", step))
         return batches, torch.tensor(max(self.denominator(batches), 1), device=device)
@@ -159,13 +163,15 @@ class RunLoop:
         if "loss" not in logs:  # the trainer's closing summary: ours is `train`'s
             return
         run, state = self.job.recipe.run, self.job.state
+        self.watchdog.leave()
         self.last_metrics = values = self._finish_step(logs["loss"], logs["grad_norm"])
         over = self.job.finished or self.stop.requested
         if state.step % run.log_every == 0 or self.job.finished:
             self.metrics.write(state.step, values)
         self.progress.update(state.step, values)
         if over or (run.save_every and state.step % run.save_every == 0):
-            save_checkpoint(self.job)
+            with self.watchdog.phase("save"):
+                save_checkpoint(self.job)
         if over:
             self.control.should_training_stop = True  # type: ignore[attr-defined]
 
@@ -242,12 +248,13 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
         contextlib.closing(metrics),
         GracefulStop() as stop,
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
+        Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
         for note in notes:
             progress.note(note)
         if job.state.step:
             progress.note(f"resumed after step {job.state.step}")
-        trainer.attach(metrics, progress, stop)
+        trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
             with explained_out_of_memory(job):
                 trainer.train()

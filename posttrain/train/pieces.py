@@ -16,6 +16,7 @@ from posttrain.errors import UserError
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
+from posttrain.run.watchdog import Watchdog
 from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
 from posttrain.train.reference import ReferencePolicy
@@ -39,6 +40,7 @@ class Pieces:
     reference: ReferencePolicy | None
     critic: nn.Module | None  # a value head, where a component reads values
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
+    watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written
 
     @property

@@ -29,6 +29,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
+from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, optim, saved_rollouts
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
@@ -60,13 +61,15 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         GracefulStop() as stop,
         Progress("rl", steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
+        Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
         progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
         loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
         critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
         check_fits(prepared.items, recipe.rollout, model_window(loaded))
         max_len = needed_length(prepared.items, recipe.rollout)
-        engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
+        with watchdog.phase("engine start"):
+            engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
         try:
             pieces = Pieces(
                 recipe=recipe,
@@ -84,6 +87,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 reference=reference_policy(loaded) if objective.needs & set(BY_REFERENCE) else None,
                 critic=critic,
                 packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
+                watchdog=watchdog,
                 dump=directory.path / "failed",
             )
             return train(pieces, directory, steps, progress, stop)
@@ -107,10 +111,12 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
     last: dict[str, Any] = {}
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()
+        p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
         rollouts, values, saved = step(p.at(numbers), state)
         state.controllers = p.controls.update(state.controllers, values, state.step)
         values |= {f"control/{key}": number for key, number in numbers.items()}
+        values |= p.watchdog.times()
         values["time/step"] = time.perf_counter() - started
         state.step += 1
         state.seconds += values["time/step"]
@@ -125,10 +131,14 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         ends = state.step == steps or _out_of_time(settings.max_minutes, state.seconds)
         due = settings.save_every is not None and state.step % settings.save_every == 0
         if due or ends or stop.requested:
-            checkpoint.save(directory.checkpoints, state, p.loaded, p.optimizer, settings.keep_checkpoints, p.critic)
+            with p.watchdog.phase("save"):
+                checkpoint.save(
+                    directory.checkpoints, state, p.loaded, p.optimizer, settings.keep_checkpoints, p.critic
+                )
         if stop.requested:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
-    report = save(p.loaded, directory.final)
+    with p.watchdog.phase("final save"):
+        report = save(p.loaded, directory.final)
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
@@ -143,38 +153,33 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
 def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step. Returns the scored rollouts, the step's metrics, and what `whatif` needs of the rollouts; moves
     `state` past the prompts that it drew."""
-    clock = time.perf_counter()
     rollouts, gathered = collect(p, state)
-    times = {"time/rollout": time.perf_counter() - clock - gathered["time/score"]}
-
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     scored = batch_of(p, rollouts, state).to(p.loaded.device)
-    scored = measure(p, scored, sequences, range(len(scored)), p.objective.needs_before_the_loss)
+    with p.watchdog.phase("measure"):
+        scored = measure(p, scored, sequences, range(len(scored)), p.objective.needs_before_the_loss)
     batch = p.objective.assign(scored)
     state.memory = dict(batch.memory)
     values = {**gathered, **rollout_metrics(rollouts, batch.to("cpu")), "num_tokens": state.tokens}
 
-    clock = time.perf_counter()
-    metrics, measured, logp = update(p, batch, sequences, state.step)
-    times["time/update"] = time.perf_counter() - clock
-
-    clock = time.perf_counter()
-    p.engine.sync(p.loaded.model, state.step + 1)
-    times["time/sync"] = time.perf_counter() - clock
-    return rollouts, {**values, **metrics, **times}, saved_rollouts.of(scored, measured, logp)
+    with p.watchdog.phase("update"):
+        metrics, measured, logp = update(p, batch, sequences, state.step)
+    with p.watchdog.phase("sync"):
+        p.engine.sync(p.loaded.model, state.step + 1)
+    return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
 def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any]]:
     """Scored rollouts of one step. With `keep` and max_gen_batches > 1, dropped groups are replaced by new prompts."""
     settings = p.recipe.rollout
-    gathered: dict[str, Any] = {"time/score": 0.0}
+    gathered: dict[str, Any] = {}
     accumulator = p.objective.accumulator(settings.prompts_per_step, settings.max_gen_batches)
     rollouts: list[Rollout] = []
     while True:
         drawn = p.sampler.take(state.position, settings.prompts_per_step)
         state.position += len(drawn)
-        with p.loaded.autocast() if settings.engine == "transformers" else nullcontext():
+        with p.watchdog.phase("rollout"), p.loaded.autocast() if settings.engine == "transformers" else nullcontext():
             fresh = p.engine.generate(
                 [p.prompts[i] for i in drawn],
                 settings.group_size,
@@ -182,7 +187,8 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
                 seed=derive(p.recipe.run.seed, "rollout", state.step, accumulator.batches),
                 first_group=accumulator.batches * settings.prompts_per_step,
             )
-        _score(p, fresh, state.step, gathered)
+        with p.watchdog.phase("score"):
+            _score(p, fresh, state.step, gathered)
         kept = accumulator.add(batch_of(p, fresh, state))
         rollouts += [r for r in fresh if r.group in kept]
         if accumulator.full:
@@ -199,7 +205,7 @@ def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) ->
 
 
 def _score(p: Pieces, rollouts: Sequence[Rollout], step: int, gathered: dict[str, Any]) -> None:
-    """Fill in scores, reward and correctness of each rollout; add counts and seconds to `gathered`."""
+    """Fill in scores, reward and correctness of each rollout; add counts to `gathered`."""
     ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
     samples = [
         Sample(
@@ -218,7 +224,6 @@ def _score(p: Pieces, rollouts: Sequence[Rollout], step: int, gathered: dict[str
     for i, r in enumerate(rollouts):
         r.scores = {name: column[i] for name, column in scores.components.items()}
         r.reward, r.correct = scores.rewards[i], scores.correct[i]
-    gathered["time/score"] += scores.seconds
     for what, counts in (("errors", scores.errors), ("timeouts", scores.timeouts), ("abstained", scores.abstained)):
         for name, count in counts.items():
             key = f"rewards/{name}/{what}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,8 +18,10 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
+from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
+from posttrain.run.watchdog import Watchdog
 from posttrain.train import policy, rl
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.rl_metrics import Mismatch, rollout_metrics, signal, signal_note
@@ -291,3 +295,21 @@ def test_minibatches_keep_groups_whole_and_lose_no_row() -> None:
     assert any(parts != minibatches(groups, 2, seed=s) for s in range(5))
     rows = minibatches(torch.zeros(5, dtype=torch.long), 3, seed=0)  # one group: rows are divided
     assert sorted(r for part in rows for r in part) == list(range(5)) and len(rows) == 3
+
+
+def test_a_hang_is_told_by_phase(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight sync of step 2 never returns: the watchdog names it. Here it lets go instead of ending the process."""
+    woken = threading.Event()
+
+    def sync(self: TransformersEngine, model: Any, version: int) -> None:
+        del model
+        if version == 2:
+            woken.wait(20)
+        self.version = version
+
+    monkeypatch.setattr(TransformersEngine, "sync", sync)
+    monkeypatch.setattr(rl, "Watchdog", functools.partial(Watchdog, poll_s=0.05, stop=woken.set))
+    with opened() as directory:
+        rl.run(recipe(run={"steps": 2, "hang_minutes": 1.0 / 60}), directory)
+        told = (directory.logs / "hang-rank0.txt").read_text()
+    assert woken.is_set() and told.startswith("rank 0, step 2: the phase `sync`") and "in sync" in told

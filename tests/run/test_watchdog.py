@@ -1,0 +1,94 @@
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from posttrain.run.watchdog import Watchdog
+
+MINUTES = 0.05 / 60  # a floor of 50 ms
+
+
+def stuck_in_the_library(event):
+    event.wait(5)
+
+
+def watch(folder, minutes=MINUTES, **changes):
+    ended = threading.Event()
+    return Watchdog(folder, minutes, poll_s=0.01, stop=ended.set, **changes), ended
+
+
+def test_a_hang_is_named_with_its_stack(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    watchdog, ended = watch(tmp_path)
+    with watchdog:
+        watchdog.begin_step(6)
+        with watchdog.phase("rollout"):
+            pass
+        with watchdog.phase("sync"):
+            stuck_in_the_library(ended)
+    assert ended.is_set()
+    written = (tmp_path / "hang-rank3.txt").read_text()
+    assert written.startswith("rank 3, step 7: the phase `sync` takes longer than")
+    assert "stuck_in_the_library" in written
+    told = capsys.readouterr().err
+    assert "`sync`" in told and "hang-rank3.txt" in told and "run.hang_minutes" in told
+
+
+def test_a_phase_may_take_ten_times_its_median(tmp_path):
+    watchdog, _ = watch(tmp_path, minutes=1.0)
+    assert watchdog.limit("sync") == 360.0  # no median yet: six times the floor
+    watchdog._past["sync"] = [1.0, 2.0, 50.0]
+    assert watchdog.limit("sync") == 60.0  # ten times the median is less than the floor
+    watchdog._past["sync"] = [20.0, 30.0, 500.0]
+    assert watchdog.limit("sync") == 300.0
+
+
+def test_slow_phases_within_their_limit_go_on(tmp_path):
+    watchdog, ended = watch(tmp_path)
+    with watchdog:
+        for _ in range(8):  # together longer than the limit of one
+            with watchdog.phase("rollout"):
+                time.sleep(0.03)
+        time.sleep(0.4)  # between phases nothing is watched
+    assert not ended.is_set() and not list(tmp_path.iterdir())
+
+
+def test_a_failed_phase_is_not_watched_on(tmp_path):
+    watchdog, ended = watch(tmp_path)
+    with watchdog:
+        with pytest.raises(ValueError), watchdog.phase("score"):
+            raise ValueError
+        time.sleep(0.4)
+    assert not ended.is_set() and watchdog.times() == {}
+
+
+def test_seconds_are_those_of_the_step(tmp_path):
+    watchdog, _ = watch(tmp_path, minutes=None)
+    with watchdog:
+        with watchdog.phase("engine start"):
+            pass
+        watchdog.begin_step(0)
+        for _ in range(2):
+            with watchdog.phase("rollout"):
+                time.sleep(0.01)
+    assert list(watchdog.times()) == ["time/rollout"] and watchdog.times()["time/rollout"] >= 0.02
+
+
+def test_the_process_ends_with_code_1(tmp_path):
+    """Also where the main thread cannot be interrupted and an `except` would catch everything."""
+    code = f"""
+import threading
+from pathlib import Path
+from posttrain.run.watchdog import Watchdog
+with Watchdog(Path({str(tmp_path)!r}), {MINUTES}, poll_s=0.01) as watchdog, watchdog.phase("save"):
+    while True:
+        try:
+            threading.Event().wait()
+        except BaseException:
+            pass
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "`save`" in done.stderr
+    assert (tmp_path / "hang-rank0.txt").is_file()
