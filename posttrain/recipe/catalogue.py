@@ -203,7 +203,7 @@ _KL = {"k1": {"coef": 0.1, "where": "reward"}}  # k1 has no useful gradient of i
 def _example(kind: str, name: str, key: str, annotation: str) -> Any:
     """A value for a required key: what a preset writes there, or one of its type."""
     for preset in map(presets.preset, presets.names()):
-        sections = preset.choices.get(KINDS[kind][1], {})
+        sections: Any = preset.choices.get(KINDS[kind][1], {})
         if KINDS[kind][2] == "named" and isinstance(sections, dict):
             sections = list(sections.values())
         for section in sections if isinstance(sections, list) else [sections]:

@@ -102,7 +102,7 @@ def summary(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, 
     lengths = batch.mask.sum(-1)
     longest = lengths >= lengths.double().quantile(0.75)
     right = batch.correct == 1 if batch.correct is not None else torch.zeros_like(longest)
-    table = []
+    table: list[dict[str, Any]] = []
     for one in outcomes:
         if one.missing:
             table.append({"method": one.name, "note": one.missing})
