@@ -197,3 +197,35 @@ def test_seeds_in_processes_of_their_own_tell_their_error(tmp_path):
         run(tmp_path, [merge], seeds=[0, 1], parallel=2)
     assert "ended with 2" in str(error.value) and "no-such-model" in str(error.value)
     assert str(tmp_path / "out" / "logs" / "attempt_1" / "seed-") in str(error.value)
+
+
+def test_a_stage_with_vllm_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """Its results are those of the same stage in this process; its output is logged beside its directory."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
+    stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
+    recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
+    summaries = []
+    for name, apart in (("here", False), ("apart", True)):
+        monkeypatch.setattr(pipeline, "uses_vllm", lambda _, apart=apart: apart)
+        summaries.append(pipeline.run_seed(recipe, tmp_path / name, 0)["sft"].summary)
+    assert summaries[0]["loss_last"] == summaries[1]["loss_last"]
+    assert (tmp_path / "apart" / "seed-0" / "sft.log").is_file()
+    assert not (tmp_path / "here" / "seed-0" / "sft.log").exists()
+
+
+def test_which_stages_use_vllm(tmp_path):
+    values = {**STAGES[1], "model": {"path": "tiny"}, "rollout": {"engine": "vllm"}}
+    assert pipeline.uses_vllm(load_dict(values, base_dir=tmp_path, where="test").recipe)
+    values = {**STAGES[4], "model": {"path": "tiny"}, "engine": {"engine": "vllm"}}
+    assert pipeline.uses_vllm(load_dict(values, base_dir=tmp_path, where="test").recipe)
+    for stage in (STAGES[0], {**STAGES[4], "model": {"path": "tiny"}}):
+        assert not pipeline.uses_vllm(load_dict(stage, base_dir=tmp_path, where="test").recipe)
+
+
+def test_the_error_of_a_stage_apart_is_told(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("")
+    stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
+    recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
+    monkeypatch.setattr(pipeline, "uses_vllm", lambda _: True)
+    with pytest.raises(UserError, match="no rows"):
+        pipeline.run_seed(recipe, tmp_path / "run", 0)

@@ -124,7 +124,7 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         state.first_metrics = first
         metrics.write(state.step, values)
         saved_rollouts.write(directory.path, state.step, saved, keep=settings.keep_rollouts)
-        samples.write(state.step, sample_records(rollouts[: settings.samples_per_step]))
+        samples.write(state.step, sample_records(rollouts, settings.samples_per_step))
         progress.update(state.step, values)
         if warning := signal_note(values):
             progress.note(warning)

@@ -114,8 +114,10 @@ def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: flo
     }
 
 
-def sample_records(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-    """What samples.jsonl keeps of a rollout."""
+def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, Any]]:
+    """What samples.jsonl keeps of `count` rollouts, evenly spaced, so that they come from several groups."""
+    count = min(count, len(rollouts))
+    chosen = [rollouts[i * len(rollouts) // count] for i in range(count)]
     return [
         {
             "uid": r.prompt.uid,
@@ -129,7 +131,7 @@ def sample_records(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
             "scores": r.scores,
             "version": r.version,
         }
-        for r in rollouts
+        for r in chosen
     ]
 
 

@@ -24,7 +24,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import policy, rl
 from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.rl_metrics import Mismatch, rollout_metrics, signal, signal_note
+from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal, signal_note
 from posttrain.train.update import minibatches
 
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -268,6 +268,12 @@ def test_rollout_metrics_leave_unscored_rows_out() -> None:
     assert values["reward"] == pytest.approx(2 / 3)
     assert values["reward_std"] == pytest.approx(0.5**0.5 / 2)
     assert values["completions/mean_length"] == 2.5 and values["completions/clipped_ratio"] == 0.0
+
+
+def test_samples_come_from_several_groups() -> None:
+    records = sample_records(rollouts([1.0, 0.0] * 4), 4)
+    assert [r["group"] for r in records] == [0, 1, 2, 3]
+    assert sample_records([], 4) == []
 
 
 def test_mismatch_by_hand() -> None:
