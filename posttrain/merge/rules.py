@@ -86,12 +86,16 @@ def merge_tensor(
     base: Tensor | None,
     weights: Sequence[float],
     params: Mapping[str, Any],
+    extra: Any = None,
 ) -> Tensor:
-    """One merged tensor; integer and boolean buffers are those of the base or the first model."""
+    """One merged tensor; integer and boolean buffers are those of the base or the first model.
+
+    extra: the fourth argument of a rule that takes one (its draws, or a count of entries).
+    """
     anchor = models[0] if base is None else base
     if not anchor.is_floating_point():
         return anchor.clone()
-    return rule(models, base, weights, **params)
+    return rule(models, base, weights, *([] if extra is None else [extra]), **params)
 
 
 def merge_state(
@@ -99,9 +103,10 @@ def merge_state(
     models: Sequence[Mapping[str, Tensor]],
     base: Mapping[str, Tensor] | None = None,
     weights: Sequence[float] | None = None,
+    extras: Mapping[str, Any] | None = None,
     **params: Any,
 ) -> dict[str, Tensor]:
-    """Merge whole state dicts in memory: name -> merged tensor. Default weight 1 each.
+    """Merge whole state dicts in memory: name -> merged tensor. Default weight 1 each; extras: as in `merge_tensor`.
 
     Raises MergeError when there are no models, weights do not match models, or names and shapes differ.
     """
@@ -114,7 +119,14 @@ def merge_state(
     for model in models:
         _same_names_and_shapes(anchor, model)
     return {
-        name: merge_tensor(rule, [m[name] for m in models], None if base is None else base[name], weights, params)
+        name: merge_tensor(
+            rule,
+            [m[name] for m in models],
+            None if base is None else base[name],
+            weights,
+            params,
+            None if extras is None else extras[name],
+        )
         for name in anchor
     }
 

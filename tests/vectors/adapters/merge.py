@@ -1,10 +1,54 @@
 """Merge rules."""
 
-from mechanics import merged
+from mechanics import both, merged
+from model_modes import on_matrices, on_states, ruled, with_rule
+from step_modes import chosen
 
-from posttrain.merge import rules
+from posttrain.merge import blends, deltas, lora, rules, states
+
+DELLA_CHANCES = on_states(states.chances, "probabilities", drops=["draws", "lam", "weights", "normalize", "rescale"])
 
 ADAPTERS = {
     "linear_merge": merged(rules.linear, names={}),
     "task_arithmetic": merged(rules.task_arithmetic, names={}),
+    "slerp": ruled(blends.slerp),
+    "ties": ruled(deltas.ties),
+    "dare": chosen(
+        {
+            "None": with_rule(states.with_draws, deltas.dare_linear, "merged"),
+            "linear": with_rule(states.with_draws, deltas.dare_linear, "merged"),
+            "ties": with_rule(states.with_draws, deltas.dare_ties, "merged"),
+        },
+        by="consensus",
+        default="None",
+    ),
+    "della": chosen(
+        {
+            "None": both(with_rule(states.with_draws, deltas.della_linear, "merged"), DELLA_CHANCES),
+            "ties": both(with_rule(states.with_draws, deltas.della, "merged"), DELLA_CHANCES),
+            "linear": both(with_rule(states.with_draws, deltas.della_linear, "merged"), DELLA_CHANCES),
+        },
+        by="consensus",
+        default="ties",
+    ),
+    "breadcrumbs": ruled(deltas.breadcrumbs),
+    "model_stock": both(ruled(deltas.model_stock), on_states(states.stock_shares, "t")),
+    "ram_merge": ruled(deltas.ram),
+    "checkpoint_average": ruled(blends.checkpoint_average, names={"checkpoints": "models"}),
+    "model_soup": on_states(states.model_soup, {"merged": "merged", "kept": "kept"}),
+    "update_selective_merge": on_states(states.update_selective, "merged"),
+    "dler_merge": on_states(
+        states.update_selective,
+        "merged",
+        names={"model": "tuned", "scope": "granularity"},
+        start={"at_least_one": False},
+    ),
+    "reasoning_vector": on_states(
+        states.reasoning_vector,
+        {"merged": "merged", "incompatible": "incompatible", "compatible": "compatible"},
+    ),
+    "lora_merge": on_matrices(
+        lora.fold_matrices, {"merged": "merged", "scaling": "scaling"}, ["weight", "lora_a", "lora_b"]
+    ),
+    "lora_combine": on_matrices(lora.combined_delta, "delta", [], {"adapters": lora.Factors}),
 }

@@ -1,0 +1,97 @@
+"""Merge rules without differences from a base: interpolation on the sphere, averages over checkpoints, soups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from posttrain.errors import MergeError
+from posttrain.merge.rules import raised
+from posttrain.registry import register
+
+
+@register("merge", "slerp", needs=("two_models",))
+def slerp(
+    models: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    *,
+    t: float = 0.5,
+    dot_threshold: float = 0.9995,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Spherical interpolation from the first model (t 0) to the second (t 1), tensor by tensor (mergekit's `slerp`).
+
+    A `base_model` is the first of the two. Linear where the tensors are nearly parallel (|cosine| > dot_threshold) or
+    one has a norm of at most eps; mergekit treats a tensor of zeros as orthogonal to everything.
+    """
+    del base, weights
+    if len(models) != 2:
+        raise MergeError(f"slerp is between exactly two models, not {len(models)}")
+    x, y = (raised(model) for model in models)
+    norms = float(x.norm()), float(y.norm())
+    cosine = float((x * y).sum()) / (norms[0] * norms[1]) if min(norms) > eps else 1.0
+    if abs(cosine) > dot_threshold:
+        return (1 - t) * x + t * y
+    angle = math.acos(cosine)
+    return (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
+
+
+@register("merge", "checkpoint_average")
+def checkpoint_average(
+    models: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    *,
+    mode: Literal["last_k", "ema"] = "last_k",
+    k: int | None = None,
+    decay: float = 0.99,
+    bias_correction: bool = False,
+) -> Tensor:
+    """Average of one run's checkpoints, given oldest first: the mean of the last k, or an exponential average.
+
+    `last_k`: k None or above their number takes all. `ema`: e_0 = c_0, e_i = decay e_{i-1} + (1 - decay) c_i; with
+    `bias_correction` it starts at 0 and is divided by 1 - decay^n. Of one checkpoint: itself.
+    """
+    del base, weights
+    shares = checkpoint_shares(len(models), mode=mode, k=k, decay=decay, bias_correction=bias_correction)
+    used = [(share, raised(tensor)) for share, tensor in zip(shares, models, strict=True) if share]
+    total = used[0][0] * used[0][1]
+    for share, tensor in used[1:]:
+        total += share * tensor
+    return total
+
+
+def checkpoint_shares(
+    count: int, *, mode: Literal["last_k", "ema"], k: int | None, decay: float, bias_correction: bool
+) -> list[float]:
+    """What each of `count` checkpoints, oldest first, has of the average; the shares sum to 1."""
+    if mode == "last_k":
+        if k is not None and k < 1:
+            raise MergeError(f"k {k}: at least one checkpoint must be averaged")
+        last = count if k is None else min(k, count)
+        return [0.0] * (count - last) + [1 / last] * last
+    if not 0 <= decay < 1:
+        raise MergeError(f"decay {decay:g} is not in [0, 1)")
+    ages = range(count - 1, -1, -1)
+    if bias_correction:
+        return [(1 - decay) * decay**age / (1 - decay**count) for age in ages]
+    return [decay**age * (1 if age == count - 1 else 1 - decay) for age in ages]
+
+
+def greedy_soup(scores: Sequence[float], score_of: Callable[[tuple[int, ...]], float]) -> list[int]:
+    """Which models of a greedy soup stay, in the order in which they were taken in.
+
+    The best one first (equal scores: by index); then each next one stays if `score_of(sorted indices of the kept set
+    with it)` is at least the score so far, which it then becomes. Never ends below the best single model.
+    """
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    kept, best = order[:1], scores[order[0]]
+    for candidate in order[1:]:
+        score = score_of(tuple(sorted([*kept, candidate])))
+        if score >= best:
+            kept, best = [*kept, candidate], score
+    return kept

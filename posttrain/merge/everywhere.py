@@ -1,0 +1,63 @@
+"""The largest entries of a whole model, found tensor by tensor: how many of each tensor are among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+_DIGIT = 16  # bits that one pass settles
+
+Deltas = Callable[[], Iterator[tuple[str, Tensor]]]  # starts anew at each call, the same names in the same order
+
+
+def counts(deltas: Deltas, density: float, at_least_one: bool) -> dict[str, int]:
+    """Name -> how many of its entries belong to the int(density * size) largest magnitudes of all tensors together.
+
+    Of equal magnitudes the earlier tensor's, and within a tensor the earlier entry, come first; so the entries meant
+    are the `count` largest of each tensor. Holds one tensor at a time: a non-negative float grows with its bits, which
+    are settled 16 at a time in passes over the tensors.
+    """
+    sizes = {name: delta.numel() for name, delta in deltas()}
+    wanted = int(density * sum(sizes.values()))
+    wanted = max(wanted, int(at_least_one and density > 0))
+    if wanted >= sum(sizes.values()):
+        return sizes
+    if wanted == 0:
+        return dict.fromkeys(sizes, 0)
+    threshold = _threshold(deltas, wanted)
+    above, equal = {}, {}
+    for name, delta in deltas():
+        bits = _bits(delta)
+        above[name], equal[name] = int((bits > threshold).sum()), int((bits == threshold).sum())
+    left = wanted - sum(above.values())
+    found = {}
+    for name in sizes:
+        taken = min(left, equal[name])
+        found[name], left = above[name] + taken, left - taken
+    return found
+
+
+def _threshold(deltas: Deltas, wanted: int) -> int:
+    """The bits of the `wanted`-th largest magnitude."""
+    width = 64 if next(deltas())[1].dtype == torch.float64 else 32
+    prefix, rank = 0, wanted
+    for shift in range(width - _DIGIT, -1, -_DIGIT):
+        histogram = torch.zeros(1 << _DIGIT, dtype=torch.int64)
+        for _, delta in deltas():
+            bits = _bits(delta)
+            if shift + _DIGIT < width:
+                bits = bits[(bits >> (shift + _DIGIT)) == prefix]
+            histogram += torch.bincount((bits >> shift) & ((1 << _DIGIT) - 1), minlength=1 << _DIGIT)
+        from_top = histogram.flip(0).cumsum(0)
+        place = int((from_top >= rank).nonzero()[0])
+        rank -= int(from_top[place - 1]) if place else 0
+        prefix = (prefix << _DIGIT) | ((1 << _DIGIT) - 1 - place)
+    return prefix
+
+
+def _bits(delta: Tensor) -> Tensor:
+    """The magnitudes as integers [n] that are ordered as they are."""
+    flat = delta.abs().reshape(-1)
+    return flat.view(torch.int64) if flat.dtype == torch.float64 else flat.float().view(torch.int32).long()

@@ -1,0 +1,87 @@
+"""Low-rank adapters as matrices: folded into a weight, and several combined. A [r, in], B [out, r]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import MergeError
+
+
+class Factors(NamedTuple):
+    """One adapter of one module: its part is scaling * b @ a."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scaling: float
+
+
+class Folded(NamedTuple):
+    """A weight with its adapter in it, and the scale that the adapter had."""
+
+    merged: Tensor
+    scaling: float
+
+
+def scaling(alpha: float, rank: int, *, rslora: bool = False) -> float:
+    """alpha / r, or alpha / sqrt(r) with rslora."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def fold_matrices(
+    weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, alpha: float, rslora: bool = False, fan_in_fan_out: bool = False
+) -> Folded:
+    """W + s B A in the precision of `weight`; transposed for layers that store [in, out]. MergeError if not finite."""
+    scale = scaling(alpha, lora_a.shape[0], rslora=rslora)
+    product = scale * (lora_b @ lora_a)
+    merged = weight + (product.T if fan_in_fan_out else product)
+    if not torch.isfinite(merged).all():
+        raise MergeError("the folded weight holds NaN or infinite values")
+    return Folded(merged, scale)
+
+
+def combine(
+    adapters: Sequence[Factors],
+    weights: Sequence[float],
+    method: Literal["cat", "svd", "linear"] = "cat",
+    *,
+    rank: int | None = None,
+) -> Factors:
+    """Several adapters of one module as one, scaling 1.
+
+    cat: exactly sum_i w_i s_i B_i A_i, ranks add up. svd: the same sum, best approximation of the given rank. linear: A
+    and B mixed apart with sqrt|w s| (the sign in A), as PEFT does; it has cross terms, so it is not the sum, and needs
+    equal ranks.
+    """
+    shares = [weight * adapter.scaling for weight, adapter in zip(weights, adapters, strict=True)]
+    if method == "linear":
+        if len({adapter.a.shape[0] for adapter in adapters}) > 1:
+            raise MergeError("`linear` mixes adapters of equal rank only", hint="use `cat` or `svd`")
+        roots = [math.sqrt(abs(share)) for share in shares]
+        a = sum(math.copysign(r, s) * x.a for r, s, x in zip(roots, shares, adapters, strict=True))
+        b = sum(r * x.b for r, x in zip(roots, adapters, strict=True))
+        return Factors(torch.as_tensor(a), torch.as_tensor(b), 1.0)
+    a = torch.cat([share * x.a for share, x in zip(shares, adapters, strict=True)])
+    b = torch.cat([x.b for x in adapters], dim=1)
+    if method == "cat":
+        return Factors(a, b, 1.0)
+    if rank is None or rank < 1:
+        raise MergeError("`svd` needs the rank of the result", hint="give `rank`")
+    u, s, v = torch.linalg.svd(b @ a, full_matrices=False)
+    return Factors(s[:rank, None] * v[:rank], u[:, :rank], 1.0)
+
+
+def combined_delta(
+    adapters: Sequence[Factors],
+    weights: Sequence[float],
+    *,
+    method: Literal["cat", "svd", "linear"] = "cat",
+    rank: int | None = None,
+) -> Tensor:
+    """What the combined adapter adds to the weight, [out, in]."""
+    joined = combine(adapters, weights, method, rank=rank)
+    return joined.scaling * (joined.b @ joined.a)

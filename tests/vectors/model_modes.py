@@ -1,0 +1,69 @@
+"""Modes for whole models: objects of tensors go in and come out. Shapes and names only, as in mechanics.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mechanics import Adapter, Case, Names, given, picked, renamed, tensor
+from torch import Tensor
+
+from posttrain.merge.rules import merge_state
+
+
+def states(value: Any) -> Any:
+    """An object of lists is a model, a list of them several; anything else stays."""
+    if isinstance(value, Mapping) and all(isinstance(item, list) for item in value.values()):
+        return {name: tensor(item) for name, item in value.items()}
+    return [states(item) for item in value] if isinstance(value, list) else value
+
+
+def on_states(
+    function: Callable[..., Any],
+    outputs: Names | str,
+    *,
+    names: Names | None = None,
+    drops: Sequence[str] = (),
+    start: Mapping[str, Any] | None = None,
+) -> Adapter:
+    """One call with models as tensors by name. drops: params and inputs that the function has no use for."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {**case["params"], **{name: states(value) for name, value in given(case["inputs"]).items()}}
+        kept = {name: value for name, value in values.items() if name not in drops}
+        return picked(function(**{**(start or {}), **renamed(kept, names or {})}), outputs)
+
+    return adapter
+
+
+def ruled(rule: Callable[..., Tensor], *, names: Names | None = None, drops: Sequence[str] = ()) -> Adapter:
+    """A merge rule over `models` and `base`."""
+
+    def function(models: Any, base: Any = None, **params: Any) -> Any:
+        return merge_state(rule, models, base, **params)
+
+    return on_states(function, "merged", names=names, drops=drops)
+
+
+def with_rule(function: Callable[..., Any], rule: Callable[..., Tensor], outputs: Names | str) -> Adapter:
+    """A function over models whose first argument is a merge rule."""
+
+    def bound(**values: Any) -> Any:
+        return function(rule, **values)
+
+    return on_states(bound, outputs)
+
+
+def on_matrices(
+    function: Callable[..., Any], outputs: Names | str, matrices: Sequence[str], made: Mapping[str, Any] | None = None
+) -> Adapter:
+    """One call in which the named inputs are tensors, and those in `made` are built from tensors by a function."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {**case["params"], **given(case["inputs"])}
+        values = {name: tensor(value) if name in matrices else value for name, value in values.items()}
+        for name, build in (made or {}).items():
+            values[name] = [build(**{k: tensor(v) for k, v in item.items()}) for item in values[name]]
+        return picked(function(**values), outputs)
+
+    return adapter
