@@ -36,13 +36,13 @@ class Engine(Protocol):
         *,
         seed: int,
         first_group: int = 0,
-        logprobs: bool = True,
+        logprobs: bool | int = True,
     ) -> list[Rollout]:
         """n completions of each prompt, group-major: those of prompts[i] are at i*n ... i*n+n-1, group first_group + i.
 
         Same seed, same prompts, same weights: same rollouts. Completion ids include the EOS token, or the token that
-        completed a stop string. logprobs=False leaves the segments' logps None. Raises DataError for a prompt that does
-        not fit the window.
+        completed a stop string. logprobs=False leaves the segments' logps None; a number asks for
+        those of the first so many prompts at least. Raises DataError for a prompt that does not fit the window.
         """
         ...
 

@@ -42,7 +42,7 @@ class TransformersEngine:
         *,
         seed: int,
         first_group: int = 0,
-        logprobs: bool = True,
+        logprobs: bool | int = True,
     ) -> list[Rollout]:
         """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time."""
         check_fits(prompts, sampling, self.window)

@@ -38,10 +38,10 @@ class ScriptedEngine:
         *,
         seed: int,
         first_group: int = 0,
-        logprobs: bool = True,
+        logprobs: bool | int = True,
     ) -> list[Rollout]:
         self.calls.append({"prompts": [p.uid for p in prompts], "n": n, "seed": seed, "first_group": first_group})
-        completions = [self._completion(p, i, sampling, logprobs) for p in prompts for i in range(n)]
+        completions = [self._completion(p, i, sampling, bool(logprobs)) for p in prompts for i in range(n)]
         return as_rollouts(prompts, n, completions, self.tokenizer, first_group=first_group, version=self.version)
 
     def _completion(self, prompt: Prompt, sample: int, sampling: Sampling, logprobs: bool) -> Completion:

@@ -47,6 +47,7 @@ from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Sample, Scorer
 
+WATCHED = 4  # prompts a generation whose engine log-probs are compared, where no component reads those of all
 COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
 
 
@@ -186,6 +187,7 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
                 settings,
                 seed=derive(p.recipe.run.seed, "rollout", state.step, accumulator.batches),
                 first_group=accumulator.batches * settings.prompts_per_step,
+                logprobs="rollout_logp" in p.objective.needs or WATCHED,
             )
         with p.watchdog.phase("score"):
             _score(p, fresh, state.step, gathered)

@@ -96,6 +96,8 @@ def check_sampling(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> N
     cut = engine.generate(prompts, 1, Sampling(top_p=0.5, max_new_tokens=4), seed=0)
     assert all(r.segments[0].logps is None for r in cut), "renormalised log-probs passed off as the policy's"
     assert engine.generate(prompts, 1, GREEDY, seed=0, logprobs=False)[0].segments[0].logps is None
+    some = engine.generate(prompts, 2, SAMPLED, seed=0, logprobs=1)
+    assert [r.segments[0].logps is None for r in some] == [i >= 2 for i in range(len(some))]
 
 
 def check_ends(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:

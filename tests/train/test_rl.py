@@ -319,3 +319,23 @@ def test_a_hang_is_told_by_phase(recipe: Make, opened: Opened, monkeypatch: pyte
         rl.run(recipe(run={"steps": 2, "hang_minutes": 1.0 / 60}), directory)
         told = (directory.logs / "hang-rank0.txt").read_text()
     assert woken.is_set() and told.startswith("rank 0, step 2: the phase `sync`") and "in sync" in told
+
+
+@pytest.mark.parametrize(
+    ("corrections", "expected"), [([], 4), ([{"use": "tis"}], True)], ids=["watched", "read by a correction"]
+)
+def test_engine_logprobs_are_asked_for_where_they_are_read(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, corrections: list[Any], expected: Any
+) -> None:
+    asked: list[Any] = []
+    generate = TransformersEngine.generate
+
+    def spy(self: TransformersEngine, *args: Any, logprobs: Any, **kwargs: Any) -> list[Rollout]:
+        asked.append(logprobs)
+        return generate(self, *args, logprobs=logprobs, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", spy)
+    with opened() as directory:
+        rl.run(recipe(run={"steps": 1}, corrections=corrections), directory)
+        assert "mismatch/mean" in read_metrics(directory.path)[0]
+    assert asked == [expected]
