@@ -33,6 +33,10 @@ def each(functions: Mapping[str, Callable[..., Any]], *, depth: str, over: str, 
     def adapter(case: Case) -> dict[str, Any]:
         params = renamed(case["params"], names)
         inputs = given(case["inputs"])
+        known = {name for function in functions.values() for name in inspect.signature(function).parameters}
+        strange = sorted(set(params).difference(known))
+        if strange:
+            raise KeyError(f"no argument {strange}")
 
         def one(function: Callable[..., Any], place: tuple[int, ...]) -> Any:
             values = {name: at(value, place) for name, value in inputs.items()}
@@ -316,11 +320,12 @@ def staged_values(controller: Callable[..., Any], outputs: Names, *, stages: str
     """A controller of stages: param `stages` is a list of objects; output -> key of the values that it goes through."""
 
     def adapter(case: Case) -> dict[str, Any]:
-        table = case["params"][stages]
+        free = dict(case["params"])
+        table = free.pop(stages)
         *ends, _ = [stage[until] for stage in table]
         found: dict[str, Any] = {}
         for output, key in outputs.items():
-            made = controller(values=tuple(stage[key] for stage in table), until=tuple(ends))
+            made = controller(values=tuple(stage[key] for stage in table), until=tuple(ends), **free)
             state = made.start(0.0)
             found[output] = [made.value(state, step) for step in case["inputs"][steps]]
         return found
