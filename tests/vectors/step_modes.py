@@ -304,13 +304,15 @@ def only(adapter: Adapter, params: Sequence[str] = (), inputs: Sequence[str] = (
     return cut
 
 
-def scheduled(controller: Callable[..., Any], output: str, names: Names, *, step: str) -> Adapter:
-    """The value of a controller in the step that param `step` says (default: the first)."""
+def scheduled(
+    controller: Callable[..., Any], output: str, names: Names, *, step: str, ignored: Sequence[str] = ()
+) -> Adapter:
+    """The value of a controller in the step that param `step` says (default: the first); `ignored` are others' params."""
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
         now = params.pop(step, 0)
-        made = controller(**{"total_steps": int(True), **{names[n]: v for n, v in params.items() if n in names}})
+        made = controller(**{"total_steps": int(True), **{names[n]: v for n, v in params.items() if n not in ignored}})
         return {output: made.value(made.start(0.0), now)}
 
     return adapter

@@ -312,6 +312,7 @@ ADAPTERS = {
             "p_comp",
             names={"p_start": "high", "p_end": "low", "total_steps": "total_steps"},
             step="step",
+            ignored=["alpha"],
         ),
     ),
     "ptst": staged_values(
