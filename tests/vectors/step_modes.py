@@ -307,7 +307,7 @@ def only(adapter: Adapter, params: Sequence[str] = (), inputs: Sequence[str] = (
 def scheduled(
     controller: Callable[..., Any], output: str, names: Names, *, step: str, ignored: Sequence[str] = ()
 ) -> Adapter:
-    """The value of a controller in the step that param `step` says (default: the first); `ignored` are others' params."""
+    """The value of a controller in the step that param `step` says (default: the first). ignored: params of others."""
 
     def adapter(case: Case) -> dict[str, Any]:
         params = dict(case["params"])
