@@ -48,7 +48,7 @@ type: install ## mypy
 
 index: install ## rewrite components.json and recipes/schema.json after a component or section changed
 	$(BIN)/python -m posttrain.registry
-	$(BIN)/posttrain recipe schema > recipes/schema.json
+	$(BIN)/python -m posttrain.recipe.schema
 
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
