@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from posttrain import registry
 from posttrain.errors import MergeError, nearest
+from posttrain.merge.arguments import Arguments
 from posttrain.merge.rules import CANCELS, normalized
 from posttrain.merge.sources import Source, open_source
 from posttrain.merge.tensors import Spec
+from posttrain.merge.values import layer_count
+from posttrain.recipe import merging
+from posttrain.recipe.sections import MergeModel
 from posttrain.recipe.stages import MergeRecipe
 
 
@@ -23,11 +26,11 @@ class Plan:
 
     method: str
     rule: registry.Component
-    params: dict[str, Any]
+    arguments: Arguments
     models: list[Source]
-    weights: list[float]
     base: Source | None
     tokenizer: Source
+    seed: int
     out: dict[str, Spec]
     warnings: list[str]
 
@@ -44,76 +47,80 @@ class Plan:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.out.values())
 
-    @property
-    def moving(self) -> list[bool]:
-        """Per model: whether it has a part in the result."""
-        return [weight != 0 and self.params.get("lam", 1.0) != 0 for weight in self.weights]
-
-    @property
-    def rescales(self) -> bool:
+    def rescales(self, name: str) -> bool:
         """Whether equal inputs would come out as something else: a plain sum whose weights do not sum to 1."""
-        return self.method == "linear" and not self.params["normalize"] and abs(sum(self.weights) - 1) > CANCELS
+        if self.method != "linear" or self.arguments.params(name)["normalize"]:
+            return False
+        return abs(sum(self.arguments.weights(name)) - 1) > CANCELS
 
 
 def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
     """Open the inputs and settle everything but the values. Raises MergeError for what the recipe gets wrong."""
+    for key, what, right in merging.problems(recipe):
+        raise MergeError(f"{key}: {what}", hint=right)
     rule = registry.get("merge", recipe.merge_method)
-    params, weights = _params(recipe, rule), _weights(recipe)
-    if params.get("normalize"):
-        normalized(weights)  # refuses weights that cancel before any model is opened
-    needs_base = recipe.merge_method == "task_arithmetic"
-    if needs_base and recipe.base_model is None:
-        raise MergeError("task_arithmetic needs `base_model`", hint="name the model that the others were trained from")
+    needs_base = "base_model" in rule.needs
     opened: dict[str, Source] = {}
-    for name in (*([recipe.base_model] if recipe.base_model else []), *(m.model for m in recipe.models)):
+
+    def source(name: str) -> Source:
         if name not in opened:
             opened[name] = open_source(name, recipe.base_dir, scratch)
-    models = [opened[m.model] for m in recipe.models]
-    _refuse_cancelling(models, weights)
-    base = opened[recipe.base_model] if recipe.base_model else None
+        return opened[name]
+
+    base = source(recipe.base_model) if recipe.base_model else None
+    chosen = _models(recipe, needs_base)
+    models = [source(name) for name, _ in chosen]
     tokenizer = _tokenizer_source(recipe, models, base)
+    layers = layer_count((base or models[0]).tensors)
+    if recipe.layers not in (None, layers):
+        raise MergeError(f"the slice goes to layer {recipe.layers}, but the models have {layers} layers")
+    arguments = Arguments.of(rule, recipe.parameters, [model for _, model in chosen], layers)
     plan = Plan(
         method=recipe.merge_method,
         rule=rule,
-        params=params,
+        arguments=arguments,
         models=models,
-        weights=weights,
         base=base if needs_base else None,
         tokenizer=tokenizer,
+        seed=recipe.run.seed,
         out={},
         warnings=[],
     )
+    _refuse_cancelling(plan)
     return Plan(**{**vars(plan), "out": _out(plan, recipe.dtype), "warnings": _warnings(plan, recipe)})
 
 
-def _params(recipe: MergeRecipe, rule: registry.Component) -> dict[str, Any]:
-    """The rule's keyword arguments: mergekit's top-level `parameters` over its defaults."""
-    given = {"normalize": recipe.parameters.normalize, "lam": recipe.parameters.lambda_}
-    given = {key: value for key, value in given.items() if value is not None}
-    unknown = [key for key in given if key not in rule.params]
-    if unknown:
-        raise MergeError(f"{rule.name} has no parameter {'lambda' if unknown[0] == 'lam' else unknown[0]}")
-    for model in recipe.models:
-        if model.parameters.normalize is not None or model.parameters.lambda_ is not None:
-            raise MergeError(
-                f"{model.model}: normalize and lambda hold for the whole merge, not for one model",
-                hint="put them under the top-level `parameters`",
-            )
-    return {key: given.get(key, default) for key, (_, default) in rule.params.items()}
+def _models(recipe: MergeRecipe, needs_base: bool) -> list[tuple[str, MergeModel | None]]:
+    """The models that the rule sees, by name. A base among them has no difference from itself and is left out.
+
+    slerp goes from the base, if there is one, to the other model.
+    """
+    listed: list[tuple[str, MergeModel | None]] = [(model.model, model) for model in recipe.models]
+    base = recipe.base_model
+    if recipe.merge_method == "slerp" and base is not None:
+        named = dict(listed)
+        return [(base, named.get(base)), *((name, model) for name, model in listed if name != base)]
+    if needs_base and recipe.merge_method != "reasoning_vector":
+        kept = [(name, model) for name, model in listed if name != base]
+        if not kept:
+            raise MergeError("no model beside the base", hint="list the models whose differences are added")
+        return kept
+    return listed
 
 
-def _weights(recipe: MergeRecipe) -> list[float]:
-    """One weight a model: its own, else the top-level one, else 1."""
-    common = 1.0 if recipe.parameters.weight is None else recipe.parameters.weight
-    return [common if m.parameters.weight is None else m.parameters.weight for m in recipe.models]
-
-
-def _refuse_cancelling(models: Sequence[Source], weights: Sequence[float]) -> None:
-    """A model given twice with weights that sum to 0 would leave rounding errors behind, and nothing else."""
-    for source in models:
-        own = [w for s, w in zip(models, weights, strict=True) if s.folder == source.folder]
-        if any(own) and abs(sum(own)) < CANCELS:
-            raise MergeError(f"{source.name} is given {len(own)} times with weights that cancel: nothing of it is left")
+def _refuse_cancelling(plan: Plan) -> None:
+    """Weights that cancel, or a model given twice with such weights, would leave rounding errors and nothing else."""
+    if plan.method in merging.UNWEIGHTED:
+        return
+    for name in plan.anchor.tensors if plan.arguments.names_matter else [next(iter(plan.anchor.tensors), "")]:
+        weights = plan.arguments.weights(name)
+        if plan.arguments.params(name).get("normalize") and plan.method in ("linear", "task_arithmetic"):
+            normalized(weights)
+        for source in plan.models:
+            own = [w for s, w in zip(plan.models, weights, strict=True) if s.folder == source.folder]
+            if any(own) and abs(sum(own)) < CANCELS:
+                count = f"{source.name} is given {len(own)} times"
+                raise MergeError(f"{count} with weights that cancel: nothing of it is left")
 
 
 def _tokenizer_source(recipe: MergeRecipe, models: Sequence[Source], base: Source | None) -> Source:
@@ -146,19 +153,35 @@ def _warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
     found = []
     folders = [s.folder for s in plan.models]
     found += [f"{s.name} is given twice" for i, s in enumerate(plan.models) if s.folder in folders[:i]]
-    if plan.base is not None and plan.base.folder in folders:
-        found.append(f"{plan.base.name} is the base and one of the models: it adds nothing")
-    found += [
-        f"{s.name} has the negative weight {w:g}: its part is subtracted"
-        for s, w in zip(plan.models, plan.weights, strict=True)
-        if w < 0
-    ]
-    if plan.rescales:
-        found.append(f"the weights sum to {sum(plan.weights):g} and normalize is off: all values are scaled by that")
+    if plan.base is not None and plan.method != "reasoning_vector":
+        listed = recipe.base_model in {m.model for m in recipe.models}
+        if listed or plan.base.folder in folders:
+            found.append(f"{plan.base.name} is the base and one of the models: it adds nothing")
+    name = next(iter(plan.out or plan.anchor.tensors), "")
+    if not plan.arguments.names_matter:
+        found += _of_weights(plan, name)
     if plan.method == "linear" and recipe.base_model and recipe.base_model not in {m.model for m in recipe.models}:
         found.append(
             f"base_model {recipe.base_model} has no part in a linear merge; list it under models to average it"
         )
-    if not any(plan.moving):
-        found.append("every weight, or lambda, is 0: the merged model is the base")
+    names = plan.anchor.tensors if plan.arguments.names_matter else [name]
+    if not any(any(plan.arguments.moving(each)) for each in names):
+        found.append("every weight, or the factor on all of them, is 0: the merged model is the base or first model")
+    return found
+
+
+def _of_weights(plan: Plan, name: str) -> list[str]:
+    weights, params = plan.arguments.weights(name), plan.arguments.params(name)
+    found = [
+        f"{s.name} has the negative weight {w:g}: its part is subtracted"
+        for s, w in zip(plan.models, weights, strict=True)
+        if w < 0
+    ]
+    if plan.rescales(name):
+        found.append(f"the weights sum to {sum(weights):g} and normalize is off: all values are scaled by that")
+    if "epsilon" in params:
+        densities = params["density"] if isinstance(params["density"], list) else [params["density"]]
+        spreads = params["epsilon"] if isinstance(params["epsilon"], list) else [params["epsilon"]]
+        if min(densities) - max(spreads) <= 0 or max(densities) + max(spreads) >= 1:
+            found.append("density - epsilon or density + epsilon lies outside (0, 1): chances are held within [0, 1]")
     return found

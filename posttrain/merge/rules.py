@@ -38,7 +38,7 @@ def linear(
     return total
 
 
-@register("merge", "task_arithmetic", paper="2212.04089")
+@register("merge", "task_arithmetic", paper="2212.04089", needs=("base_model",))
 def task_arithmetic(
     models: Sequence[Tensor],
     base: Tensor | None,

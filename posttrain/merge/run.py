@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from posttrain.errors import Interrupted, MergeError, RunError
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Plan, make_plan
 from posttrain.merge.stream import Changes, Tally, compare_written, write_merged
+from posttrain.recipe.sections import Filtered
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory
@@ -167,11 +168,11 @@ def _summary(
     return {
         "model": str(final),
         "merge_method": plan.method,
-        "parameters": plan.params,
+        "parameters": plain({**_defaults(plan), **plan.arguments.common}),
         "base_model": None if plan.base is None else _described(plan.base.name, plan.base.folder),
         "models": [
-            {**_described(source.name, source.folder), "weight": weight, "delta_norm": norm}
-            for source, weight, norm in zip(plan.models, plan.weights, tally.norms, strict=True)
+            {**_described(source.name, source.folder), **plain({"weight": 1.0, **own}), "delta_norm": norm}
+            for source, own, norm in zip(plan.models, plan.arguments.own, tally.norms, strict=True)
         ],
         "compared_with": plan.anchor.name,
         "tokenizer_source": plan.tokenizer.name,
@@ -183,6 +184,20 @@ def _summary(
         "probe": probe,
         "warnings": plan.warnings,
         "seconds": round(seconds, 2),
+    }
+
+
+def _defaults(plan: Plan) -> dict[str, Any]:
+    return {key: default for key, (_, default) in plan.rule.params.items()}
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON."""
+    return {
+        key: [entry.model_dump() if isinstance(entry, Filtered) else entry for entry in value]
+        if isinstance(value, list)
+        else value
+        for key, value in settings.items()
     }
 
 
@@ -198,7 +213,8 @@ def _tell(summary: dict[str, Any]) -> None:
         file=sys.stderr,
     )
     if summary["rounded_away"]:
-        print(f"warning: differences too small for the output dtype in {summary['rounded_away']}", file=sys.stderr)
+        why = "too small for the output dtype, or nothing of them is kept"
+        print(f"warning: differences do not show ({why}) in {summary['rounded_away']}", file=sys.stderr)
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

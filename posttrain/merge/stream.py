@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError, RunError
+from posttrain.merge import everywhere
 from posttrain.merge import tensors as disk
 from posttrain.merge.plan import Plan
 from posttrain.merge.rules import merge_tensor, raised
 from posttrain.merge.sources import Source
+from posttrain.run.seeds import derive
 
 
 @dataclass
@@ -39,18 +41,47 @@ def write_merged(plan: Plan, folder: Path, before_each: Callable[[int, str], Non
     names = iter(range(1, len(plan.out) + 1))
     with ExitStack() as stack:
         read = {s.folder: stack.enter_context(disk.reader(s.tensors)) for s in plan.sources}
+        counts = _counts(plan, read)
 
         def produce(name: str) -> Tensor:
             before_each(next(names), name)
             models = [_finite(read[s.folder](name), name, s) for s in plan.models]
             base = None if plan.base is None else _finite(read[plan.base.folder](name), name, plan.base)
-            return _merged(plan, name, models, base, tally)
+            return _merged(plan, name, models, base, tally, counts)
 
         disk.write(folder, plan.out, produce)
     return tally
 
 
-def _merged(plan: Plan, name: str, models: list[Tensor], base: Tensor | None, tally: Tally) -> Tensor:
+def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[str, int] | None:
+    """How many entries of each tensor are kept, where a share of the whole model is; None for other merges."""
+    params = plan.arguments.params("")
+    if params.get("granularity") != "global" or plan.base is None:
+        return None
+    ours, theirs = read[plan.models[0].folder], read[plan.base.folder]
+    floats = [name for name, spec in plan.base.tensors.items() if spec.dtype.is_floating_point]
+    for source, reader in ((plan.models[0], ours), (plan.base, theirs)):
+        for name in floats:
+            _finite(reader(name), name, source)  # a NaN would be the largest of all
+
+    def differences() -> Iterator[tuple[str, Tensor]]:
+        return ((name, raised(ours(name)) - raised(theirs(name))) for name in floats)
+
+    return everywhere.counts(differences, params["density"], params["at_least_one"])
+
+
+def draws(seed: int, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One tensor of uniform numbers a model; they depend on seed, model number and name, never on order or shards."""
+    made = []
+    for number, tensor in enumerate(tensors):
+        generator = torch.Generator().manual_seed(derive(seed, "merge", number, name))
+        made.append(torch.rand(tensor.shape, generator=generator))
+    return made
+
+
+def _merged(
+    plan: Plan, name: str, models: list[Tensor], base: Tensor | None, tally: Tally, counts: Mapping[str, int] | None
+) -> Tensor:
     anchor = models[0] if base is None else base
     dtype = plan.out[name].dtype
     if not anchor.is_floating_point():
@@ -59,12 +90,18 @@ def _merged(plan: Plan, name: str, models: list[Tensor], base: Tensor | None, ta
     for i, differs in enumerate(differing):
         if differs:
             tally.squares[i] += float((raised(models[i]) - raised(anchor)).double().square().sum())
-    moved = any(differs and moves for differs, moves in zip(differing, plan.moving, strict=True))
-    if not moved and not plan.rescales:
+    moved = any(differs and moves for differs, moves in zip(differing, plan.arguments.moving(name), strict=True))
+    if plan.method == "reasoning_vector":
+        moved = moved and not torch.equal(raised(models[0]), raised(models[1]))
+    if not moved and not plan.rescales(name):
         return anchor.to(dtype)  # equal inputs come out bit for bit, without the rounding of a weighted sum
     if moved or bool(anchor.any()):
         tally.expected.add(name)
-    result = merge_tensor(plan.rule.function, models, base, plan.weights, plan.params).to(dtype)
+    extra = draws(plan.seed, name, models) if "draws" in plan.rule.needs else counts and counts[name]
+    arguments = plan.arguments
+    result = merge_tensor(plan.rule.function, models, base, arguments.weights(name), arguments.params(name), extra).to(
+        dtype
+    )
     if not torch.isfinite(result).all():
         word = str(dtype).removeprefix("torch.")
         raise MergeError(f"the merged {name} overflows {word}", hint="set `dtype: bfloat16` or `float32`")
@@ -83,7 +120,7 @@ class Changes:
     """Names of tensors by what became of them, read back from the disk."""
 
     changed: list[str]
-    rounded_away: list[str]  # the inputs differ, but not by enough for the output's dtype, or the parts cancelled
+    rounded_away: list[str]  # the inputs differ, but too little for the output's dtype, or the rule kept nothing of it
 
 
 def compare_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
@@ -103,7 +140,8 @@ def compare_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
     if tally.expected and not changed:
         raise MergeError(
             f"the merged model equals {plan.anchor.name}, although {len(tally.expected)} tensors of the inputs differ",
-            hint="the weighted differences cancel or are too small for the output dtype; try `dtype: float32`",
+            hint="the weighted differences cancel, are not kept, or are too small for the output dtype; try "
+            "`dtype: float32`",
         )
     return Changes(changed, sorted(tally.expected - set(changed)))
 

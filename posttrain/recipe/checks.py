@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.errors import Problem
 from posttrain.places import split_function
-from posttrain.recipe import objective_checks
+from posttrain.recipe import merging, objective_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.sections import Critic, Reward
 from posttrain.recipe.tree import Node, dotted, follow
@@ -139,8 +139,8 @@ def _references(recipe: Any) -> Found:
 
 
 def _merge_inputs(recipe: Any) -> Found:
-    if isinstance(recipe, st.MergeRecipe) and recipe.merge_method == "task_arithmetic" and not recipe.base_model:
-        yield "merge_method", "task_arithmetic adds differences to a base and none is named", "write `base_model`"
+    if isinstance(recipe, st.MergeRecipe):
+        yield from merging.problems(recipe)
 
 
 CHECKS: tuple[Callable[[Any], Found], ...] = (

@@ -327,12 +327,39 @@ class EvalSettings(Section):
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
 
 
-class MergeParameters(Section):
-    """mergekit's `parameters`."""
+class Filtered(Section):
+    """A value for the tensors whose name holds `filter`; without one, for all that no filter before it took."""
 
-    weight: float | None = None
-    normalize: bool | None = None
-    lambda_: float | None = Field(None, alias="lambda")
+    filter: str | None = Field(None, description="part of a tensor's name, e.g. mlp")
+    value: float | list[float]
+
+
+Setting = float | list[float] | list[Filtered]
+
+
+class MergeParameters(Section):
+    """mergekit's `parameters`. A value may be a number, a list that runs over the layers, or values by filter."""
+
+    weight: Setting | None = Field(None, description="default 1; negative weights subtract")
+    density: Setting | None = Field(None, description="share of the entries of a difference that is kept")
+    gamma: Setting | None = Field(None, description="breadcrumbs: share of the largest entries that is dropped")
+    epsilon: Setting | None = Field(None, description="della: how far the chance to stay lies from density")
+    lambda_: Setting | None = Field(None, alias="lambda", description="factor on the sum of the differences")
+    t: Setting | None = Field(None, description="slerp: 0 is the first model, 1 the second")
+    alpha: Setting | None = Field(None, description="reasoning_vector: its factor")
+    scale: Setting | None = Field(None, description="update_selective: factor on what is kept")
+    normalize: bool | None = Field(None, description="divide by the sum of the weights")
+    rescale: bool | None = Field(None, description="dare, della: divide what is kept by its chance")
+    granularity: Literal["tensor", "global"] | None = Field(None, description="update_selective: share of what")
+    at_least_one: bool | None = Field(None, description="update_selective: keep one entry of tiny tensors")
+    filter_wise: bool | None = Field(None, description="model_stock: one t a row instead of one a tensor")
+    mode: Literal["last_k", "ema"] | None = Field(None, description="checkpoint_average")
+    k: Positive | None = Field(None, description="checkpoint_average: the last k models; default: all")
+    decay: float | None = Field(None, description="checkpoint_average, ema: share of the average that stays")
+    bias_correction: bool | None = Field(None, description="checkpoint_average, ema: start at 0 and divide it out")
+    eps: float | None = Field(None, description="slerp, model_stock: smallest norm; ram: smallest change")
+    dot_threshold: float | None = Field(None, description="slerp: linear above this cosine")
+    int8_mask: bool | None = Field(None, description="in mergekit's files; changes nothing here")
 
 
 class MergeModel(Section):

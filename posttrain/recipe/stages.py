@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from posttrain.recipe import merging
 from posttrain.recipe import sections as s
 from posttrain.recipe.section import ComponentSection, Section, registered
 
@@ -151,7 +152,7 @@ class RlRecipe(Stage):
 
 
 class MergeRecipe(Stage):
-    """Model merging; mergekit's keys."""
+    """Model merging; mergekit's keys. mergekit's own files run as they are, if they do not stack layers."""
 
     verb: ClassVar = "merge"
     unused: ClassVar = _NO_TRAINING
@@ -164,6 +165,20 @@ class MergeRecipe(Stage):
     parameters: s.MergeParameters = Field(default_factory=s.MergeParameters)
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the first model's")
     tokenizer_source: str | None = Field(None, description="base, or one of the models; default: base or the first")
+    _layers: int | None = PrivateAttr(None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _one_slice_is_models(cls, values: Any, handler: Any) -> MergeRecipe:
+        values, layers = merging.without_slices(values)
+        recipe = handler(values)
+        recipe._layers = layers
+        return recipe
+
+    @property
+    def layers(self) -> int | None:
+        """The number of layers that the file's only slice names."""
+        return self._layers
 
 
 class EvalRecipe(Stage):

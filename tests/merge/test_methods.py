@@ -1,0 +1,162 @@
+"""Every merge method from disk to disk, with settings by layer and filter, and mergekit's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain import registry
+from posttrain.errors import MergeError, RecipeError
+from posttrain.merge import states
+from posttrain.merge.rules import merge_state
+from posttrain.merge.stream import draws
+from posttrain.merge.values import value_at
+from posttrain.recipe.load import load
+from posttrain.recipe.sections import Filtered
+
+Merge = Callable[..., dict[str, Any]]
+AB = [{"model": "a"}, {"model": "b"}]
+# method -> (models, parameters): whatever is registered must be here
+RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "linear": (AB, {}),
+    "task_arithmetic": (AB, {"weight": 0.3}),
+    "ties": (AB, {"density": 0.3, "lambda": 0.7}),
+    "dare_linear": (AB, {"density": 0.4, "weight": 0.5}),
+    "dare_ties": (AB, {"density": 0.4}),
+    "della": (AB, {"density": 0.6, "epsilon": 0.1}),
+    "della_linear": (AB, {"density": 0.6}),
+    "breadcrumbs": (AB, {"density": 0.5, "gamma": 0.1}),
+    "breadcrumbs_ties": (AB, {"density": 0.5}),
+    "model_stock": (AB, {}),
+    "ram": (AB, {}),
+    "slerp": (AB[:1], {"t": 0.3}),
+    "reasoning_vector": (AB, {"alpha": 0.5}),
+    "update_selective": (AB[:1], {"density": 0.25, "scale": 0.7}),
+    "checkpoint_average": (AB, {"mode": "ema", "decay": 0.5}),
+}
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_every_method_is_run_here() -> None:
+    assert RUNS.keys() == registry.index()["merge"].keys()
+
+
+@pytest.mark.parametrize("method", RUNS)
+def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
+    """What the stage writes is what the rule gives on the models in memory."""
+    listed, parameters = RUNS[method]
+    summary = merge(merge_method=method, models=listed, base_model="base", parameters=parameters)
+    assert summary["changed"] > 0
+    rule = registry.get("merge", method)
+    base, inputs = written(models / "base"), [written(models / m["model"]) for m in listed]
+    if method == "slerp":
+        inputs = [base, *inputs]
+    given = {"lam" if key == "lambda" else key: value for key, value in parameters.items() if key != "weight"}
+    extras = {name: draws(0, name, [m[name] for m in inputs]) for name in base} if "draws" in rule.needs else None
+    anchor = base if "base_model" in rule.needs else None
+    weights = [parameters.get("weight", 1.0)] * len(inputs)
+    expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)
+    torch.testing.assert_close(written(models / "run/final"), expected, rtol=0, atol=0)
+
+
+def test_a_share_of_the_whole_model(models: Path, merge: Merge) -> None:
+    parameters = {"density": 0.1, "scale": 1.0, "granularity": "global"}
+    merge(merge_method="update_selective", models=AB[:1], base_model="base", parameters=parameters)
+    base, tuned, merged = (written(models / name) for name in ("base", "a", "run/final"))
+    expected = states.update_selective(base, tuned, **parameters)
+    torch.testing.assert_close(merged, expected, rtol=0, atol=0)
+    changed = sum(int((merged[name] != base[name]).sum()) for name in base)
+    assert changed == int(0.1 * sum(t.numel() for t in base.values()))
+
+
+def test_draws_depend_on_the_seed_and_on_nothing_else(models: Path, merge: Merge) -> None:
+    recipe = {"merge_method": "dare_ties", "models": AB, "base_model": "base", "parameters": {"density": 0.3}}
+    for output, seed in (("one", 0), ("two", 0), ("three", 1)):
+        merge(output=models / output, run={"seed": seed}, **recipe)
+    one, two, three = (written(models / name / "final") for name in ("one", "two", "three"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], three[name]) for name in one)
+
+
+def test_values_over_layers_and_by_filter() -> None:
+    """Layers 0, 1, 2 of 3 with [0, 1, 0.5]: 0, 1, 0.5; with [0, 1]: 0, 0.5, 1. Before the layers the first value."""
+    name = "model.layers.{}.mlp.up_proj.weight"
+    assert [value_at([0.0, 1.0, 0.5], name.format(i), 3) for i in range(3)] == [0, 1, 0.5]
+    assert [value_at([0.0, 1.0], name.format(i), 3) for i in range(3)] == [0, 0.5, 1]
+    assert value_at([0.2, 1.0], "model.embed_tokens.weight", 3) == 0.2
+    assert value_at([0.2, 1.0], "model.norm.weight", 3) == 1
+    by_filter = [Filtered(filter="mlp", value=[0.0, 1.0]), Filtered(filter="self_attn", value=0.3)]
+    assert value_at(by_filter, name.format(1), 3) == 0.5
+    assert value_at(by_filter, "model.norm.weight", 3) is None
+    assert value_at([*by_filter, Filtered(value=0.9)], "model.norm.weight", 3) == 0.9
+
+
+MERGEKIT = """
+slices:
+  - sources:
+      - model: ./base
+        layer_range: [0, 2]
+      - model: ./a
+        layer_range: [0, 2]
+merge_method: slerp
+base_model: ./base
+parameters:
+  t:
+    - filter: self_attn
+      value: [0, 1]
+    - filter: mlp
+      value: [1, 0]
+    - value: 0.5
+dtype: float32
+"""
+
+
+def test_a_file_of_mergekit(models: Path, merge: Merge) -> None:
+    """slerp as mergekit writes it: t 0 is the base, 1 the other; attention goes 0 -> 1 over the layers, mlp 1 -> 0."""
+    (models / "theirs.yml").write_text(MERGEKIT)
+    values = load(str(models / "theirs.yml"), stage="merge").recipe.model_dump(by_alias=True, exclude_none=True)
+    merge(**{key: value for key, value in values.items() if key not in ("stage", "run")})
+    base, other, merged = (written(models / name) for name in ("base", "a", "run/final"))
+    for layer, attention in ((0, base), (1, other)):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        torch.testing.assert_close(merged[name], attention[name])
+    torch.testing.assert_close(merged["model.layers.0.mlp.up_proj.weight"], other["model.layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (MERGEKIT.replace("[0, 2]", "[1, 2]"), "from 0 to the last layer"),
+        (MERGEKIT.replace("slices:", "models: []\nslices:"), "either `models` or `slices`"),
+        (MERGEKIT.replace("merge_method", "  - sources: []\nmerge_method"), "another depth"),
+        (MERGEKIT.replace("slerp", "ties"), "ties has no parameter t"),
+        (MERGEKIT.replace("slerp", "model_stock"), "at least two models beside the base, here are 1"),
+        ("merge_method: ties\nmodels: [{model: a}]\n", "adds differences to a base"),
+        ("merge_method: slerp\nmodels: [{model: a, parameters: {weight: 1}}, {model: b}]\n", "no parameter weight"),
+        (
+            "merge_method: ties\nbase_model: c\nmodels: [{model: a, parameters: {lambda: 1}}]\n",
+            "lambda holds for the whole merge",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_at_load(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "theirs.yml").write_text(text)
+    with pytest.raises(RecipeError, match=match):
+        load(str(tmp_path / "theirs.yml"), stage="merge")
+
+
+def test_a_slice_of_fewer_layers_is_refused(models: Path, tmp_path: Path) -> None:
+    from posttrain.merge.plan import make_plan
+
+    (models / "theirs.yml").write_text(MERGEKIT.replace("[0, 2]", "[0, 1]"))
+    recipe = load(str(models / "theirs.yml"), stage="merge").recipe
+    with pytest.raises(MergeError, match="goes to layer 1, but the models have 2"):
+        make_plan(recipe, tmp_path / "scratch")
