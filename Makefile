@@ -36,12 +36,12 @@ test-gpu: ## tests that need a CUDA device
 check: lint type test ## lint + type + test
 
 lint: install ## ruff: rules and formatting
-	$(BIN)/ruff check posttrain recipes rewards tests benchmarks
-	$(BIN)/ruff format --check posttrain recipes rewards tests benchmarks
+	$(BIN)/ruff check posttrain recipes rewards tests benchmarks docs
+	$(BIN)/ruff format --check posttrain recipes rewards tests benchmarks docs
 
 format: install ## rewrite files as ruff likes them
-	$(BIN)/ruff check --fix posttrain recipes rewards tests benchmarks
-	$(BIN)/ruff format posttrain recipes rewards tests benchmarks
+	$(BIN)/ruff check --fix posttrain recipes rewards tests benchmarks docs
+	$(BIN)/ruff format posttrain recipes rewards tests benchmarks docs
 
 type: install ## mypy
 	$(BIN)/mypy

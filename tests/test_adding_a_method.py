@@ -1,0 +1,50 @@
+"""The example of docs/adding_a_method.md, run as its reader would: in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "adding_a_method.md"
+EXAMPLE = ROOT / "docs" / "examples" / "soft_ratio"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__", "out")))
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_its_test_passes(folder: Path) -> None:
+    done = python(folder, "pytest", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_its_recipe_trains_with_it(folder: Path) -> None:
+    done = python(folder, "posttrain", "rl", "recipe.yaml", "--output", "out")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    assert all(row["grad_norm"] > 0 and 0 < row["faded"] < 1 for row in rows)
+
+
+def test_the_page_shows_what_runs() -> None:
+    """Every line of its blocks on this example stands in the files."""
+    text = "\n".join(path.read_text() for path in EXAMPLE.iterdir() if path.is_file())
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)[:3]
+    lines = [line for block in blocks for line in block.splitlines() if not line.startswith("# soft_ratio.py")]
+    assert len(lines) > 15
+    assert [line for line in lines if line not in text] == []
