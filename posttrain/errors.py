@@ -101,6 +101,10 @@ class EngineError(RunError):
     """The generation engine failed or holds other weights than the trainer."""
 
 
+class PeerLost(RunError):
+    """Another process of the same run has ended; its own error says why."""
+
+
 class NonFiniteError(RunError):
     """A loss, gradient or log-prob is NaN or infinite."""
 

@@ -43,7 +43,10 @@ HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safe
 
 
 def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
-    """Run one stage in its open directory; write its summary.json (which marks it as finished) and report.html."""
+    """Run one stage in its open directory; write its summary.json (which marks it as finished) and report.html.
+
+    Of several processes, only the one that has the directory open writes.
+    """
     module, _, name = RUNNERS[recipe.verb].partition(":")
     try:
         runner = getattr(importlib.import_module(module), name)
@@ -52,8 +55,9 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
             raise
         raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
     summary: dict[str, Any] = finite(runner(recipe, directory))
-    write_json(directory.path / "summary.json", summary)
-    write_report(directory.path)
+    if not directory.follows:
+        write_json(directory.path / "summary.json", summary)
+        write_report(directory.path)
     return summary
 
 

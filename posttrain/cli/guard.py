@@ -89,7 +89,11 @@ def _remove_if_unused(directory: Any) -> bool:
     import shutil
 
     written = {"recipe.yaml", "resolved.json", "env.json", directory.logs.parent.name}
-    if directory.attempt != 1 or any(p.name not in written and not p.name.startswith(".") for p in _entries(directory)):
+    if (
+        directory.follows
+        or directory.attempt != 1
+        or any(p.name not in written and not p.name.startswith(".") for p in _entries(directory))
+    ):
         return False
     shutil.rmtree(directory.path)
     return True

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
+from posttrain.errors import UserError
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
+    from posttrain.run.directory import RunDirectory
 
 VERBS = {
     "sft": "Supervised fine-tuning.",
@@ -22,11 +26,14 @@ VERBS = {
     "run": "Run a pipeline of stages.",
 }
 
+TRAINING = ("sft", "dpo", "rl")  # what several GPUs can do together
+
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, run nothing.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output (default: the newest).")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run directory.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Processes, one a GPU (default: 1).")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -34,7 +41,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     for verb, about in VERBS.items():
-        app.command(verb, help=about)(_command(verb))
+        app.command(verb, help=about)(_training(verb) if verb in TRAINING else _command(verb))
 
 
 def _command(verb: str) -> Callable[..., None]:
@@ -52,6 +59,10 @@ def _command(verb: str) -> Callable[..., None]:
         from posttrain.recipe.load import load
 
         ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+        from posttrain.run import ranks
+
+        if ranks.world() > 1:
+            raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
         loaded = load(recipe, overrides or [], stage=verb)
         preflight.check(loaded)
         if dry_run:
@@ -63,6 +74,47 @@ def _command(verb: str) -> Callable[..., None]:
     return command
 
 
+def _training(verb: str) -> Callable[..., None]:
+    def command(
+        ctx: typer.Context,
+        recipe: Recipe,
+        overrides: Overrides = None,
+        dry_run: DryRun = False,
+        resume: Resume = False,
+        output: Output = None,
+        gpus: Gpus = None,
+        as_json: Json = False,
+        debug: Debug = False,
+    ) -> None:
+        from posttrain.cli import preflight
+        from posttrain.recipe.load import load
+
+        ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+        loaded = load(recipe, overrides or [], stage=verb)
+        preflight.check(loaded)
+        if dry_run:
+            preview(loaded, output, as_json)
+            return
+        typed = ["posttrain", verb, recipe, *(overrides or [])]
+        if (gpus or 1) > 1:
+            flags = [*(["--resume"] if resume else []), *(["--output", str(output)] if output else [])]
+            flags += [*(["--json"] if as_json else []), *(["--debug"] if ctx.meta[DEBUG] else [])]
+            raise typer.Exit(launch([*typed, *flags], gpus or 1))
+        summary, path = execute(ctx, loaded, output, resume, typed)
+        report(summary, path, as_json)
+
+    return command
+
+
+def launch(typed: list[str], processes: int) -> int:
+    """Run a typed command in several processes; the exit code of the whole."""
+    from posttrain.run import ranks
+
+    if ranks.world() > 1:
+        raise UserError("--gpus starts the processes itself", hint="leave it out under torchrun")
+    return ranks.launch([sys.executable, "-m", *typed], processes)
+
+
 def execute(
     ctx: typer.Context, loaded: Loaded, output: Path | None, resume: bool, typed: list[str]
 ) -> tuple[dict[str, Any], Path]:
@@ -70,14 +122,41 @@ def execute(
     from posttrain.run.directory import RunDirectory
 
     wanted = output or (Path(loaded.recipe.run.output) if loaded.recipe.run.output else None)
-    opened = RunDirectory.open(wanted, name=loaded.name, text=loaded.text, resolved=loaded.resolved, resume=resume)
-    with opened as directory:
+
+    def open_it() -> RunDirectory:
+        return RunDirectory.open(wanted, name=loaded.name, text=loaded.text, resolved=loaded.resolved, resume=resume)
+
+    with _opened(open_it) as directory:
         ctx.meta[RUN] = directory
-        ctx.meta[RESUME] = [*typed, "--output", str(directory.path), "--resume"]
+        ctx.meta[RESUME] = [*typed, *_as_launched(), "--output", str(directory.path), "--resume"]
         say(f"run directory: {directory.path}")
         from posttrain.pipeline import run_stage
 
         return run_stage(loaded.recipe, directory), directory.path
+
+
+@contextlib.contextmanager
+def _opened(open_it: Callable[[], RunDirectory]) -> Iterator[RunDirectory]:
+    """The run directory. In one of several processes: with the others joined, and theirs is that of rank 0."""
+    from posttrain.run import ranks
+
+    if ranks.world() == 1:
+        with open_it() as directory:
+            yield directory
+        return
+    ranks.claim_gpu()
+    ranks.end_with_launcher()
+    from posttrain.train import distributed
+
+    with distributed.joined(), distributed.open_directory(open_it) as directory:
+        yield directory
+
+
+def _as_launched() -> list[str]:
+    """What was typed so that this process has company."""
+    from posttrain.run import ranks
+
+    return ["--gpus", str(ranks.world())] if ranks.launched() else []
 
 
 def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
@@ -90,7 +169,11 @@ def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
 
 
 def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:
-    """The end of a run: its summary on stdout, where it is on stderr."""
+    """The end of a run: its summary on stdout, where it is on stderr. Of several processes the first tells it."""
+    from posttrain.run import ranks
+
+    if not ranks.is_main():
+        return
     from posttrain.cli.show import print_summary
 
     print_summary(summary, as_json)

@@ -37,12 +37,17 @@ class Engine(Protocol):
         seed: int,
         first_group: int = 0,
         logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """n completions of each prompt, group-major: those of prompts[i] are at i*n ... i*n+n-1, group first_group + i.
 
         Same seed, same prompts, same weights: same rollouts. Completion ids include the EOS token, or the token that
         completed a stop string. logprobs=False leaves the segments' logps None; a number asks for
         those of the first so many prompts at least. Raises DataError for a prompt that does not fit the window.
+
+        share: sample only the prompts of these numbers, rising. Their groups keep their numbers, and (transformers;
+        vLLM where requests have seeds of their own) their completions are those that all prompts together would have
+        given: what is sampled does not depend on how many processes share the work.
         """
         ...
 
@@ -116,15 +121,18 @@ def as_rollouts(
     *,
     first_group: int,
     version: int,
+    share: Sequence[int] | None = None,
 ) -> list[Rollout]:
-    """Completions in group-major order as rollouts; text is decoded without special tokens."""
+    """Completions in group-major order as rollouts; text is decoded without special tokens. share: they are only of
+    these prompts."""
+    numbers = range(len(prompts)) if share is None else share
     texts = tokenizer.batch_decode(
         [list(c.ids) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     return [
         Rollout(
-            prompt=prompts[i // n],
-            group=first_group + i // n,
+            prompt=prompts[numbers[i // n]],
+            group=first_group + numbers[i // n],
             segments=(Segment("model", c.ids, c.logps),),
             text=text,
             finish=c.finish,

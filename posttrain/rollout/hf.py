@@ -43,11 +43,15 @@ class TransformersEngine:
         seed: int,
         first_group: int = 0,
         logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time."""
         check_fits(prompts, sampling, self.window)
         rows = sorted(range(len(prompts) * n), key=lambda r: (len(prompts[r // n].ids), r))
         u = uniforms(len(rows), sampling.max_new_tokens, seed)
+        if share is not None:
+            chosen = set(share)
+            rows = [row for row in rows if row // n in chosen]
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
         done: dict[int, Completion] = {}
         with evaluating(self.model), self.loaded.autocast():
@@ -66,8 +70,10 @@ class TransformersEngine:
                     stops=stops,
                 )
                 done.update(zip(chunk, completions, strict=True))
-        ordered = [done[r] if logprobs else Completion(done[r].ids, None, done[r].finish) for r in range(len(rows))]
-        return as_rollouts(prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version)
+        ordered = [done[r] if logprobs else Completion(done[r].ids, None, done[r].finish) for r in sorted(rows)]
+        return as_rollouts(
+            prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version, share=share
+        )
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""

@@ -39,10 +39,14 @@ class ScriptedEngine:
         seed: int,
         first_group: int = 0,
         logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
     ) -> list[Rollout]:
         self.calls.append({"prompts": [p.uid for p in prompts], "n": n, "seed": seed, "first_group": first_group})
-        completions = [self._completion(p, i, sampling, bool(logprobs)) for p in prompts for i in range(n)]
-        return as_rollouts(prompts, n, completions, self.tokenizer, first_group=first_group, version=self.version)
+        asked = prompts if share is None else [prompts[number] for number in share]
+        completions = [self._completion(p, i, sampling, bool(logprobs)) for p in asked for i in range(n)]
+        return as_rollouts(
+            prompts, n, completions, self.tokenizer, first_group=first_group, version=self.version, share=share
+        )
 
     def _completion(self, prompt: Prompt, sample: int, sampling: Sampling, logprobs: bool) -> Completion:
         ids = self.tokenizer.encode(self._text(prompt, sample), add_special_tokens=False)

@@ -75,6 +75,7 @@ class VllmEngine:
         seed: int,
         first_group: int = 0,
         logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """See `Engine.generate`. One request a prompt, n samples each, so that its prompt is computed once."""
         check_fits(prompts, sampling, self.window)
@@ -82,19 +83,21 @@ class VllmEngine:
         cut = sampling.top_p < 1 or sampling.top_k > 0
         wanted = 0 if cut and sampling.temperature > 0 else len(prompts) if logprobs is True else int(logprobs)
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
-        params = [self._params(sampling, 1 if greedy else n, seed + i * n, i < wanted) for i in range(len(prompts))]
+        numbers = range(len(prompts)) if share is None else share
+        params = [self._params(sampling, 1 if greedy else n, seed + i * n, i < wanted) for i in numbers]
         # What an earlier call left in the cache would change how requests are scheduled, and so what they draw.
         self.llm.reset_prefix_cache()
-        with seeded(seed, self.loaded.device):
-            outputs = self._run([p.ids for p in prompts], params)
+        with seeded(seed + (numbers[0] if numbers else 0), self.loaded.device):  # no two shares draw alike
+            outputs = self._run([prompts[i].ids for i in numbers], params)
         completions = [
             completion(c, i < wanted)
-            for i, o in enumerate(outputs)
+            for i, o in zip(numbers, outputs, strict=True)
             for c in o.outputs
             for _ in range(n if greedy else 1)
         ]
+        tokenizer = self.loaded.tokenizer
         return as_rollouts(
-            prompts, n, completions, self.loaded.tokenizer, first_group=first_group, version=self.version
+            prompts, n, completions, tokenizer, first_group=first_group, version=self.version, share=share
         )
 
     def _params(self, sampling: Sampling, n: int, seed: int, logprobs: bool) -> Any:

@@ -99,6 +99,8 @@ def arguments(
         "generation_config": "vllm",  # no sampling defaults from the model's folder: the recipe says it all
         "disable_log_stats": True,
     }
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        values["distributed_executor_backend"] = "external_launcher"  # an engine a trainer process, in its group
     if lora_rank is None:
         values["load_format"] = "dummy"
     else:

@@ -52,9 +52,12 @@ _STARTED = {LOCK, "recipe.yaml", "env.json", "logs"}  # what a start that died b
 
 
 class RunDirectory:
-    """An open run directory, locked against other processes until `close`, the end of `with`, or the process's end."""
+    """An open run directory, locked against other processes until `close`, the end of `with`, or the process's end.
 
-    def __init__(self, path: Path, lock: IO[str], attempt: int) -> None:
+    Of several processes of one run, the first opens it; the others `follow`: they know where it is and write nothing.
+    """
+
+    def __init__(self, path: Path, lock: IO[str] | None, attempt: int) -> None:
         self.path = path
         self.attempt = attempt  # 1 at the first start, one more with every resume
         self.checkpoints = path / "checkpoints"
@@ -90,6 +93,15 @@ class RunDirectory:
                 raise
         return directory
 
+    @classmethod
+    def follow(cls, path: Path, attempt: int) -> RunDirectory:
+        """The directory that another process of this run has open, for reading; its logs go nowhere."""
+        return cls(path, None, attempt)
+
+    @property
+    def follows(self) -> bool:
+        return self._lock is None
+
     def _write_origin(self, text: str, resolved: Mapping[str, Any]) -> None:
         """recipe.yaml, env.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
         files = {"recipe.yaml": text, "env.json": to_text(environment.describe()), "resolved.json": to_text(resolved)}
@@ -107,17 +119,22 @@ class RunDirectory:
 
     def metrics(self, resume_after: int | None) -> MetricsLog:
         """The open metrics.jsonl, cut back to the step that training resumes after (None: to nothing)."""
+        if self.follows:
+            return MetricsLog.muted()
         with told_when_full(self.path):
             return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs)
 
     def samples(self, resume_after: int | None) -> SamplesLog:
         """The open samples.jsonl, cut back like the metrics."""
+        if self.follows:
+            return SamplesLog.muted()
         with told_when_full(self.path):
             return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs)
 
     def close(self) -> None:
         """Let other processes have the directory."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self

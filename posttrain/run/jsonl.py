@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from posttrain.errors import RunError
 from posttrain.run.durable import told_when_full, write_text
@@ -24,6 +25,14 @@ class StepLog:
         if path.exists():
             self._cut(resume_after, attic)
         self._file: TextIO = path.open("a", encoding="utf-8")
+
+    @classmethod
+    def muted(cls) -> Self:
+        """A log that keeps nothing: of several processes of a run, one writes."""
+        log = cls.__new__(cls)
+        log.path = Path(os.devnull)
+        log._file = log.path.open("a", encoding="utf-8")
+        return log
 
     def _cut(self, resume_after: int | None, attic: Path) -> None:
         rows = read_rows(self.path)

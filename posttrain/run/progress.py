@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.run import ranks
+
 PLAIN_EVERY_S = 5.0  # at most one plain line in so many seconds
 LABELS = {
     "completions/mean_length": "length",
@@ -44,7 +46,7 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self.title, self.total, self.columns, self.max_minutes = title, total, tuple(columns), max_minutes
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, quiet=not ranks.is_main())
         self._live: Live | None = None
         self._first: tuple[int, float] | None = None  # step and time of the first update, for the time left
         self._printed = float("-inf")

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints
+from posttrain.train import distributed
 from posttrain.train.critic import load_head, save_head
 
 
@@ -38,7 +39,16 @@ class State:
 def save(
     root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int, critic: nn.Module | None = None
 ) -> Path:
-    """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder."""
+    """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
+
+    Rank 0 writes: what is saved is the same on all ranks, and the others wait.
+    """
+    return distributed.on_main(_save, root, state, loaded, optimizer, keep, critic)
+
+
+def _save(
+    root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int, critic: nn.Module | None
+) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
     with checkpoints.saving(root, state.step) as partial:

@@ -31,7 +31,7 @@ from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, optim
+from posttrain.train import checkpoint, distributed, optim
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plan:
     """How many rows a run sees and how they are cut. Only the last step of a run may have fewer than `size` rows."""
 
     rows: int  # over the whole run, all passes counted
-    size: int  # rows an optimiser step
+    size: int  # rows an optimiser step, over all ranks
     micro: int  # rows a forward pass
 
     @property
@@ -51,7 +51,14 @@ def plan(recipe: SftRecipe | DpoRecipe, n_rows: int) -> Plan:
     """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
-    return Plan(rows, size, recipe.batch.micro_size or size)
+    return Plan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
+
+
+def micro_size(size: int, most: int, ranks: int) -> int:
+    """Rows a forward pass, `most` at most, so that every rank has a part of each step and, if that can be, as many."""
+    fitting = [rows for rows in range(1, min(most, max(size // ranks, 1)) + 1) if size % rows == 0]
+    even = [rows for rows in fitting if size // rows % ranks == 0]
+    return max(even or fitting)
 
 
 @dataclass
@@ -99,6 +106,9 @@ class RunLoop:
 
     A subclass says how its loss is normalised (`denominator`) and adds sums over the step's rows to `sums`; with
     `denominator` taken over the whole optimiser step, cutting it into micro-batches changes no number.
+
+    Several ranks each run some of a step's micro-batches. The trainer is not told: it counts all of them on every rank,
+    and those of others cost nothing.
     """
 
     job: Job
@@ -138,7 +148,7 @@ class RunLoop:
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
-        torch.manual_seed(derive(self.job.recipe.run.seed, "step", step))
+        torch.manual_seed(distributed.own_seed(derive(self.job.recipe.run.seed, "step", step)))
         return batches, torch.tensor(max(self.denominator(batches), 1), device=device)
 
     def compute_loss(
@@ -148,13 +158,20 @@ class RunLoop:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one micro-batch. Raises NonFiniteError before an optimiser step could use a NaN."""
-        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        """Forward and backward of one micro-batch, if it is ours; after the last, the gradient of all ranks.
+
+        Raises NonFiniteError before an optimiser step could use a NaN.
+        """
+        loss = torch.zeros((), device=num_items_in_batch.device)
+        if self.done in distributed.share(len(self.micro_batches)):
+            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         self.done += 1
         if not torch.isfinite(loss):
             raise non_finite(self.job, self.micro_batches, "the loss")
-        if self.done == len(self.micro_batches) and (name := bad_gradient(model)):
-            raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
+        if self.done == len(self.micro_batches):
+            distributed.sum_gradients(model)
+            if name := bad_gradient(model):
+                raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -165,7 +182,7 @@ class RunLoop:
         run, state = self.job.recipe.run, self.job.state
         self.watchdog.leave()
         self.last_metrics = values = self._finish_step(logs["loss"], logs["grad_norm"])
-        over = self.job.finished or self.stop.requested
+        over = distributed.any_rank(self.stop.requested) or self.job.finished
         if state.step % run.log_every == 0 or self.job.finished:
             self.metrics.write(state.step, values)
         self.progress.update(state.step, values)
@@ -178,8 +195,9 @@ class RunLoop:
     def _finish_step(self, loss: float, grad_norm: float) -> dict[str, Any]:
         """Move the run's counters past the step; returns its metrics."""
         state, planned = self.job.state, self.job.plan
-        sums = {name: float(value) for name, value in self.sums.items()}
-        seconds = time.perf_counter() - self.started
+        sums = distributed.total({"loss": loss, **{name: float(value) for name, value in self.sums.items()}})
+        loss = sums.pop("loss")
+        seconds = distributed.from_main(time.perf_counter() - self.started)
         state.step += 1
         state.position = min(state.step * planned.size, planned.rows)
         state.tokens += int(sums["tokens"])
@@ -268,7 +286,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
         "loss_last": last.get("loss"),
         "num_tokens": job.state.tokens,
         "model": str(directory.final),
-        "save": save(job.loaded, directory.final),
+        "save": distributed.on_main(save, job.loaded, directory.final),
     }
 
 
@@ -291,15 +309,17 @@ def explained_out_of_memory(job: Job) -> Iterator[None]:
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
     """A TRL trainer of class `kind` around our model, optimiser and schedule. `options` are its own settings."""
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
-    args = config(**arguments(job), **options)
-    args._n_gpu = min(args.n_gpu, 1)  # one process, one device; otherwise all visible GPUs are put under DataParallel
-    trainer = kind(
-        model=job.loaded.model,
-        args=args,
-        processing_class=job.loaded.tokenizer,
-        optimizers=(job.optimizer, None),
-        **parts,
-    )
+    distributed.same_weights(job.loaded.model)
+    with distributed.unseen():
+        args = config(**arguments(job), **options)
+        args._n_gpu = min(args.n_gpu, 1)  # one device a process; otherwise all visible GPUs come under DataParallel
+        trainer = kind(
+            model=job.loaded.model,
+            args=args,
+            processing_class=job.loaded.tokenizer,
+            optimizers=(job.optimizer, None),
+            **parts,
+        )
     trainer.job = job
     trainer.model_accepts_loss_kwargs = True  # RunLoop's losses are divided by the denominator of the whole step
     trainer.remove_callback(PrinterCallback)  # stdout is for data

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.regularise import reference_power
+from posttrain.train import distributed
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.pieces import Pieces
 
@@ -122,8 +123,14 @@ def _in_parts(
     rows: Sequence[int],
     run: Callable[[Sequences, list[int]], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """What `run` gives for `rows` in micro-batches, at their places among all rows; 0 elsewhere."""
+    """What `run` gives for `rows` in micro-batches, at their places among all rows; 0 elsewhere.
+
+    Ranks divide the rows, if there is one for each, and all of them get all.
+    """
     out: dict[str, Tensor] = {}
+    divided = len(rows) >= distributed.world()
+    if divided:
+        rows = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows])]
     lengths = [len(sequences.ids[r]) for r in rows]
     for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed):
         chosen = [rows[m] for m in micro]
@@ -132,7 +139,7 @@ def _in_parts(
             if name not in out:
                 out[name] = value.new_zeros((len(sequences), *value.shape[1:]))
             out[name][chosen] = value
-    return out
+    return {name: distributed.add_up(value) for name, value in out.items()} if divided else out
 
 
 def _top_k(p: Pieces) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import sync_file, told_when_full
 from posttrain.run.progress import Progress
-from posttrain.train import hf_trainer
+from posttrain.train import distributed, hf_trainer
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 
@@ -111,10 +112,10 @@ class Preference(RunLoop, DPOTrainer):
 
         Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
         """
-        logps = cached_logps(cache, pairs)
+        logps = distributed.on_main(cached_logps, cache, pairs)
         if logps is None:
             logps = reference_logps(self.job, self.train_dataset, self.data_collator)
-            store_logps(cache, pairs, logps)
+            distributed.on_main(store_logps, cache, pairs, logps)
         for side in SIDES:
             self.train_dataset = self.train_dataset.add_column(f"ref_{side}_logps", logps[side].tolist())
 
@@ -195,7 +196,8 @@ def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict
     training = model.training
     model.eval()
     with Progress("reference", len(order), ()) as progress:
-        for start in range(0, len(order), job.plan.micro):
+        for part in distributed.share(math.ceil(len(order) / job.plan.micro)):
+            start = part * job.plan.micro
             numbers = order[start : start + job.plan.micro]
             batch = collate([rows[n] for n in numbers])
             with torch.no_grad(), job.loaded.autocast():
@@ -203,7 +205,7 @@ def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict
             out[:, numbers] = sums.cpu().view(2, -1)
             progress.update(start + len(numbers), {})
     model.train(training)
-    return dict(zip(SIDES, out.unbind(), strict=True))
+    return dict(zip(SIDES, distributed.add_up(out).unbind(), strict=True))
 
 
 def cached_logps(cache: Path, pairs: Sequence[Pair]) -> dict[str, Tensor] | None:

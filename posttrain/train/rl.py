@@ -2,11 +2,15 @@
 
 prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser -> engine sync.
 
+With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the
+rows; between the two, all of them hold the rollouts of the whole step.
+
 All randomness is derived from (seed, purpose, step): a resumed run draws what an unbroken run draws.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +34,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, optim, saved_rollouts
+from posttrain.train import checkpoint, distributed, optim, saved_rollouts
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
 from posttrain.train.controls import Controls
@@ -64,13 +68,16 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
-        progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
+        if distributed.is_main():
+            progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
         loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+        distributed.same_weights(loaded.model)
         critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
         check_fits(prepared.items, recipe.rollout, model_window(loaded))
         max_len = needed_length(prepared.items, recipe.rollout)
         with watchdog.phase("engine start"):
-            engine = make_engine(recipe.rollout, loaded, scratch=directory.path / "engine", max_len=max_len)
+            scratch = distributed.own(directory.path / "engine")
+            engine = make_engine(recipe.rollout, loaded, scratch=scratch, max_len=max_len)
         try:
             pieces = Pieces(
                 recipe=recipe,
@@ -115,10 +122,11 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
         rollouts, values, saved = step(p.at(numbers), state)
-        state.controllers = p.controls.update(state.controllers, values, state.step)
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= p.watchdog.times()
         values["time/step"] = time.perf_counter() - started
+        values = distributed.from_main(values)  # all ranks decide by the same clock and the same numbers
+        state.controllers = p.controls.update(state.controllers, values, state.step)
         state.step += 1
         state.seconds += values["time/step"]
         first, last = first or values, values
@@ -131,15 +139,16 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
             progress.note(warning)
         ends = state.step == steps or _out_of_time(settings.max_minutes, state.seconds)
         due = settings.save_every is not None and state.step % settings.save_every == 0
-        if due or ends or stop.requested:
+        stopping = distributed.any_rank(stop.requested)
+        if due or ends or stopping:
             with p.watchdog.phase("save"):
                 checkpoint.save(
                     directory.checkpoints, state, p.loaded, p.optimizer, settings.keep_checkpoints, p.critic
                 )
-        if stop.requested:
+        if stopping:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
     with p.watchdog.phase("final save"):
-        report = save(p.loaded, directory.final)
+        report = distributed.on_main(save, p.loaded, directory.final)
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
@@ -188,12 +197,15 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
                 seed=derive(p.recipe.run.seed, "rollout", state.step, accumulator.batches),
                 first_group=accumulator.batches * settings.prompts_per_step,
                 logprobs="rollout_logp" in p.objective.needs or WATCHED,
+                share=distributed.share(len(drawn)),
             )
         with p.watchdog.phase("score"):
             _score(p, fresh, state.step, gathered)
+        fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
         kept = accumulator.add(batch_of(p, fresh, state))
         rollouts += [r for r in fresh if r.group in kept]
         if accumulator.full:
+            gathered = distributed.total(gathered)
             gathered["rollout/gen_batches"] = accumulator.batches
             return rollouts, gathered
 

@@ -90,6 +90,12 @@ class Mismatch:
         self.kl += float((gap.exp() - 1 - gap).sum())  # k3 of KL(engine || trainer), sampled from the engine
         self.largest = max(self.largest, float(gap.abs().max()))
 
+    @classmethod
+    def together(cls, parts: Sequence[Mismatch]) -> Mismatch:
+        """That of several parts of the tokens, as one."""
+        sums = (sum(part.tokens for part in parts), sum(part.absolute for part in parts), sum(p.kl for p in parts))
+        return cls(*sums, largest=max(part.largest for part in parts))
+
     def metrics(self) -> dict[str, float]:
         if not self.tokens:
             return {}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
+from posttrain.train import distributed
 
 FOLDER = "rollouts"
 TOO_LARGE = ("hidden", "topk_logp", "topk_chosen")
@@ -48,7 +49,7 @@ def of(scored: RolloutBatch, measured: RolloutBatch, logp: Tensor) -> Saved:
 
 def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
     """Write the rollouts of a step and remove all but the newest `keep` (0: write nothing)."""
-    if keep == 0:
+    if keep == 0 or not distributed.is_main():
         return
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,19 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch
 from posttrain.errors import NonFiniteError
 from posttrain.run.seeds import derive
-from posttrain.train import optim
+from posttrain.train import distributed, optim
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.pieces import Pieces
 from posttrain.train.policy import current, measure
 from posttrain.train.rl_metrics import Mismatch, update_metrics
+
+
+class Sums(dict[str, float]):
+    """Sums by name."""
+
+    def add(self, values: Mapping[str, Tensor | float]) -> None:
+        for name, value in values.items():
+            self[name] = self.get(name, 0.0) + float(value)
 
 
 @dataclass
@@ -24,13 +33,9 @@ class Tally:
     """What the updates of a step add up. logp [N,T]: each row's log-probs when it was last trained on, 0 if never."""
 
     logp: Tensor
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
     norms: list[float] = field(default_factory=list)
     mismatch: Mismatch = field(default_factory=Mismatch)
-
-    def add(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
 
 
 def update(
@@ -42,12 +47,13 @@ def update(
     """
     settings = p.recipe.batch
     p.loaded.model.train()
-    active = p.objective.has_signal(batch).nonzero()[:, 0].tolist()
+    active = with_signal(p, batch)
     several = {"old_logp"} if p.updates_per_step > 1 else set()
     batch = measure(p, batch, sequences, active, p.objective.needs | several)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
-        tally.mismatch.add(batch.old_logp[active], batch.rollout_logp[active], batch.mask[active])
+        mine = [active[n] for n in distributed.share(len(active))]
+        tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], batch.mask[mine])
     done = step * p.updates_per_step
     for epoch in range(settings.epochs):
         seed = derive(p.recipe.run.seed, "minibatch", step, epoch)
@@ -55,30 +61,34 @@ def update(
             lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
             done += 1
             update_once(p, batch, sequences, rows, step, tally)
-    return {**update_metrics(tally.sums, tally.norms, lr=lr), **tally.mismatch.metrics()}, batch, tally.logp
+    mismatch = Mismatch.together(distributed.gather(tally.mismatch)).metrics()
+    return {**update_metrics(tally.sums, tally.norms, lr=lr), **mismatch}, batch, distributed.add_up(tally.logp)
 
 
 def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> None:
-    """One optimiser update on `rows`; none, if no row has a signal. The gradient norm is that before clipping."""
+    """One optimiser update on `rows`; none, if no row has a signal. The gradient norm is that before clipping.
+
+    Every rank has all rows of the update and runs forward and backward on its part of them.
+    """
     minibatch = batch.select(rows)
-    active = [r for r, on in zip(rows, p.objective.has_signal(minibatch).tolist(), strict=True) if on]
+    active = [rows[n] for n in with_signal(p, minibatch)]
     if not active:
         return
     totals = p.objective.totals(minibatch)
     p.optimizer.zero_grad(set_to_none=True)
-    lengths = [len(sequences.ids[r]) for r in active]
-    groups = batch.group_ids[active].tolist() if p.objective.whole_groups else None
-    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, groups=groups):
-        chosen = [active[m] for m in micro]
+    tally.logp[active] = 0.0
+    sums = Sums()
+    for chosen in my_micro_batches(p, batch, sequences, active):
         logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
         tally.logp[chosen] = logp.detach().float()
         if batch.old_logp is None:
             tally.mismatch.add(logp, part.rollout_logp, part.mask)
         loss, stats = p.objective.loss(part, logp, totals)
         loss.backward()
-        tally.add(
-            {**stats, "loss": loss.detach(), "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()}
-        )
+        sums.add(stats)
+        sums.add({"loss": loss.detach(), "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()})
+    distributed.sum_gradients(p.loaded.model, p.critic)
+    tally.sums.add(distributed.total(sums))
     norm = float(optim.clip_gradients(p.loaded.model, p.recipe.optim.max_grad_norm))
     if p.critic is not None:
         optim.clip_gradients(p.critic, p.recipe.optim.max_grad_norm)
@@ -86,6 +96,25 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         raise non_finite(p, batch.select(active), sequences.select(active), step, tally.sums["loss"], norm)
     p.optimizer.step()
     tally.norms.append(norm)
+
+
+def with_signal(p: Pieces, batch: RolloutBatch) -> list[int]:
+    """Rows that have a gradient. All ranks take those of rank 0: a GPU may add up in another order than its neighbour,
+    and what one divides by another must be the same list."""
+    return distributed.from_main(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
+
+
+def my_micro_batches(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]
+) -> Iterator[list[int]]:
+    """Row numbers of this rank's part of the `active` rows, in micro-batches; a loss over groups gets whole ones."""
+    whole = p.objective.whole_groups
+    lengths = [len(sequences.ids[r]) for r in active]
+    mine = distributed.mine(lengths, batch.group_ids[active].tolist() if whole else None)
+    rows = [active[n] for n in mine]
+    groups = batch.group_ids[rows].tolist() if whole else None
+    for micro in micro_batches([lengths[n] for n in mine], p.recipe.batch.micro_tokens, packed=p.packed, groups=groups):
+        yield [rows[m] for m in micro]
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:
@@ -113,9 +142,10 @@ def non_finite(
     p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int, loss: float, norm: float
 ) -> NonFiniteError:
     """Write the batch to disk and name the first tensor that is not finite."""
-    p.dump.mkdir(parents=True, exist_ok=True)
     path = p.dump / f"step-{step + 1}.pt"
-    torch.save({"batch": batch, "sequences": sequences}, path)
+    if distributed.is_main():
+        p.dump.mkdir(parents=True, exist_ok=True)
+        torch.save({"batch": batch, "sequences": sequences}, path)
     tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}
     tensors |= {f"gradient of {n}": q.grad for n, q in p.loaded.model.named_parameters() if q.grad is not None}
     tensors |= {n: q.detach() for n, q in p.loaded.model.named_parameters()}

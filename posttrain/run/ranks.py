@@ -1,0 +1,202 @@
+"""Several equal processes of one run: which one this is, and starting them on one machine.
+
+The environment says it, in torchrun's words: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Rank 0 writes and
+speaks, the others compute. `launch` gives the same environment as `torchrun --nproc-per-node N`, but Ctrl-C leaves as
+much time as a step needs (torchrun kills after 30 seconds), and an error is told once and without torchrun's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from posttrain.errors import RunError, UserError
+from posttrain.run.children import stop_with_parent
+from posttrain.run.environment import usable_cpus
+
+LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
+GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
+GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
+POLL_S = 0.1
+
+
+def rank() -> int:
+    """The number of this process among those of the run, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """How many processes the run has."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """The process that writes and speaks."""
+    return rank() == 0
+
+
+def launched() -> bool:
+    """Whether `launch` started this process."""
+    return LAUNCHED in os.environ
+
+
+def end_with_launcher() -> None:
+    """A process that `launch` started stops, saved, when its launcher is gone."""
+    if launched():
+        stop_with_parent()
+
+
+def claim_gpu() -> None:
+    """Leave this process one GPU, its own, so that no library can put anything on another's. Call it before torch is
+    imported. Raises UserError if there is none."""
+    if world() == 1:
+        return
+    local = int(os.environ.get("LOCAL_RANK", rank()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else []
+    if devices and local >= len(devices):
+        raise UserError(f"{local + 1} processes want a GPU each, but CUDA_VISIBLE_DEVICES lists {len(devices)}")
+    if visible != "":
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local] if devices else str(local)
+    os.environ["LOCAL_RANK"] = "0"  # its place among the devices that it sees
+
+
+@dataclass
+class _Process:
+    rank: int
+    popen: subprocess.Popen[str]
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=40))  # what it said; of rank 0 nothing, it speaks
+    reader: threading.Thread | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.popen.poll() is not None
+
+
+def launch(command: Sequence[str], count: int) -> int:
+    """Run `command` in `count` processes and return the exit code of the run: 0 if all ended well.
+
+    Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
+    told it. Ctrl-C and SIGTERM go to rank 0, which agrees with the others on the step to stop after. Raises RunError
+    for a process that was killed.
+    """
+    port = _free_port()
+    processes = [_start(command, number, count, port) for number in range(count)]
+    try:
+        with _signals() as received:
+            first = _first_failure(processes, received)
+            if first is None:
+                return 0
+            _wait(processes, GRACE_STOPPED_S if first.popen.returncode == 130 else GRACE_S)
+    finally:
+        for process in processes:
+            _kill(process)
+    return _tell(first, processes)
+
+
+def _start(command: Sequence[str], number: int, count: int, port: int) -> _Process:
+    """In a process group of its own: Ctrl-C reaches only us. Its stdin ends with us, see `stop_with_parent`."""
+    env = {
+        "OMP_NUM_THREADS": str(max(1, usable_cpus() // count)),
+        **os.environ,
+        **{"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: "1"},
+    }
+    popen = subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=None if number == 0 else subprocess.PIPE,
+        stderr=None if number == 0 else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    process = _Process(number, popen)
+    if popen.stdout is not None:
+        process.reader = threading.Thread(target=_drain, args=(process,), daemon=True)
+        process.reader.start()
+    return process
+
+
+def _drain(process: _Process) -> None:
+    assert process.popen.stdout is not None
+    for line in process.popen.stdout:
+        process.tail.append(line.rstrip())
+
+
+def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Process | None:
+    """Wait for the first process that fails; None when all have ended well."""
+    while True:
+        while received:
+            number = received.pop(0)
+            if not processes[0].ended:
+                processes[0].popen.send_signal(number)
+        for process in processes:
+            if process.popen.poll():
+                return process
+        if all(process.ended for process in processes):
+            return None
+        time.sleep(POLL_S)
+
+
+def _wait(processes: Sequence[_Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(process.ended for process in processes):
+        time.sleep(POLL_S)
+
+
+def _kill(process: _Process) -> None:
+    """With its workers, which share its process group."""
+    if not process.ended:
+        os.killpg(process.popen.pid, signal.SIGKILL)
+        process.popen.wait()
+        process.popen.returncode = 0  # our doing, no failure of its own
+    if process.popen.stdin is not None:
+        process.popen.stdin.close()
+
+
+def _tell(first: _Process, processes: Sequence[_Process]) -> int:
+    """The exit code; the failure is told unless rank 0 has told one."""
+    if processes[0].popen.returncode > 0:
+        return processes[0].popen.returncode
+    code = first.popen.returncode
+    if first.reader is not None:
+        first.reader.join(timeout=5)
+    said = "\n".join(line for line in first.tail if line)
+    if code < 0:
+        raise RunError(
+            f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
+            allowed=f"the last that it said:\n{said}" if said else "",
+            hint="SIGKILL without anyone's doing is most often the system's when memory is short",
+        )
+    print(f"rank {first.rank}: {said or f'ended with {code}'}", file=sys.stderr, flush=True)
+    return code
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are collected in a list instead of ending this process."""
+    received: list[int] = []
+    handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,239 @@
+"""Several processes that train one model, each with a GPU of its own. With one process everything here does nothing.
+
+Every rank holds the whole model and knows the whole step: rollouts are gathered, so advantages, filters, denominators
+and metrics are computed over all ranks by all of them, without a formula that knows of ranks. What is divided is the
+work: sampling and scoring by prompt, forward and backward passes by row. Gradients are added up once an update, which
+needs no wrapper around the model and lets ranks have different numbers of micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from posttrain.errors import PeerLost, UserError
+from posttrain.run import ranks
+from posttrain.run.directory import RunDirectory
+from posttrain.run.seeds import derive
+
+T = TypeVar("T")
+TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
+PATIENCE_S = 10.0  # before a rank tells that it lost another: that one's own error comes first, and ends all
+BUCKET = 1 << 26  # numbers that are added up in one call
+_SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """The rank that writes to the run directory."""
+    return rank() == 0
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """The process group that the environment names, from here to the end of the block.
+
+    Objects and CPU tensors travel over gloo, GPU tensors over NCCL. Raises UserError where some ranks have a GPU and
+    others do not.
+    """
+    if ranks.world() == 1:
+        yield
+        return
+    with _told():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    have = gather(torch.cuda.is_available())
+    if len(set(have)) > 1:
+        raise UserError(
+            f"{len(have)} processes want a GPU each, but only {sum(have)} found one", hint="start fewer processes"
+        )
+    yield
+    barrier()  # rank 0 holds the store that the others still talk to
+    dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
+    """The run directory: rank 0 opens it, the others follow."""
+    directory = open_it() if is_main() else None
+    path, attempt = from_main((str(directory.path), directory.attempt) if directory else ("", 0))
+    return directory or RunDirectory.follow(Path(path), attempt)
+
+
+# --- talking ---
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as cause:
+        time.sleep(PATIENCE_S)
+        raise PeerLost(
+            f"rank {ranks.rank()} lost the others: {str(cause).splitlines()[0]}",
+            hint="the first message of another rank says why",
+        ) from cause
+
+
+def gather(value: T) -> list[T]:
+    """Everyone's value, by rank."""
+    if world() == 1:
+        return [value]
+    found: list[Any] = [None] * world()
+    with _told():
+        dist.all_gather_object(found, value)
+    return found
+
+
+def from_main(value: T) -> T:
+    """Rank 0's value."""
+    if world() == 1:
+        return value
+    box = [value]
+    with _told():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def on_main(function: Callable[..., T], *args: Any) -> T:
+    """What `function` returns on rank 0, the only one that calls it; the others wait."""
+    return cast(T, from_main(function(*args) if is_main() else None))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether it is true on any rank."""
+    return any(gather(flag))
+
+
+def total(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Sums over ranks by name; a rank that lacks a name adds nothing."""
+    sums: dict[str, float] = {}
+    for found in gather(dict(numbers)):
+        for name, number in found.items():
+            sums[name] = sums.get(name, 0) + number
+    return sums
+
+
+def barrier() -> None:
+    """Wait until all are here."""
+    gather(None)
+
+
+def own(path: Path) -> Path:
+    """A path for this rank's own files: the others' have their number behind it."""
+    return path if is_main() else path.with_name(f"{path.name}-{rank()}")
+
+
+def own_seed(seed: int) -> int:
+    """A seed for draws that must differ between ranks, such as dropout."""
+    return seed if is_main() else derive(seed, "rank", rank())
+
+
+# --- tensors ---
+
+
+def add_up(tensor: Tensor) -> Tensor:
+    """The sum over ranks, in place; for a bool, whether it is true anywhere."""
+    if world() == 1:
+        return tensor
+    if tensor.dtype == torch.bool:
+        return tensor.copy_(add_up(tensor.to(torch.int32)) > 0)
+    with _told():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def sum_gradients(*modules: nn.Module | None) -> None:
+    """Add up the gradients of all ranks. A parameter that has one anywhere has one everywhere afterwards."""
+    if world() == 1:
+        return
+    trained = [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
+    found = torch.tensor([p.grad is not None for p in trained], device=trained[0].device)
+    for parameter, anywhere in zip(trained, add_up(found).tolist(), strict=True):
+        if anywhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
+        flat = add_up(torch.cat([g.reshape(-1) for g in bucket]))
+        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, about BUCKET numbers together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        size = sum(t.numel() for t in bucket)
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def same_weights(*modules: nn.Module | None) -> None:
+    """Give every rank the trained weights of rank 0: they must agree to the last bit, since they are never compared
+    again."""
+    if world() == 1:
+        return
+    with _told(), torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters() if module is not None else ():
+                if parameter.requires_grad:
+                    dist.broadcast(parameter.data, src=0)
+
+
+# --- dividing work ---
+
+
+def share(count: int) -> range:
+    """Numbers of the things that this rank works on, of `count` whose costs are not known."""
+    return range(rank(), count, world())
+
+
+def mine(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:
+    """Numbers of the rows that this rank works on, rising: the most costly first, each to the rank with least to do.
+
+    costs: what each row takes, e.g. its tokens. units: a number a row; rows of one unit stay together.
+    """
+    return divided(costs, world(), units)[rank()]
+
+
+def divided(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
+    """`mine` of each of `count` ranks; every row is in one of them."""
+    rows: dict[int, list[int]] = {}
+    for row in range(len(costs)):
+        rows.setdefault(row if units is None else units[row], []).append(row)
+    loads, parts = [0.0] * count, [list[int]() for _ in range(count)]
+    weights = {unit: sum(costs[r] for r in members) for unit, members in rows.items()}
+    for unit in sorted(rows, key=lambda u: (-weights[u], rows[u][0])):
+        lightest = min(range(count), key=lambda n: (loads[n], n))
+        loads[lightest] += weights[unit]
+        parts[lightest] += rows[unit]
+    return [sorted(part) for part in parts]
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, libraries see one process: accelerate would divide the batches, and wrap the model, once more."""
+    hidden = {name: os.environ.pop(name) for name in _SEEN_BY_OTHERS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
