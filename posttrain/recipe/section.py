@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_serializer, model_validator
@@ -127,7 +127,7 @@ def params_model(kind: str, name: str) -> type[BaseModel]:
 _NAMES = (
     {t.__name__: t for t in (int, float, str, bool, list, dict, tuple)}
     | {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
-    | {"Mapping": Mapping, "None": None}
+    | {"Mapping": Mapping, "Sequence": Sequence, "None": None}
     | {"Gate": Gate, "Channel": Channel}
 )
 
