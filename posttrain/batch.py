@@ -225,8 +225,11 @@ class Remembered:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """P preference pairs: summed log-probs and lengths of both sides [P]; lengths and references None where no term
-    needs them."""
+    """P preference pairs: summed log-probs and lengths of both sides [P]; what no term needs is None.
+
+    Where rows are labelled one by one instead of ranked, the chosen side is the row's completion and the rejected side
+    a completion of another row, which belongs to another prompt.
+    """
 
     chosen_logp: Tensor
     rejected_logp: Tensor
@@ -234,6 +237,18 @@ class PairBatch:
     rejected_length: Tensor | None = None
     ref_chosen_logp: Tensor | None = None
     ref_rejected_logp: Tensor | None = None
+    prev_chosen_logp: Tensor | None = None  # by the policy that the pairs were sampled from
+    prev_rejected_logp: Tensor | None = None
+    history_chosen_logp: Tensor | None = None  # [J,P] by earlier policies, the newest first
+    history_rejected_logp: Tensor | None = None
+    chosen_win: Tensor | None = None  # share of comparisons won, 0 to 1
+    rejected_win: Tensor | None = None
+    chosen_score: Tensor | None = None  # any scalar reward
+    rejected_score: Tensor | None = None
+    ref_sample_is_chosen: Tensor | None = None  # the chosen side is the reference's sample; else the rejected side is
+    label: Tensor | None = None  # 1 = the chosen side is a good answer, 0 = a bad one
+    mean_chosen_length: Tensor | float | None = None  # of the whole optimiser batch; None = these pairs are all
+    kl_baseline: Tensor | None = None  # [] of the whole optimiser batch; None = from the rejected side of these rows
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from posttrain.batch import GroupLoss, RolloutBatch
 from posttrain.loss.clip import bounded_exp, clipped_surrogate, row_mean, token_log_ratio
 from posttrain.loss.groups import group_key, group_total
 from posttrain.loss.kl import log_ratio_to_reference
+from posttrain.loss.pair_rounds import contrastive
 from posttrain.registry import register
 
 
@@ -37,7 +38,7 @@ def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
     first, second = pairs(batch)
     rewards = _rewards(batch).to(u.dtype)
     gap, won = u[first] - u[second], rewards[first] - rewards[second]
-    return _by_group(batch, first, beta / 2 * gap.square() - won * gap, {"copg/gap": gap.detach().abs()})
+    return _by_group(batch, first, contrastive(gap, won, beta), {"copg/gap": gap.detach().abs()})
 
 
 @register(

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.batch import GroupLoss, PairBatch, RolloutBatch
+from posttrain.batch import GroupLoss, RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
-from posttrain.loss.pair import mean
 from posttrain.merge.rules import merge_state
 from posttrain.places import shipped
 from posttrain.train.controls import Controls
@@ -433,26 +432,6 @@ def aggregations(modes: Mapping[str, tuple[Any, bool]], values: str) -> Adapter:
         return {
             output: aggregate(matrix, mask, mode, totals(mask, empty), **case["params"])
             for output, (mode, empty) in modes.items()
-        }
-
-    return adapter
-
-
-def pairs(function: Callable[..., Any], inputs: Names, rows: Sequence[str] = (), means: Sequence[str] = ()) -> Adapter:
-    """A pair loss: losses, their mean, its gradients by both sides; stats by row, or averaged as the trainer does."""
-
-    def adapter(case: Case) -> dict[str, Any]:
-        batch = PairBatch(**{name: tensor(value) for name, value in renamed(case["inputs"], inputs).items()})
-        chosen, rejected = batch.chosen_logp.requires_grad_(), batch.rejected_logp.requires_grad_()
-        result = function(batch, **case["params"])
-        loss = mean(result.losses)
-        return {
-            "losses": result.losses.detach(),
-            "loss": loss.detach(),
-            "grad_chosen": gradient(loss, chosen),
-            "grad_rejected": gradient(loss, rejected),
-            **{name: result.stats[name] for name in rows},
-            **{name: mean(result.stats[name]) for name in means},
         }
 
     return adapter

@@ -1,0 +1,410 @@
+"""Which of a prompt's answers make preference pairs: pure functions on scores and flags, nothing of tokens or models.
+
+Tables are lists over B prompts of lists over G answers of that prompt, groups may differ in size; an answer is named by
+its place in its group. Ties go to the first. None is a score that is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from posttrain.errors import DataError
+
+Table = Sequence[Sequence[Any]]
+T = TypeVar("T")
+
+
+class Choice(NamedTuple):
+    """One pair of answers of one prompt, by their places."""
+
+    prompt: int
+    chosen: int
+    rejected: int
+
+
+# --- from verified answers
+
+
+def right_wrong(
+    correct: Table,
+    lengths: Table,
+    truncated: Table | None = None,
+    *,
+    max_pairs: int = 10,
+    reject_truncated: bool = False,
+) -> list[Choice]:
+    """Right answers over wrong ones, at most `max_pairs` a prompt; prompts with one kind only make none.
+
+    Pairs of similar length come first, so that length says little about the side, and every answer is used once before
+    any is used again. A truncated answer is never chosen, and rejected only if `reject_truncated`.
+    """
+    found: list[Choice] = []
+    for prompt, flags in enumerate(correct):
+        cut = truncated[prompt] if truncated is not None else [False] * len(flags)
+        right = [i for i, c in enumerate(flags) if c and not cut[i]]
+        wrong = [i for i, c in enumerate(flags) if c is not None and not c and (reject_truncated or not cut[i])]
+        found += [Choice(prompt, r, w) for r, w in _closest(right, wrong, lengths[prompt])[:max_pairs]]
+    return found
+
+
+def _closest(right: Sequence[int], wrong: Sequence[int], lengths: Sequence[float]) -> list[tuple[int, int]]:
+    """All (right, wrong), the smallest difference in length first, in rounds that use an answer at most once."""
+    left = sorted(((r, w) for r in right for w in wrong), key=lambda p: (abs(lengths[p[0]] - lengths[p[1]]), p))
+    ordered: list[tuple[int, int]] = []
+    while left:
+        used: set[int] = set()
+        later = []
+        for pair in left:
+            if used & set(pair):
+                later.append(pair)
+            else:
+                used |= set(pair)
+                ordered.append(pair)
+        left = later
+    return ordered
+
+
+def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *, min_gap: float = 1.0) -> list[Choice]:
+    """The shortest right answer over the longest right one, where they differ by at least `min_gap` tokens."""
+    found: list[Choice] = []
+    for prompt, flags in enumerate(correct):
+        cut = truncated[prompt] if truncated is not None else [False] * len(flags)
+        right = [i for i, c in enumerate(flags) if c and not cut[i]]
+        if not right:
+            continue
+        short, long = (pick(right, key=lambda i: lengths[prompt][i]) for pick in (min, max))
+        if lengths[prompt][long] - lengths[prompt][short] >= max(min_gap, 1e-9):
+            found.append(Choice(prompt, short, long))
+    return found
+
+
+class Labelled(NamedTuple):
+    labels: list[int]  # 0 right and from a batch, 1 right and written alone, 2 wrong
+    rewards: list[list[float]]  # of judgements: 1 where the label is said
+
+
+def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted: Table) -> Labelled:
+    """DRQA (arXiv 2508.17803): chains from prompts with several questions are naturally short, and a model learns to
+    tell them from long right ones and from wrong ones. predicted [N][G], -1 = unparsable. Letters and the 0/1 reward
+    are recollections of the paper."""
+    labels = [2 if not c else 0 if b else 1 for c, b in zip(correct, from_batch, strict=True)]
+    return Labelled(labels, [[float(p == label) for p in row] for label, row in zip(labels, predicted, strict=True)])
+
+
+def by_label(labels: Sequence[int]) -> list[tuple[int, int]]:
+    """(chosen, rejected) of the answers of one prompt with labels 0 > 1 > 2: every pair with different labels."""
+    places = range(len(labels))
+    return [(i, j) for i in places for j in places if labels[i] < labels[j]]
+
+
+def own_failures(
+    correct: Table, teacher_correct: Sequence[Any], truncated: Table | None = None, *, prefer_teacher: bool = True
+) -> list[list[int]]:
+    """Light-R1's semi-on-policy pairs (arXiv 2503.10460): [prompt, 1 = chosen is the teacher's, chosen, rejected].
+
+    Every own answer that is wrong and not truncated is rejected once, against the teacher's answer (chosen -1) if that
+    is right, else the first own right one; `prefer_teacher` false swaps the two. The fallback is this project's choice.
+    """
+    rows: list[list[int]] = []
+    for prompt, flags in enumerate(correct):
+        cut = truncated[prompt] if truncated is not None else [False] * len(flags)
+        own = next((i for i, c in enumerate(flags) if c and not cut[i]), None)
+        teacher = -1 if teacher_correct[prompt] else None
+        order = (teacher, own) if prefer_teacher else (own, teacher)
+        chosen = next((c for c in order if c is not None), None)
+        wrong = [i for i, c in enumerate(flags) if not c and not cut[i]]
+        rows += [[prompt, int(chosen == -1), chosen, w] for w in wrong if chosen is not None]
+    return rows
+
+
+def after_verification(
+    correct: Table, consistent: Table, repetitive: Table, reflective: Table, lengths: Table, *, min_length: float = 0
+) -> list[list[int]]:
+    """VerIPO's pairs from GRPO's own rollouts (arXiv 2505.19000): [prompt, type, chosen, rejected].
+
+    Good = right, its reasoning leads to its answer, not repetitive, and long enough. Type 0: longest good over the
+    shortest that is wrong, repetitive or too short. Type 1: longest good over the first that is right by luck. Type 2:
+    longest good that checks itself over the shortest wrong one that does not. Exact picks are this project's choice.
+    """
+    rows: list[list[int]] = []
+    for prompt, size in enumerate(lengths):
+        places = range(len(size))
+        right, sound = correct[prompt], consistent[prompt]
+        loops, checks = repetitive[prompt], reflective[prompt]
+        usable = [not loops[i] and size[i] >= min_length for i in places]
+        good = [i for i in places if right[i] and sound[i] and usable[i]]
+        sides = [
+            (good, [i for i in places if not right[i] or not usable[i]]),
+            (good, [i for i in places if right[i] and not sound[i] and usable[i]][:1]),
+            ([i for i in good if checks[i]], [i for i in places if not right[i] and not checks[i]]),
+        ]
+        for kind, (better, worse) in enumerate(sides):
+            if better and worse:
+                chosen = max(better, key=lambda i: size[i])
+                rows.append([prompt, kind, chosen, min(worse, key=lambda i: size[i])])
+    return rows
+
+
+# --- from scores and judges
+
+
+class Judged(NamedTuple):
+    """By prompt; chosen and rejected are -1 where `keep` is 0. A mean is None where no judgement could be read."""
+
+    mean_scores: list[list[float | None]]
+    chosen: list[int]
+    rejected: list[int]
+    keep: list[int]
+
+
+def best_worst(judge_scores: Sequence[Table]) -> Judged:
+    """Self-rewarding pairs (arXiv 2401.10020): best over worst mean of K judgements [B][N][K], None = unreadable."""
+    means = [[_mean(votes) for votes in answers] for answers in judge_scores]
+    chosen, rejected = [], []
+    for row in means:
+        scored = [i for i, score in enumerate(row) if score is not None]
+        best = max(scored, key=lambda i: row[i] or 0.0, default=-1)
+        worst = min(scored, key=lambda i: row[i] or 0.0, default=-1)
+        tied = best == worst or row[best] == row[worst]
+        chosen.append(-1 if tied else best)
+        rejected.append(-1 if tied else worst)
+    return Judged(means, chosen, rejected, [int(c >= 0) for c in chosen])
+
+
+def _mean(votes: Iterable[float | None]) -> float | None:
+    read = [v for v in votes if v is not None]
+    return sum(read) / len(read) if read else None
+
+
+class Temporal(NamedTuple):
+    """By prompt. Sources: 0 the current model, 1 the initial one, 2 the model of phase 1."""
+
+    phase1_chosen: list[int]
+    phase1_rejected: list[int]
+    phase1_rejected_source: list[int]
+    phase1_keep: list[int]
+    phase2_chosen: list[int]
+    phase2_chosen_source: list[int]
+    phase2_keep: list[int]
+
+
+def past_and_future(scores_current: Table, scores_anchor: Table, scores_future: Table) -> Temporal:
+    """Temporal self-rewarding (arXiv 2508.06026): rejected answers from the past, chosen ones from the future.
+
+    Phase 1: the current model's best over the initial model's worst, or over its own worst where that is no better.
+    Phase 2: the same rejected answer; the best of the model trained in phase 1 is chosen where it beats the current
+    best. A prompt that fails phase 1 may pass phase 2 (this project's choice).
+    """
+    rows = [_past_and_future(*prompt) for prompt in zip(scores_current, scores_anchor, scores_future, strict=True)]
+    return Temporal(*([row[column] for row in rows] for column in range(len(Temporal._fields))))
+
+
+def _past_and_future(current: Sequence[float], initial: Sequence[float], future: Sequence[float]) -> tuple[int, ...]:
+    best, ahead = max(current), max(future)
+    from_past = min(initial) < min(current)
+    worst_of = initial if from_past else current
+    worst = min(worst_of)
+    from_future = ahead > best
+    chosen2 = future.index(ahead) if from_future else current.index(best)
+    return (
+        current.index(best),
+        worst_of.index(worst),
+        int(from_past),
+        int(best > worst),
+        chosen2,
+        2 if from_future else 0,
+        int(max(best, ahead) > worst),
+    )
+
+
+class WinRates(NamedTuple):
+    pairwise: list[list[list[float]]]  # [B][K][K] chance that i beats j
+    win: list[list[float]]  # [B][K] mean over j, itself (1/2) included
+    chosen: list[int]  # [B] highest score
+    rejected: list[int]  # [B] lowest; equal to chosen where all tie: no pair
+
+
+def win_rates(scores: Table) -> WinRates:
+    """SPPO (arXiv 2405.00675): win rates of a prompt's answers against each other, from a scalar score of each."""
+    pairwise = [[[_sigmoid(a - b) for b in row] for a in row] for row in scores]
+    win = [[sum(row) / len(row) for row in table] for table in pairwise]
+    chosen = [max(range(len(row)), key=lambda i: row[i]) for row in scores]
+    rejected = [min(range(len(row)), key=lambda i: row[i]) for row in scores]
+    return WinRates(pairwise, win, chosen, rejected)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def win_rate_rewards(pref: Sequence[Table]) -> list[list[float]]:
+    """Mean chance [B][G] to beat the other answers of the group (arXiv 2401.04056), from pref [B][G][G].
+
+    The diagonal does not count, a missing judgement is 1/2, and so is the reward of an only answer. Ask for both orders
+    and average them: judges prefer a position. Cyclic preferences give equal rewards.
+    """
+    return [[_rate([p for j, p in enumerate(row) if j != i]) for i, row in enumerate(table)] for table in pref]
+
+
+def _rate(chances: Sequence[float | None]) -> float:
+    return sum(0.5 if c is None else c for c in chances) / len(chances) if chances else 0.5
+
+
+class Tournament(NamedTuple):
+    chosen: int
+    rejected: int
+    keep: int  # 1 where the chosen answer strictly beats the rejected one
+    comparisons: int
+
+
+def tournament(pref: Table) -> Tournament:
+    """INPO's best and worst of K = 2^m answers (arXiv 2407.00617) without all K(K-1)/2 judgements: pref [K][K].
+
+    A first round of neighbours; winners play winners and losers play losers until one is left of each, and those two
+    play for the pair. The first entrant wins a tie.
+    """
+    size = len(pref)
+    if size < 2 or size & (size - 1):
+        raise DataError(f"a tournament of {size} answers", allowed="2, 4, 8, ... answers a prompt")
+    matches = 0
+
+    def play(players: Sequence[int]) -> list[tuple[int, int]]:
+        nonlocal matches
+        matches += len(players) // 2
+        duels = zip(players[::2], players[1::2], strict=True)
+        return [(a, b) if pref[a][b] >= 0.5 else (b, a) for a, b in duels]
+
+    first = play(range(size))
+    best, worst = [w for w, _ in first], [x for _, x in first]
+    while len(best) > 1:
+        best, worst = [w for w, _ in play(best)], [x for _, x in play(worst)]
+    return Tournament(best[0], worst[0], int(pref[best[0]][worst[0]] > 0.5), matches + 1)
+
+
+def large_margin(
+    scores: Sequence[float],
+    is_teacher: Sequence[Any],
+    defective: Sequence[Any],
+    *,
+    min_positive: float = 5,
+    margin: float = 2,
+    margin_student: float = 1,
+) -> list[list[int]]:
+    """DNO's pairs of one prompt (arXiv 2404.03715): [positive, negative] by a judge's score from 0 to 6.
+
+    A positive scores at least `min_positive` and is not defective (full of repeated n-grams); a negative is `margin`
+    lower, or `margin_student` where the positive is not the teacher's; a defective answer is a negative of any.
+    """
+    places = range(len(scores))
+    gaps = [margin if t else margin_student for t in is_teacher]
+    return [
+        [i, j]
+        for i in places
+        if scores[i] >= min_positive and not defective[i]
+        for j in places
+        if j != i and (defective[j] or scores[i] - scores[j] >= gaps[i])
+    ]
+
+
+# --- format corruption
+
+
+Broken = Literal["no_opening", "no_closing", "early_closing", "swapped", "answer_outside"]
+
+
+def broken_formats(
+    text: str, think: tuple[str, str] = ("<think>", "</think>"), answer: tuple[str, str] = ("<answer>", "</answer>")
+) -> dict[Broken, str]:
+    """A well-formed answer with its format broken in five ways; its content stays (SPECS, arXiv 2510.25801).
+
+    Raises DataError where the text is not THINK reasoning /THINK ANSWER answer /ANSWER. The list of five is this
+    project's choice.
+    """
+    try:
+        _, rest = text.split(think[0])
+        reasoning, rest = rest.split(think[1])
+        _, rest = rest.split(answer[0])
+        said, _ = rest.split(answer[1])
+    except ValueError:
+        raise DataError("only a well-formed answer can be broken", where=text[:60]) from None
+    half = len(reasoning) // 2
+    thought, told = f"{think[0]}{reasoning}{think[1]}", f"{answer[0]}{said}{answer[1]}"
+    return {
+        "no_opening": text.replace(think[0], ""),
+        "no_closing": text.replace(think[1], ""),
+        "early_closing": f"{think[0]}{reasoning[:half]}{think[1]}{reasoning[half:]}{told}",
+        "swapped": f"{told}{thought}",
+        "answer_outside": f"{thought}{answer[0]}{answer[1]}{said}",
+    }
+
+
+def format_pair(
+    text: str, well_formed: Callable[[str], bool], extract: Callable[[str], Any], number: int
+) -> str | None:
+    """The rejected side for a well-formed `text`: the first broken form, from the `number`-th on, that fails the format
+    check and keeps the answer that is extracted; None where there is none."""
+    forms = list(broken_formats(text).values())
+    turned = forms[number % len(forms) :] + forms[: number % len(forms)]
+    return next((f for f in turned if not well_formed(f) and extract(f) == extract(text)), None)
+
+
+def generalisation_factor(gain_id: Sequence[float], gain_ood: Sequence[float], *, beta: float = 2.0) -> list[float]:
+    """(1 + b^2) g h / (b^2 g + h) for gains g over the base in and h out of distribution; 0 where the divisor is 0."""
+    factors = []
+    for inside, outside in zip(gain_id, gain_ood, strict=True):
+        divisor = beta**2 * inside + outside
+        factors.append((1 + beta**2) * inside * outside / divisor if divisor else 0.0)
+    return factors
+
+
+# --- rules for all of them
+
+
+class Texts(NamedTuple):
+    """One pair as texts."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+
+def distinct(pairs: Iterable[Texts], earlier: Iterable[Texts] = ()) -> tuple[list[Texts], dict[str, int]]:
+    """Pairs whose sides differ, each once and none of `earlier` rounds, with the count of what was dropped by cause.
+
+    Texts are compared without outer white space. A pair whose reverse was kept contradicts it and is dropped.
+    """
+    seen = {_key(pair) for pair in earlier}
+    kept: list[Texts] = []
+    dropped = {"equal sides": 0, "repeated": 0, "contradicts a kept pair": 0}
+    for pair in pairs:
+        prompt, chosen, rejected = _key(pair)
+        if chosen == rejected:
+            dropped["equal sides"] += 1
+        elif (prompt, chosen, rejected) in seen:
+            dropped["repeated"] += 1
+        elif (prompt, rejected, chosen) in seen:
+            dropped["contradicts a kept pair"] += 1
+        else:
+            seen.add((prompt, chosen, rejected))
+            kept.append(pair)
+    return kept, dropped
+
+
+def _key(pair: Texts) -> tuple[str, str, str]:
+    return pair.prompt.strip(), pair.chosen.strip(), pair.rejected.strip()
+
+
+def length_balanced(pairs: Sequence[T], gap: Callable[[T], float]) -> list[T]:
+    """Pairs in order, as many with a longer chosen side as with a longer rejected one; ties all stay.
+
+    gap: length of chosen - length of rejected. Of the larger kind those with the largest gap are dropped.
+    """
+    longer = [i for i, pair in enumerate(pairs) if gap(pair) > 0]
+    shorter = [i for i, pair in enumerate(pairs) if gap(pair) < 0]
+    quota = min(len(longer), len(shorter))
+    dropped: set[int] = set()
+    for kind in (longer, shorter):
+        dropped |= set(sorted(kind, key=lambda i: abs(gap(pairs[i])))[quota:])
+    return [pair for i, pair in enumerate(pairs) if i not in dropped]

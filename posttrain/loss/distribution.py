@@ -1,0 +1,162 @@
+"""RL as fitting a distribution: the target ref * exp(reward / beta), and the KL on the policy's own samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from posttrain.batch import GroupLoss, PairBatch, RolloutBatch, TokenLoss
+from posttrain.loss.groups import group_key, group_total
+from posttrain.loss.kl import log_ratio_to_reference
+from posttrain.loss.pair import dpo, mean
+from posttrain.registry import register
+
+Divergence = Literal["forward_kl", "reverse_kl", "js", "tv"]
+
+
+class Matching(NamedTuple):
+    """One prompt's loss [], its log Z [], and what each sample is worth [n], constant."""
+
+    loss: Tensor
+    log_z: Tensor
+    pseudo_rewards: Tensor
+
+
+def match_distribution(
+    logps: Tensor,
+    proposal_logps: Tensor,
+    ref_logps: Tensor,
+    rewards: Tensor,
+    *,
+    beta: float = 0.1,
+    divergence: Divergence = "forward_kl",
+    baseline: float = 0.0,
+    log_z: float | None = None,
+    max_weight: float | None = None,
+) -> Matching:
+    """Fit pi to p = ref exp(R / beta) / Z on n samples of one prompt (arXiv 2205.11275), log-probs summed over tokens.
+
+    -mean sg[(pi / proposal) (v - baseline)] log pi, v = -f'(pi / p): forward_kl p / pi; reverse_kl -(log(pi / p) + 1);
+    js -(log 2 - softplus(-log(pi / p))); tv -sign(log(pi / p)) / 2. Z is estimated by importance weights unless given.
+    max_weight limits pi / proposal, whose variance is huge for long texts. A reward of -inf puts a sample outside p: it
+    weighs nothing in Z, and in reverse_kl it has no gradient.
+    """
+    now = logps.detach()
+    target = ref_logps.detach() + rewards / beta
+    found = torch.logsumexp(target - proposal_logps.detach(), 0) - math.log(max(len(logps), 1))
+    z = found if log_z is None else torch.as_tensor(log_z, dtype=now.dtype, device=now.device)
+    log_t = now - (target - z)
+    value = pseudo_rewards(log_t, divergence)
+    weight = torch.exp(now - proposal_logps.detach())
+    weight = weight if max_weight is None else weight.clamp(max=max_weight)
+    worth = torch.where(value.isfinite(), value - baseline, 0.0)
+    return Matching(-(weight * worth * logps).sum() / max(len(logps), 1), z, value)
+
+
+def pseudo_rewards(log_t: Tensor, divergence: Divergence) -> Tensor:
+    """-f'(t) by log t, t = policy / target."""
+    if divergence == "forward_kl":
+        return torch.exp(-log_t)
+    if divergence == "reverse_kl":
+        return -(log_t + 1)
+    if divergence == "js":
+        return -(math.log(2) - softplus(-log_t))
+    return -torch.sign(log_t) / 2
+
+
+@register(
+    "group_loss",
+    "gdc",
+    paper="2205.11275",
+    needs=("groups", "ref_logp", "every_row"),
+    note="The loss is that of the authors' toolkit for f-DPG; a fixed baseline stands for its moving average.",
+)
+def gdc(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    beta: float = 0.1,
+    divergence: Divergence = "forward_kl",
+    baseline: float = 0.0,
+    max_weight: float | None = 10.0,
+) -> GroupLoss:
+    """Fit the policy to ref * exp(reward / beta) without collapse: -mean sg[(pi / old) (v - baseline)] sum log pi.
+
+    v by divergence, t = pi / target: forward_kl 1 / t; reverse_kl -(log t + 1); js -(log 2 - softplus(-log t)); tv
+    -sign(log t) / 2. log Z is estimated from the group, so groups should be large and completions short. max_weight
+    limits the importance weight. Unscored rows take no part. Stats: `gdc/log_z`, `gdc/kl` (mean log t: KL to the
+    target).
+    """
+    if batch.rewards is None:
+        raise ValueError("gdc needs rewards")
+    now, ratio = _sums(batch, logp)
+    old = now.detach() if batch.old_logp is None else torch.where(batch.mask, batch.old_logp, 0.0).sum(-1)
+    ref = (now - ratio).detach()
+    key, groups = group_key(batch.group_ids)
+    values, log_z, kl = [], [], []
+    for group in range(groups):
+        rows = (key == group) & ~batch.rewards.isnan()
+        rewards = batch.rewards[rows].to(now)
+        found = match_distribution(
+            now[rows], old[rows], ref[rows], rewards,
+            beta=beta, divergence=divergence, baseline=baseline, max_weight=max_weight,
+        )  # fmt: skip
+        some = bool(rows.any())
+        values.append(found.loss)
+        log_z.append(found.log_z if some else now.new_zeros(()))
+        kl.append((ratio[rows].detach() - rewards / beta).mean() + found.log_z if some else now.new_zeros(()))
+    return GroupLoss(torch.stack(values), {"gdc/log_z": torch.stack(log_z), "gdc/kl": torch.stack(kl)})
+
+
+@register("regulariser", "online_kl", paper="2406.01462", needs=("ref_logp",))
+def online_kl(batch: RolloutBatch, logp: Tensor, *, baseline: Literal["none", "rloo"] = "none") -> TokenLoss:
+    """Gradient of the KL to the reference on the policy's own samples: sg[k - b] times the log-prob of every token.
+
+    k = sum over the row of logp - ref_logp; b = 0, or with `rloo` the mean k of the other rows of the group (0 without
+    others). Take `aggregation: seq_mean_token_sum`; the value itself means nothing, the stat `online_kl/kl` (k) does.
+    """
+    k = log_ratio_to_reference(batch, logp).sum(-1).detach()
+    if baseline == "rloo":
+        key, groups = group_key(batch.group_ids)
+        others = group_total(torch.ones_like(k), key, groups)[key] - 1
+        b = (group_total(k, key, groups)[key] - k) / others.clamp(min=1)
+    else:
+        b = torch.zeros_like(k)
+    values = torch.where(batch.mask, (k - b)[:, None] * logp, 0.0)
+    return TokenLoss(values, {"online_kl/kl": k})
+
+
+class Hybrid(NamedTuple):
+    loss: Tensor  # [] to be minimised
+    dpo_loss: Tensor  # []
+    kl: Tensor  # [] mean k of the samples
+
+
+def hypo(
+    pairs: PairBatch,
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    beta: float = 0.05,
+    kl_coef: float = 1e-4,
+    baseline: Literal["none", "rloo"] = "none",
+) -> Hybrid:
+    """HyPO (arXiv 2406.01462): DPO on offline pairs plus kl_coef times `online_kl` on samples, mean of row sums.
+
+    The estimator is the standard score function; the paper's own code was not seen.
+    """
+    offline = mean(dpo(pairs, beta=beta).losses)
+    online = online_kl(batch, logp, baseline=baseline)
+    rows = max(len(batch), 1)
+    return Hybrid(
+        offline + kl_coef * online.values.sum() / rows, offline.detach(), online.stats["online_kl/kl"].sum() / rows
+    )
+
+
+def _sums(batch: RolloutBatch, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs, and log-ratios to the reference, summed over the trained tokens of each row [N]."""
+    return torch.where(batch.mask, logp, 0.0).sum(-1), log_ratio_to_reference(batch, logp).sum(-1)

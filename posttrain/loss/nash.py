@@ -1,0 +1,82 @@
+"""Playing for the equilibrium of a preference: exact steps over finitely many answers, and one step on samples.
+
+`pref` [A,A]: pref[i, j] is the probability that answer i beats answer j. Policies are log-probabilities or logits [A].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Played(NamedTuple):
+    """The policies [A] of the last step: after its first half, and after all of it."""
+
+    half: Tensor
+    policy: Tensor
+
+
+def extragradient(
+    logits: Tensor, ref_logits: Tensor, pref: Tensor, *, eta: float, beta: float = 0.1, steps: int = 1
+) -> Played:
+    """EGPO (arXiv 2503.08942) on logits: half = (1 - eta beta) theta + eta beta theta_ref + eta pref softmax(theta);
+    then theta the same with the opponent softmax(half) in place of its own policy."""
+    half = logits
+    for _ in range(steps):
+        start = (1 - eta * beta) * logits + eta * beta * ref_logits
+        half = start + eta * pref @ torch.softmax(logits, -1)
+        logits = start + eta * pref @ torch.softmax(half, -1)
+    return Played(torch.softmax(half, -1), torch.softmax(logits, -1))
+
+
+def mirror_prox(
+    log_policy: Tensor, log_ref: Tensor, pref: Tensor, *, beta: float = 0.1, eta: float = 1.0, steps: int = 1
+) -> Played:
+    """Nash mirror prox (arXiv 2505.19731): both halves anchored at the step's start, the second against the first's
+    result. The theory takes eta = 2 beta. The closed form is derived from the two minimisations, not from the paper."""
+    policy = torch.log_softmax(log_policy, -1)
+    half = policy
+    for _ in range(steps):
+        half = proximal(policy, torch.exp(policy), log_ref, pref, beta=beta, eta=eta)
+        policy = proximal(policy, torch.exp(half), log_ref, pref, beta=beta, eta=eta)
+    return Played(half.exp(), policy.exp())
+
+
+def proximal(log_policy: Tensor, opponent: Tensor, log_ref: Tensor, pref: Tensor, *, beta: float, eta: float) -> Tensor:
+    """argmin over pi of P(opponent beats pi) / beta + KL(pi || ref) + KL(pi || policy) / eta, as log-probs [A]."""
+    pull = pref @ opponent / beta + log_ref
+    return torch.log_softmax(eta / (1 + eta) * pull + log_policy / (1 + eta), -1)
+
+
+class ScoreFunction(NamedTuple):
+    loss: Tensor  # [] to be minimised
+    advantages: Tensor  # [N] coefficients of the log-probs, constant
+
+
+def nash_step(
+    logps: Tensor, ref_logps: Tensor, target_logps: Tensor, pref: Tensor, *, beta: float = 0.1, eta: float = 1.0
+) -> ScoreFunction:
+    """Score-function step of Nash mirror prox on N samples y against samples y' of a slow target policy.
+
+    -mean(sg[(P(y beats y') - 1/2) - beta (log pi - log ref) - beta / eta (log pi - log target)] log pi), log-probs
+    summed over tokens [N], pref [N] = P(y beats y'). The step is rebuilt from the objective; the paper's own sampling
+    step was not seen.
+    """
+    now = logps.detach()
+    pull = beta * (now - ref_logps.detach()) + beta / eta * (now - target_logps.detach())
+    advantages = pref - 0.5 - pull
+    return ScoreFunction(-(advantages * logps).sum() / max(len(logps), 1), advantages)
+
+
+def accelerated(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:
+    """new + alpha (new - old), parameter by parameter: extrapolation between rounds (arXiv 2410.06293). Integer tensors
+    are copied. As a merge: task_arithmetic on the old round's model with `lambda: 1 + alpha`. The parameter form and
+    alpha are recollections of the paper, not checked."""
+    return new + alpha * (new - old) if new.is_floating_point() else new.clone()
+
+
+def accelerated_policy(log_new: Tensor, log_old: Tensor, *, alpha: float = 0.3) -> Tensor:
+    """The policy [A] in proportion to new * (new / old)^alpha."""
+    return torch.softmax(accelerated(log_new, log_old, alpha=alpha), -1)

@@ -1,0 +1,267 @@
+"""Pair losses of methods that train in rounds on samples of their own, and anchor on the policies of earlier rounds.
+
+What a round's pairs were sampled from is `prev` in a PairBatch, the reference `ref`; in the first round they are one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from posttrain.batch import PairBatch, PairLoss
+from posttrain.errors import UserError
+from posttrain.loss.clip import bounded_exp, clipped_surrogate
+from posttrain.loss.pair import anchor, log_ratios, per_token, smoothed, stats
+from posttrain.registry import register
+
+
+@register("pair_loss", "sppo", paper="2405.00675", needs=("ref_logp", "win_rates"))
+def sppo(batch: PairBatch, *, beta: float = 0.001, targets: Literal["soft", "single", "hard"] = "soft") -> PairLoss:
+    """((a_w - eta (win_w - 1/2))^2 + (a_l - eta (win_l - 1/2))^2) / 2, a = log-ratio to the last round, eta = 1 / beta.
+
+    Each side has a target of its own, so the winner rises and the loser falls. `soft`: each side's win rate against the
+    other samples of its prompt; `single`: the chosen side's (its chance to beat the rejected one) and one minus it;
+    `hard`: 1 and 0. TRL's sppo_hard leaves out the factor 1/2.
+    """
+    chosen, rejected = log_ratios(batch)
+    won, lost = _targets(batch, targets, chosen)
+    losses = ((chosen - (won - 0.5) / beta).square() + (rejected - (lost - 0.5) / beta).square()) / 2
+    return PairLoss(losses, stats(chosen, rejected, beta))
+
+
+def _targets(batch: PairBatch, targets: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Win rates of both sides [P]."""
+    if targets == "hard":
+        return torch.ones_like(like), torch.zeros_like(like)
+    won = _column(batch.chosen_win, "chosen_win")
+    return won, 1 - won if targets == "single" else _column(batch.rejected_win, "rejected_win")
+
+
+@register("pair_loss", "dno", paper="2404.03715", needs=("prev_logp",))
+def dno(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
+    """-log s(z), z = eta * ((c - c_prev) - (r - r_prev)): DPO against the policy that the pairs were sampled from.
+
+    The method lies in its pairs: win-rate ranking, a large margin, and a teacher's answer among the samples.
+    """
+    chosen, rejected = previous_ratios(batch)
+    return PairLoss(-logsigmoid(eta * (chosen - rejected)), stats(chosen, rejected, eta))
+
+
+@register("pair_loss", "dno_soft", paper="2404.03715", needs=("prev_logp", "win_rates"))
+def dno_soft(batch: PairBatch, *, eta: float = 0.1) -> PairLoss:
+    """`dno` with the target t = s(win_w - win_l) of the win rates: -t log s(z) - (1 - t) log s(-z)."""
+    chosen, rejected = previous_ratios(batch)
+    gap = _column(batch.chosen_win, "chosen_win") - _column(batch.rejected_win, "rejected_win")
+    z, target = eta * (chosen - rejected), torch.sigmoid(gap)
+    return PairLoss(-target * logsigmoid(z) - (1 - target) * logsigmoid(-z), stats(chosen, rejected, eta))
+
+
+@register("pair_loss", "inpo", paper="2407.00617", needs=("ref_logp", "prev_logp"))
+def inpo(
+    batch: PairBatch,
+    *,
+    eta: float = 0.005,
+    ratio: float | None = None,
+    tau: float | None = None,
+    target: float | None = None,
+) -> PairLoss:
+    """(h - 1 / (2 eta))^2, h = (c - r) - q (c_ref - r_ref) - (1 - q) (c_prev - r_prev): sums, not means over tokens.
+
+    q = `ratio`, or tau / eta, or 1/3: q 1 is IPO against the reference, q 0 has no pull to it. target replaces
+    1 / (2 eta). Stat: h.
+    """
+    if ratio is None:
+        ratio = 1 / 3 if tau is None else tau / eta
+    chosen, rejected = (
+        logp - ratio * anchor(ref) - (1 - ratio) * anchor(prev)
+        for logp, ref, prev in (
+            (batch.chosen_logp, batch.ref_chosen_logp, batch.prev_chosen_logp),
+            (batch.rejected_logp, batch.ref_rejected_logp, batch.prev_rejected_logp),
+        )
+    )
+    return squared(chosen, rejected, 1 / (2 * eta) if target is None else target, eta)
+
+
+@register(
+    "pair_loss",
+    "mnpo",
+    paper="2509.23102",
+    needs=("ref_logp", "history"),
+    note=(
+        "The paper writes sums of log-probs and free weights; length_normalize, the fixed share of the reference and"
+        " the weights of the rest that add up to 1 are the released code's."
+    ),
+)
+def mnpo(
+    batch: PairBatch,
+    *,
+    eta: float = 0.0075,
+    ratio: float = 1 / 3,
+    weights: tuple[float, ...] | None = None,
+    distance: Literal["squared", "logistic"] = "squared",
+    length_normalize: bool = True,
+    target: float | None = None,
+) -> PairLoss:
+    """Plays against several earlier policies at once: (h - 1 / (2 eta))^2, or `logistic`: -log s(eta h).
+
+    h = (c - r) - ratio (c_ref - r_ref) - (1 - ratio) sum_j w_j (c_j - r_j) over the history, the newest first; the
+    weights of those that are there are scaled to a sum of 1 (all alike where none are given, or they add up to 0).
+    Without a history its term is 0 and `ratio` stays. length_normalize divides all log-probs by the length of their
+    side. target replaces 1 / (2 eta). Stat: h.
+    """
+    past = (batch.history_chosen_logp, batch.history_rejected_logp)
+    sides = (batch.chosen_logp, batch.rejected_logp)
+    refs = (batch.ref_chosen_logp, batch.ref_rejected_logp)
+    chosen, rejected = (
+        logp - ratio * anchor(ref) - (1 - ratio) * opponents(history, weights)
+        for logp, ref, history in zip(sides, refs, past, strict=True)
+    )
+    if length_normalize:
+        chosen, rejected = per_token(batch, chosen, rejected, "mnpo")
+    if distance == "squared":
+        return squared(chosen, rejected, 1 / (2 * eta) if target is None else target, eta)
+    h = chosen - rejected
+    return PairLoss(-logsigmoid(eta * h), {**stats(chosen, rejected, eta), "h": h.detach()})
+
+
+def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tensor | float:
+    """Weighted mean [P] of log-probs [J,P] of earlier policies; 0 without any."""
+    if history is None or len(history) == 0:
+        return 0.0
+    given = torch.ones(len(history)) if weights is None else torch.as_tensor(weights)[: len(history)]
+    if len(given) < len(history):
+        raise UserError(f"{len(given)} weights for a history of {len(history)}", hint="give one a policy, or none")
+    shares = torch.where(given.sum() == 0, torch.ones_like(given), given).to(history)
+    return (shares / shares.sum()) @ history.detach()
+
+
+@register(
+    "pair_loss",
+    "online_ipo",
+    paper="2503.08942",
+    needs=("ref_logp", "win_rates"),
+    note="The loss of EGPO; its extragradient step is not part of it.",
+)
+def online_ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = True) -> PairLoss:
+    """(u_a - u_b - (P(a beats y) - P(b beats y)) / beta)^2 for two samples and an opponent y of the current policy.
+
+    u = log-ratio to the reference, by token with length_normalize. The win rates are the two probabilities.
+    """
+    a, b = log_ratios(batch)
+    if length_normalize:
+        a, b = per_token(batch, a, b, "online_ipo")
+    gap = _column(batch.chosen_win, "chosen_win") - _column(batch.rejected_win, "rejected_win")
+    return PairLoss((a - b - gap / beta).square(), stats(a, b, beta))
+
+
+@register(
+    "pair_loss",
+    "xpo",
+    paper="2405.21046",
+    needs=("ref_logp", "ref_sample"),
+    note="The paper gives no number for alpha.",
+)
+def xpo(batch: PairBatch, *, beta: float = 0.1, alpha: float = 1e-5, base: Literal["dpo", "ipo"] = "dpo") -> PairLoss:
+    """DPO (or IPO on sums) plus alpha times the log-prob of the side that the reference sampled.
+
+    One side of each pair is a sample of the policy, the other one of the reference: the policy is paid to say what the
+    reference would not. An alpha above 1e-3 drives the reference's samples to probability 0.
+    """
+    chosen, rejected = log_ratios(batch)
+    h = chosen - rejected
+    losses = smoothed(beta * h, 0.0) if base == "dpo" else (h - 1 / (2 * beta)).square()
+    from_reference = _column(batch.ref_sample_is_chosen, "ref_sample_is_chosen") > 0.5
+    bonus = torch.where(from_reference, batch.chosen_logp, batch.rejected_logp)
+    return PairLoss(losses + alpha * bonus, stats(chosen, rejected, beta))
+
+
+@register("pair_loss", "copg_pair", paper="2406.19185", needs=("ref_logp", "scores"))
+def copg_pair(batch: PairBatch, *, beta: float = 0.1) -> PairLoss:
+    """-dR h + beta / 2 h^2, h = difference of the log-ratios, dR = of the scores: any scalar reward, off-policy.
+
+    It is IPO's square with the target dR / beta. Equal scores pull h to 0. The loss `copg` of rl is its form on groups.
+    """
+    a, b = log_ratios(batch)
+    won = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
+    return PairLoss(contrastive(a - b, won, beta), stats(a, b, beta))
+
+
+def contrastive(gap: Tensor, won: Tensor, beta: float) -> Tensor:
+    """beta / 2 gap^2 - won gap: the difference of log-ratios of two samples, and of their rewards."""
+    return beta / 2 * gap.square() - won * gap
+
+
+@register(
+    "pair_loss",
+    "p3o_pair",
+    paper="2310.00212",
+    needs=("prev_logp", "ref_logp", "scores"),
+    note="The two clipped forms are rebuilt from the paper's description.",
+)
+def p3o_pair(
+    batch: PairBatch,
+    *,
+    kl_coef: float = 0.0,
+    clip_eps: float = 0.2,
+    variant: Literal["joint", "separate"] = "joint",
+) -> PairLoss:
+    """Pairwise PPO on A = half the difference of score - kl_coef * (log-ratio of the sampling policy to the reference).
+
+    w = exp(log-prob - that of the sampling policy), the exponent limited to +-20. `joint`: -min(q A, clip(q) A) with
+    q = w_a / w_b; `separate`: the same for w_a with A plus w_b with -A; clip to 1 +- clip_eps. The loss `p3o` of rl is
+    its form on groups.
+    """
+    old_a, old_b = anchor(batch.prev_chosen_logp), anchor(batch.prev_rejected_logp)
+    won = _column(batch.chosen_score, "chosen_score") - _column(batch.rejected_score, "rejected_score")
+    if kl_coef:
+        won = won - kl_coef * ((old_a - anchor(batch.ref_chosen_logp)) - (old_b - anchor(batch.ref_rejected_logp)))
+    a, b = batch.chosen_logp - old_a, batch.rejected_logp - old_b
+    if variant == "joint":
+        losses = clipped_surrogate(bounded_exp(a - b), won / 2, clip_eps, clip_eps)
+    else:
+        losses = clipped_surrogate(bounded_exp(a), won / 2, clip_eps, clip_eps)
+        losses = losses + clipped_surrogate(bounded_exp(b), -won / 2, clip_eps, clip_eps)
+    return PairLoss(losses, stats(a, b, 1.0))
+
+
+@register(
+    "pair_loss",
+    "seppo",
+    paper="2410.05255",
+    needs=("ref_logp",),
+    note=(
+        "Made for diffusion models; log-likelihood in place of denoising error, and the direction of the test, are this"
+        " project's reading."
+    ),
+)
+def seppo(batch: PairBatch, *, beta: float = 0.1, use_anchor: bool = True) -> PairLoss:
+    """-log s(beta (a_w - sign a_s)): a good answer w against a sample s of an earlier checkpoint, the reference.
+
+    sign = 1 where the policy gives w at least the reference's log-prob, so that the checkpoint's sample is probably the
+    worse one; else -1, and both sides are pushed up. Without use_anchor the sign is 1: DPO. Stat: sign.
+    """
+    chosen, sampled = log_ratios(batch)
+    ahead = chosen.detach() >= 0 if use_anchor else torch.ones_like(chosen, dtype=torch.bool)
+    sign = torch.where(ahead, 1.0, -1.0).to(chosen)
+    losses = -logsigmoid(beta * (chosen - sign * sampled))
+    return PairLoss(losses, {**stats(chosen, sign * sampled, beta), "sign": sign})
+
+
+def squared(chosen: Tensor, rejected: Tensor, target: float, beta: float) -> PairLoss:
+    """(chosen - rejected - target)^2; the margin is the stat h."""
+    h = chosen - rejected
+    return PairLoss((h - target).square(), {**stats(chosen, rejected, beta), "h": h.detach()})
+
+
+def previous_ratios(batch: PairBatch) -> tuple[Tensor, Tensor]:
+    """Log-probs of both sides [P] less those of the policy that the pairs were sampled from."""
+    return batch.chosen_logp - anchor(batch.prev_chosen_logp), batch.rejected_logp - anchor(batch.prev_rejected_logp)
+
+
+def _column(values: Tensor | None, name: str) -> Tensor:
+    if values is None:
+        raise ValueError(f"this pair loss needs {name} of every pair")
+    return values.detach()

@@ -1,0 +1,154 @@
+"""Training reward models, and rewards from several: [K,B,G] are K models or heads, B prompts, G answers."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+
+class RankingLoss(NamedTuple):
+    losses: Tensor  # [P]
+    accuracy: Tensor  # [P] 1 where chosen scores higher, whatever the margin
+
+
+def bradley_terry(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None, *, center_coef: float = 0.0
+) -> RankingLoss:
+    """-log s(chosen - rejected - margin) + center_coef (chosen + rejected)^2, scores [P] (margin: arXiv 2307.09288).
+
+    Without centring a constant on all scores changes nothing; with it they settle around 0 (arXiv 2312.09244).
+    """
+    gap = chosen_rewards - rejected_rewards
+    losses = -logsigmoid(gap if margin is None else gap - margin)
+    if center_coef:
+        losses = losses + center_coef * (chosen_rewards + rejected_rewards).square()
+    return RankingLoss(losses, (gap.detach() > 0).to(gap.dtype))
+
+
+def label_regression(predicted: Tensor, labels: Tensor) -> Tensor:
+    """Mean squared error [] over the labels that are there: predicted and labels [N,M], NaN = not labelled."""
+    there = ~labels.isnan()
+    return torch.where(there, predicted - labels, 0.0).square().sum() / there.sum().clamp(min=1)
+
+
+def ensemble(
+    all_rewards: Tensor,
+    *,
+    objective: Literal["uwo", "mean", "wco"] = "uwo",
+    uwo_coef: float = 0.5,
+    ddof: int = 0,
+    center: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """One conservative reward [B,G] of K models' rewards [K,B,G] (arXiv 2310.02743).
+
+    mean; wco: the lowest; uwo: mean - uwo_coef * variance over the models (0.5 for best-of-n, 0.1 in RL). center and
+    scale [K], measured on held-out text, bring members to one scale first. ddof 1 is the variance of the authors' PPO
+    script. A single model has variance 0.
+    """
+    if center is not None:
+        all_rewards = all_rewards - center[:, None, None]
+    if scale is not None:
+        all_rewards = all_rewards / scale[:, None, None]
+    if objective == "wco":
+        return all_rewards.amin(0)
+    average = all_rewards.mean(0)
+    if objective == "mean" or len(all_rewards) == 1:
+        return average
+    return average - uwo_coef * all_rewards.var(0, correction=ddof)
+
+
+class Robust(NamedTuple):
+    """[B,G] each; `rewards` lies between the other two."""
+
+    rewards: Tensor
+    nominal: Tensor
+    minimum: Tensor
+
+
+def brme(
+    head_means: Tensor,
+    head_stds: Tensor,
+    *,
+    nominal_weight: float = 0.4,
+    min_scope: Literal["sample", "batch"] = "sample",
+) -> Robust:
+    """nominal_weight * nominal + (1 - nominal_weight) * minimum over Gaussian heads [K,B,G] (arXiv 2409.15360).
+
+    Nominal: the mean of the head that is surest of this answer, the first on ties. Minimum: by answer, or with `batch`
+    the head whose mean over the batch is lowest. Summaries of the paper contradict each other on what its alpha
+    multiplies; here the weight is the nominal reward's, as in its objective.
+    """
+    surest = head_stds.argmin(0, keepdim=True)
+    nominal = head_means.gather(0, surest)[0]
+    worst_head = head_means.flatten(1).mean(1).argmin()
+    minimum = head_means.amin(0) if min_scope == "sample" else head_means[worst_head]
+    return Robust(nominal_weight * nominal + (1 - nominal_weight) * minimum, nominal, minimum)
+
+
+class Mixture(NamedTuple):
+    """One round of the mixture of reward models."""
+
+    loglik: Tensor  # [U,K] of a user's pairs under each head
+    assignment: Tensor  # [U] the head that fits a user best, the first on ties
+    responsibilities: Tensor  # [U,K]
+    m_step_losses: Tensor  # [K] weighted Bradley-Terry loss of each head, with gradient; 0 for an empty cluster
+
+
+def mixture_round(
+    margins: Tensor, user: Tensor, n_users: int, *, soft: bool = False, log_prior: Tensor | None = None
+) -> Mixture:
+    """Assign users to K Bradley-Terry heads by the likelihood of their pairs, and weigh the heads' losses by that.
+
+    margins [P,K]: chosen minus rejected reward of pair d under head k; user [P]. soft weighs by responsibilities
+    instead of the assignment. log_prior [K]. From the abstract of MaxMin-RLHF (arXiv 2402.08925); hard assignment by
+    user is a recollection.
+    """
+    fit = logsigmoid(margins)
+    loglik = fit.detach().new_zeros(n_users, margins.shape[1]).index_add(0, user, fit.detach())
+    scored = loglik if log_prior is None else loglik + log_prior
+    assignment = scored.argmax(-1)
+    responsibilities = torch.softmax(scored, -1)
+    chosen = torch.nn.functional.one_hot(assignment, margins.shape[1]).to(fit)
+    weights = (responsibilities if soft else chosen)[user]
+    total = weights.sum(0)
+    losses = (weights * -fit).sum(0) / torch.where(total > 0, total, 1.0)
+    return Mixture(scored, assignment, responsibilities, losses)
+
+
+class Egalitarian(NamedTuple):
+    rewards: Tensor  # [B,G] of the worst-off group
+    utilities: Tensor  # [K]
+    worst_group: Tensor  # []
+
+
+def maxmin(group_rewards: Tensor, kl: Tensor, *, beta: float) -> Egalitarian:
+    """The rewards of the group of people that is worst off: the lowest mean of r_k - beta * KL over the batch.
+
+    group_rewards [K,B,G], kl [B,G]. Bring the heads to one scale first, or the lowest scale always wins.
+    """
+    utilities = (group_rewards - beta * kl).flatten(1).mean(1)
+    worst = utilities.argmin()
+    return Egalitarian(group_rewards[worst], utilities, worst)
+
+
+class Referee(NamedTuple):
+    judge_rewards: Tensor  # [N] Kendall's tau of each judgement
+    player_rewards: Tensor  # [G] of the answers that were judged
+
+
+def urpo(referee_scores: Tensor, truth: Tensor, self_scores: Tensor) -> Referee:
+    """Rewards of a model that plays and judges (arXiv 2507.17515), rebuilt from the abstract.
+
+    Judging [N,n]: Kendall's tau between a judgement's scores and the gold order [n], over the pairs that gold orders
+    strictly; a tie in the judgement counts 0, one without a score (NaN) makes the whole judgement worth 0. Playing [G]:
+    the referee's score from 0 to 10, divided by 10. The scale and the tau are this project's reading.
+    """
+    gold = torch.sign(truth[:, None] - truth)
+    said = torch.sign(referee_scores[:, :, None] - referee_scores[:, None, :])
+    pairs = gold.abs().sum()
+    tau = (said * gold).sum((1, 2)) / torch.where(pairs > 0, pairs, 1.0)
+    return Referee(torch.where(tau.isnan(), 0.0, tau), (self_scores / 10).clamp(0, 1))

@@ -1,0 +1,142 @@
+"""More ways to turn a vector case into calls of the product: preference pairs, functions with gradients of their own.
+
+As in mechanics.py, only shapes and names: no formula lives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from mechanics import (
+    Adapter,
+    Case,
+    Names,
+    _read,
+    arguments,
+    by_table,
+    combined,
+    given,
+    gradient,
+    renamed,
+    tensor,
+    translated,
+)
+
+from posttrain.batch import PairBatch, RolloutBatch
+from posttrain.loss.pair import mean
+
+ONE, TENTH = 1.0, 0.1  # what interface.json gives as the defaults of numbers that adapters cannot write
+SIDES = {"grad_chosen": "chosen_logp", "grad_rejected": "rejected_logp"}
+
+
+def pairs(
+    function: Callable[..., Any],
+    inputs: Names,
+    *,
+    params: Names | None = None,
+    start: Mapping[str, Any] | None = None,
+    words: Mapping[str, Mapping[Any, Any]] | None = None,
+    grads: Names | None = None,
+    rows: Names | None = None,
+    means: Names | None = None,
+) -> Adapter:
+    """A pair loss: losses, their mean, and gradients of that, output -> field of the PairBatch (default: both sides).
+
+    inputs: vector name -> field; params: vector name -> keyword, and words what its values are called here; start:
+    keywords that a case may leave out. rows, means: output -> stat, by pair or averaged as the trainer does. A side
+    that a case leaves out has no rows.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        sides = dict.fromkeys(SIDES.values(), torch.zeros(0, dtype=torch.float64))
+        fields = {name: tensor(value) for name, value in renamed(given(case["inputs"]), inputs).items()}
+        batch = PairBatch(**{**sides, **fields})
+        leaves = {name: getattr(batch, field).requires_grad_() for name, field in (grads or SIDES).items()}
+        written = translated(case["params"], words or {})
+        result = function(batch, **{**(start or {}), **renamed(written, params or {})})
+        loss = mean(result.losses)
+        return {
+            "losses": result.losses.detach(),
+            "loss": loss.detach(),
+            **{name: gradient(loss, leaf) for name, leaf in leaves.items()},
+            **{name: result.stats[stat] for name, stat in (rows or {}).items()},
+            **{name: mean(result.stats[stat]) for name, stat in (means or {}).items()},
+        }
+
+    return adapter
+
+
+def by_inputs(adapters: Mapping[str, Adapter], drops: Mapping[str, Sequence[str]] | None = None) -> Adapter:
+    """The first of the adapters whose input the case gives; `drops`: names that it takes no notice of, since they are
+    those of the others. Inputs of null are left out."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        inputs = given(case["inputs"])
+        first = next(name for name in adapters if name in inputs)
+        params = {n: v for n, v in case["params"].items() if n not in (drops or {}).get(first, ())}
+        return adapters[first]({**case, "params": params, "inputs": inputs})
+
+    return adapter
+
+
+def tensors(
+    function: Callable[..., Any],
+    outputs: Names,
+    *,
+    names: Names | None = None,
+    averaged: Names | None = None,
+    grads: Mapping[str, Sequence[str]] | None = None,
+    flags: Sequence[str] = (),
+    counts: Sequence[str] = (),
+) -> Adapter:
+    """One call with the inputs as tensors, those that are null left out; `flags` as bool, `counts` as int64.
+
+    outputs: output -> path in the result; averaged: output -> path of what it is the mean of. grads: output -> (input,
+    output that is differentiated).
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = {n: tensor(v) if isinstance(v, list) else v for n, v in given(arguments(case)).items()}
+        values |= {n: values[n].bool() for n in flags} | {n: values[n].long() for n in counts}
+        leaves = {n: values[n].requires_grad_() for n in {pair[0] for pair in (grads or {}).values()}}
+        result = function(**renamed({**values, **leaves}, names or {}))
+        own = getattr(result, "loss", None)
+        found = {name: _read(result, own, path) for name, path in outputs.items()}
+        found |= {name: mean(_read(result, None, path)) for name, path in (averaged or {}).items()}
+        slopes = {name: gradient(found[of], leaves[by]) for name, (by, of) in (grads or {}).items()}
+        return {**{n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in found.items()}, **slopes}
+
+    return adapter
+
+
+def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Names, *, group_size: str) -> Adapter:
+    """function(PairBatch, RolloutBatch, logp, ...) with gradients by both sides and by logp; the rows of a group follow
+    each other, `group_size` of them."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values, params = given(case["inputs"]), dict(case["params"])
+        batch = PairBatch(**{field: tensor(values[name]) for name, field in inputs.items()})
+        mask, logp = tensor(values["mask"]).bool(), tensor(values["logp"]).requires_grad_()
+        rows = torch.arange(len(mask))
+        ids = rows.repeat_interleave(params.pop(group_size, int(ONE)))[: len(mask)]
+        leaves = {name: getattr(batch, field).requires_grad_() for name, field in SIDES.items()}
+        samples = RolloutBatch(group_ids=ids, mask=mask, ref_logp=tensor(values["ref_logp"]))
+        result = function(batch, samples, logp, **params)
+        return {
+            **{name: getattr(result, field).detach() for name, field in outputs.items()},
+            **{name: gradient(result.loss, leaf) for name, leaf in {**leaves, "grad_logp": logp}.items()},
+        }
+
+    return adapter
+
+
+def weighted(output: str, *, components: str, weights: str) -> Adapter:
+    """The product's own sum of reward components, as a table."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        rewards, ids = combined(case["inputs"][components], case["params"][weights], None)
+        return {output: by_table(rewards, ids)}
+
+    return adapter
