@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +14,10 @@ from rich.table import Table
 
 from posttrain.batch import Rollout
 from posttrain.errors import RecipeError
+from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
+from posttrain.evaluate.habits import habit_rates
+from posttrain.evaluate.memory import contamination
 from posttrain.evaluate.sampling import COMPLETIONS, Record, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.recipe.stages import EvalRecipe
@@ -41,15 +46,24 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in prepared.rows for column in row})
     order = vote_order(recipe.rewards, rewards)
+    baseline = located(settings.baseline, recipe.base_dir) if settings.baseline else None
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
-        records = sample(
-            recipe, directory, prepared.items, n, lambda rollouts: grade(scorer, rollouts, order), ("correct",)
-        )
+
+        def graded(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
+            return grade(scorer, rollouts, order)
+
+        records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
+        probe = settings.contamination
+        seen = contamination(recipe, probe, directory, prepared.items, graded) if probe else None
     write_text(directory.path / PROBLEMS, to_lines(problem_rows(records)))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {
         "model": recipe.model.path,
         **summarise(records, settings, recipe.run.seed),
+        "efficiency": asdict(efficiency(records, None, settings.aes)),
+        **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
+        **({} if seen is None else {"contamination": seen}),
+        **({"habits": habit_rates([r["completion"] for r in records])} if settings.habits else {}),
         "samples": n,
         "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
         "sampling": recipe.sampling.model_dump(),
@@ -60,6 +74,13 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
     show(summary)
     return summary
+
+
+def against_baseline(
+    baseline: Path, directory: RunDirectory, records: Sequence[Record], recipe: EvalRecipe
+) -> dict[str, Any]:
+    """The summary's key `against`."""
+    return {"against": against(baseline, directory.path, records, recipe.eval, recipe.run.seed)}
 
 
 def grade(
@@ -142,5 +163,34 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{summary['unscored']} completions could not be judged and are left out "
             f"({summary['unscored_problems']} problems entirely)"
+        )
+    cost = summary["efficiency"]["tokens_per_correct"]
+    if cost is not None:
+        lines.append(f"{cost:.1f} tokens a right answer")
+    if "against" in summary:
+        lines += _of_baseline(summary["against"])
+    for row in summary.get("contamination", ()):
+        answers = "" if row["answer_rate"] is None else f", {row['answer_rate']:.1%} come to the right answer"
+        lines.append(
+            f"shown {row['ratio']:.0%} of a problem, {row['completion_rate']:.1%} are continued word by word "
+            f"(ROUGE-L {row['rouge_l']:.2f}){answers}"
+        )
+    for name, rate in summary.get("habits", {}).items():
+        lines.append(f"{name}: in {rate['share']:.1%} of the completions, {rate['count']:.2f} times in the mean")
+    return lines
+
+
+def _of_baseline(found: Mapping[str, Any]) -> list[str]:
+    difference, score, split = found["difference"], found["efficiency"]["aes"], found["capability"]
+    lines = [
+        f"against {found['baseline']}: accuracy {difference['diff']:+.3f} "
+        f"[{difference['low']:+.3f}, {difference['high']:+.3f}] over {difference['problems']} problems"
+    ]
+    if score is not None:
+        lines.append(f"accuracy-efficiency score {score:+.3f} (above 0: shorter, or better, than the baseline)")
+    if split is not None:
+        lines.append(
+            f"of the gain, {split['self_distillation_gain']:+.3f} is on problems solved before and "
+            f"{split['capability_gain']:+.3f} on problems never solved before"
         )
     return lines

@@ -45,15 +45,17 @@ def sample(
     n: int,
     grade: Grade,
     columns: Sequence[str] = (),
+    *,
+    file: str = COMPLETIONS,
 ) -> list[Record]:
-    """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl.
+    """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl (`file`).
 
     grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
     its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`.
     columns: keys of numbers in records whose running mean the display shows. Raises Interrupted after Ctrl-C; every
     finished chunk is kept.
     """
-    path = directory.path / COMPLETIONS
+    path = directory.path / file
     chunks = split(len(prompts), n, recipe.engine)
     records = finished(read_rows(path), chunks, n)
     done = len({record["step"] for record in records})

@@ -318,6 +318,16 @@ class Run(Section):
         return self
 
 
+class Contamination(Section):
+    """Show the model the first part of each problem, without a chat template, and see whether it writes the rest."""
+
+    ratios: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=lambda: [0.8, 0.6, 0.4], min_length=1, description="shares of a problem that are shown"
+    )
+    max_new_tokens: Positive = Field(512, description="greedy continuation")
+    unit: Literal["word", "char"] = Field("word", description="what is compared; char for scripts without blanks")
+
+
 class EvalSettings(Section):
     """What is measured."""
 
@@ -325,6 +335,20 @@ class EvalSettings(Section):
     k: list[Positive] = Field(default_factory=lambda: [1], description="pass@k and cons@k for these k <= samples")
     bootstrap: Positive = Field(10000, description="resamples of the interval")
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
+    baseline: str | None = Field(
+        None, description="run directory of an evaluation of the same problems (the start model) to compare with"
+    )
+    aes: list[NonNegative] = Field(
+        default_factory=lambda: [1.0, 3.0, 5.0],
+        min_length=3,
+        max_length=3,
+        description="accuracy-efficiency score against the baseline: weights of shortening, gain and loss of accuracy",
+    )
+    edges: list[Share] = Field(
+        default_factory=lambda: [0.25, 0.5, 0.75], description="borders of the difficulty buckets by baseline accuracy"
+    )
+    contamination: Contamination | None = Field(None, description="probe whether the problems were seen in training")
+    habits: bool = Field(False, description="count verification, backtracking, subgoals, backward chaining by patterns")
 
 
 class Filtered(Section):

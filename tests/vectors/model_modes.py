@@ -67,3 +67,14 @@ def on_matrices(
         return picked(function(**values), outputs)
 
     return adapter
+
+
+def listed(function: Callable[..., Any], output: str, names: Names) -> Adapter:
+    """One call an item: the inputs are lists of one length, a param is the same for all."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        inputs = {names[name]: value for name, value in given(case["inputs"]).items()}
+        rows = zip(*inputs.values(), strict=True)
+        return {output: [function(**dict(zip(inputs, row, strict=True)), **case["params"]) for row in rows]}
+
+    return adapter

@@ -1,8 +1,9 @@
 """Estimators of evaluation."""
 
-from mechanics import call
+from mechanics import call, parts, reward
+from model_modes import listed
 
-from posttrain.evaluate import estimators
+from posttrain.evaluate import consensus, contamination, efficiency, estimators
 
 ADAPTERS = {
     "pass_at_k": call(estimators.pass_at_k, outputs="pass_at_k"),
@@ -11,4 +12,50 @@ ADAPTERS = {
         estimators.cons_at_k, outputs={"majority": "majority", "per_problem": "per_problem", "cons": "cons"}
     ),
     "bootstrap_ci": call(estimators.bootstrap_ci, outputs={"mean": "mean", "low": "low", "high": "high"}),
+    "arm_consensus": call(consensus.arm_consensus, outputs={"answer": "answer", "used": "used"}),
+    "efficiency_metrics": call(
+        efficiency.efficiency_metrics,
+        outputs={
+            "accuracy": "accuracy",
+            "mean_length": "mean_length",
+            "mean_length_correct": "mean_length_correct",
+            "mean_length_wrong": "mean_length_wrong",
+            "tokens_per_correct": "tokens_per_correct",
+            "accuracy_per_1k": "accuracy_per_1k",
+            "aes": "aes",
+        },
+    ),
+    "contamination_check": call(
+        contamination.contamination_check,
+        outputs={
+            "exact": "exact",
+            "rouge_l": "rouge_l",
+            "completion_rate": "completion_rate",
+            "mean_rouge_l": "mean_rouge_l",
+        },
+    ),
+    "accuracy_capability": call(
+        efficiency.accuracy_capability,
+        outputs={
+            "pass_at_k_before": "pass_at_k_before",
+            "pass_at_k_after": "pass_at_k_after",
+            "buckets": "buckets",
+            "self_distillation_gain": "self_distillation_gain",
+            "capability_gain": "capability_gain",
+        },
+    ),
+    "four_habits": listed(
+        reward("countdown.expression"),
+        "rewards",
+        names={"responses": "completion", "targets": "target", "numbers": "numbers"},
+    ),
+    "random_calculation": parts(
+        {
+            "reward": listed(reward("numeric.closeness"), "rewards", names={"answer": "value", "truth": "truth"}),
+            "contamination": call(
+                contamination.probe,
+                outputs={"shown_words": "shown_words", "rouge_l": "rouge_l", "exact_match": "exact_match"},
+            ),
+        }
+    ),
 }

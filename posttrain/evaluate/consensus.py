@@ -1,0 +1,44 @@
+"""ARM's consensus-guided mode (arXiv 2505.20258): cheap answers where they agree, a long chain where they do not."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+
+class Consensus(NamedTuple):
+    """The answer, and whether the cheap formats agreed or the long chain was asked."""
+
+    answer: str | None
+    used: Literal["consensus", "long_cot"]
+
+
+def arm_consensus(
+    direct: str | None,
+    short_cot: str | None,
+    code: str | None,
+    long_cot: str | Callable[[], str | None] | None,
+    *,
+    equal: Callable[[str, str], bool] | None = None,
+) -> Consensus:
+    """The direct answer if all three cheap formats gave one and they agree, else that of the long chain.
+
+    long_cot may be a function: it is called, and the long chain generated, only where it is needed. A missing or blank
+    answer disagrees. equal: the verifier's equality; default: the same text without case, punctuation and articles.
+    """
+    cheap = [answer for answer in (direct, short_cot, code) if answer is not None and answer.strip()]
+    same = equal or _same_text
+    if len(cheap) == 3 and all(same(cheap[0], other) for other in cheap[1:]):
+        return Consensus(direct, "consensus")
+    return Consensus(long_cot() if callable(long_cot) else long_cot, "long_cot")
+
+
+def _same_text(a: str, b: str) -> bool:
+    return _normalised(a) == _normalised(b)
+
+
+def _normalised(text: str) -> str:
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())

@@ -1,0 +1,69 @@
+"""Countdown: an expression in `<answer>` that uses each given number once and comes to the target.
+
+rewards:
+  - use: countdown.expression     # reads the columns `target` and `numbers`
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Sequence
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>")  # on one line
+_ALLOWED = re.compile(r"[\d+\-*/(). ]+")
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_CLOSE = 1e-5
+_LONGEST = 1000  # characters; the parser is recursive
+
+
+def expression(
+    completion: str, target: float, numbers: Sequence[int], *, score: float = 1.0, format_score: float = 0.1
+) -> float:
+    """`score` if the last answer is right, 0 without an answer, `format_score` for any other answer.
+
+    Right: only digits, + - * / ( ) . and blanks; its integers are exactly the given ones; value within 1e-5 of the
+    target. It is read by a small parser, never evaluated as code.
+    """
+    answers = _ANSWER.findall(completion)
+    if not answers:
+        return 0.0
+    text = answers[-1].strip()
+    if not _ALLOWED.fullmatch(text) or len(text) > _LONGEST:
+        return format_score
+    if sorted(map(int, re.findall(r"\d+", text))) != sorted(numbers):
+        return format_score
+    value = evaluate(text)
+    return score if value is not None and abs(value - target) < _CLOSE else format_score
+
+
+def evaluate(text: str) -> float | None:
+    """The value of an expression of numbers, + - * / and brackets; None if it is none, or divides by zero."""
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.AST) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not an expression of numbers")
+
+
+_TASK = {"target": 16, "numbers": [3, 5, 2]}
+
+EXAMPLES = [
+    ("x <answer>(3+5)*2</answer>", _TASK, 1.0),
+    ("<answer>3+5+2</answer>", _TASK, 0.1),
+    ("<answer>3+5</answer>", _TASK, 0.1),
+    ("no answer", _TASK, 0.0),
+    ("<answer>(3+5)*2 = 16</answer>", _TASK, 0.1),
+    ("<answer>(3+5)**2</answer>", {"target": 64, "numbers": [3, 5, 2]}, 0.1),
+    ("<answer>3/(5-5)</answer>", {"target": 1, "numbers": [3, 5, 5]}, 0.1),
+    ("<answer></answer>", _TASK, 0.1),
+]
