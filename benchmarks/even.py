@@ -1,0 +1,7 @@
+"""The benchmark's reward: cheap, the same for both sides, and different for every sample, so that no row is skipped."""
+
+
+def even_share(completion: str, token_ids: list[int]) -> float:
+    """Share of token ids that are even."""
+    del completion
+    return sum(i % 2 == 0 for i in token_ids) / max(len(token_ids), 1)

@@ -1,0 +1,225 @@
+"""What both benchmarks share: a side in a process of its own, its device memory from outside, and the comparison.
+
+A side is `SCRIPT --worker NAME --spec FILE`; it reads a JSON of settings and writes a JSON of results. Memory is what
+NVML says the device holds, polled at 20 Hz by this process, so that an engine in a third process counts too; without a
+GPU it is the resident memory of the side and its children.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HERTZ = 20
+LEFT_OUT = 2  # first steps: compilation, caches, allocator
+PACKAGES = ("posttrain", "torch", "transformers", "trl", "peft", "vllm", "datasets", "accelerate")
+BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOP/s by name of the card
+USED_SHARE = 0.45  # of the peak, what a well-made update reaches
+GIB = 1 << 30
+
+
+def nvml() -> Any:
+    """pynvml, from vLLM or on its own; None without a GPU."""
+    for name in ("vllm.third_party.pynvml", "pynvml"):
+        try:
+            found = __import__(name, fromlist=["nvmlInit"])
+            found.nvmlInit()
+            return found
+        except Exception:  # not installed, or no driver: each raises an error of its own
+            continue
+    return None
+
+
+class Memory:
+    """Peak memory of everything on the device (or of a process tree) while entered, in GiB."""
+
+    def __init__(self, lib: Any, gpu: int) -> None:
+        self.lib, self.gpu = lib, gpu
+        self.pid: int | None = None
+        self.idle = self.peak = self.read()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    def read(self) -> float:
+        if self.lib is not None:
+            return self.lib.nvmlDeviceGetMemoryInfo(self.lib.nvmlDeviceGetHandleByIndex(self.gpu)).used / GIB
+        return sum(resident(pid) for pid in tree(self.pid)) / GIB if self.pid else 0.0
+
+    def _poll(self) -> None:
+        while not self._done.wait(1 / HERTZ):
+            self.peak = max(self.peak, self.read())
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants, as Linux lists them."""
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from tree(int(child))
+
+
+def resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any, gpu: int) -> dict[str, Any]:
+    """Run one side: its results, `peak_gib`, `idle_gib`, `settings`; where it failed, `error` in place of results."""
+    tag = f"{name}-{len(list(folder.glob(f'{name}-*.spec.json')))}"
+    spec = {**spec, "out": str(folder / f"{tag}.result.json"), "run": str(folder / f"{tag}.run")}
+    (folder / f"{tag}.spec.json").write_text(json.dumps(spec))
+    log = folder / f"{tag}.log"
+    started = time.perf_counter()
+    with Memory(lib, gpu) as memory, log.open("w") as output:
+        command = [sys.executable, script, "--worker", name, "--spec", str(folder / f"{tag}.spec.json")]
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        memory.pid = child.pid
+        code = child.wait()
+    out = Path(spec["out"])
+    result = json.loads(out.read_text()) if out.is_file() else {"error": f"exit code {code}\n{log.read_text()[-3000:]}"}
+    wait_until_free(memory)
+    return {
+        **result,
+        "settings": spec[name],
+        "peak_gib": round(memory.peak, 3),
+        "idle_gib": round(memory.idle, 3),
+        "wall_s": round(time.perf_counter() - started, 1),
+    }
+
+
+def wait_until_free(memory: Memory, seconds: float = 20) -> None:
+    """A driver gives the memory of a process that ended back a moment later."""
+    memory.pid = None
+    end = time.monotonic() + seconds
+    while memory.read() > memory.idle + 0.5 and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+@contextmanager
+def reporting(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """In a worker: what is put into the yielded dict is the result. Running out of memory is a result too."""
+    result: dict[str, Any] = {}
+    try:
+        yield result
+    except Exception as error:
+        traceback.print_exc()
+        result["error"] = f"{type(error).__name__}: {error}"[:600]
+        result["out_of_memory"] = is_out_of_memory(error)
+    Path(spec["out"]).write_text(json.dumps(result))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower():
+            return True
+        error = error.__cause__
+    return False
+
+
+def best_of(tries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest try that ran, by the token; the last one if none did."""
+    ran = [one for one in tries if "error" not in one]
+    return min(ran, key=seconds_a_token) if ran else tries[-1]
+
+
+def seconds_a_step(side: dict[str, Any]) -> float:
+    return mean(side["step_s"][LEFT_OUT:])
+
+
+def seconds_a_token(side: dict[str, Any]) -> float:
+    return sum(side["step_s"][LEFT_OUT:]) / sum(side["tokens"][LEFT_OUT:])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def environment(lib: Any, gpu: int) -> dict[str, Any]:
+    """Card, versions, commit and command: what a figure needs to be made again."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    card = "CPU"
+    if lib is not None:
+        name = lib.nvmlDeviceGetName(lib.nvmlDeviceGetHandleByIndex(gpu))
+        card = name.decode() if isinstance(name, bytes) else name
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
+    )
+    return {
+        "card": card,
+        "versions": {"python": sys.version.split()[0], **versions},
+        "commit": commit.stdout.strip() or None,
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def floor_update_s(card: str, parameters: int, tokens: float, *, lora: bool) -> float | None:
+    """Seconds of forward and backward at 45% of the card's bf16 rate: 6 FLOP a weight and token (LoRA: 4)."""
+    peak = next((rate for name, rate in BF16_PEAK.items() if name in card), None)
+    return None if peak is None else (4 if lora else 6) * parameters * tokens / (USED_SHARE * peak)
+
+
+def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] | None = None) -> str:
+    """Seconds by phase, tokens a second, peak and ratios, all computed from the steps in the record."""
+    sides = [name for name in ("posttrain", "trl") if name in record]
+    good = [name for name in sides if "error" not in record[name]]
+    lines = [f"work {record['work']}  {record['card']}  steps {LEFT_OUT + 1} and later of each side"]
+    for name in sides:
+        if name not in good:
+            lines.append(f"{name}: failed: {record[name]['error'].strip().splitlines()[-1]}")
+    rows: dict[str, dict[str, float]] = {"seconds a step": {n: seconds_a_step(record[n]) for n in good}}
+    for phase in dict.fromkeys(phase for n in good for phase in record[n]["phases"]):
+        rows[f"  {phase}"] = {
+            n: mean(record[n]["phases"][phase][LEFT_OUT:]) for n in good if phase in record[n]["phases"]
+        }
+    rows["tokens a step"] = {n: mean(record[n]["tokens"][LEFT_OUT:]) for n in good}
+    rows["seconds per 1M tokens"] = {n: 1e6 * seconds_a_token(record[n]) for n in good}
+    rows["tokens/s"] = {n: rows["tokens a step"][n] / rows["seconds a step"][n] for n in good}
+    rows["peak GiB"] = {n: record[n]["peak_gib"] for n in good}
+    lines.append(f"{'':24}" + "".join(f"{n:>12}" for n in good) + (f"{'ratio':>12}" if len(good) == 2 else ""))
+    for label, row in rows.items():
+        cells = "".join(f"{row[n]:>12.3f}" if n in row else f"{'-':>12}" for n in good)
+        both = len(good) == 2 and all(row.get(n) for n in good)
+        lines.append(f"{label:24}{cells}" + (f"{row['posttrain'] / row['trl']:>12.3f}" if both else ""))
+    for name in good:
+        lines.append(f"{name}: " + ", ".join(f"{k} {v}" for k, v in record[name]["settings"].items()))
+    return "\n".join([*lines, *(floor(record) if floor else [])])
+
+
+def finish(
+    record: dict[str, Any], out: Path | None, floor: Callable[[dict[str, Any]], list[str]] | None = None
+) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record, floor))
