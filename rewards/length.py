@@ -114,8 +114,8 @@ def ngram_repetition(
     n-grams of tokens as in TRL, or of lower-cased words as in open-r1. 3-grams repeat in any honest derivation of some
     thousand tokens: take 20 and more there (2502.03373 has 40).
     """
-    items: Sequence[int | str] = token_ids if unit == "token" else completion.lower().split()
-    return efficiency.repetition(items, ngram_size, max_penalty)
+    tokens = token_ids if unit == "token" else None
+    return efficiency.repetition_penalty(completion, tokens, n=ngram_size, max_penalty=max_penalty)
 
 
 def l1_exact(

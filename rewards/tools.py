@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from posttrain.verify.structured import same_json as same
+
 Schedule = Literal["none", "two_stage", "smooth"]
 
 # (has calls, has a reply) -> pattern, and the tags that must each occur once
@@ -160,17 +162,6 @@ def read_calls(completion: str) -> list[dict[str, Any]] | None:
             return None
         calls.append(call)
     return calls
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal as JSON values: 1 = 1.0, but 1 is neither "1" nor true; the order of keys does not matter."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def jaccard(a: list[str], b: list[str]) -> float:

@@ -95,23 +95,52 @@ def optimal_tool_calls(
     variant: Literal["grpo", "ppo"] = "grpo",
     alpha: float = 1.0,
     smooth: float = 1.0,
+    best: str | None = None,
 ) -> Tensor:
     """The positive part of the reward * alpha * r_tool: full pay for as few tool calls as a right answer needs (OTC).
 
     m calls; n: fewest calls among the right rows of the group (0 if there is none). grpo: n = 0 gives 1 for m = 0 and
     cos(m pi / (2m + smooth)) else; n > 0 gives sin(pi f / 2n) with f = 2nm / (m + n), largest at m = n and falling on
-    both sides. ppo: the cosine alone. smooth is a guess: the paper's value is not known, larger is milder.
+    both sides. ppo: the cosine alone. smooth is a guess: the paper's value is not known, larger is milder. best: a data
+    column with the fewest calls that are known to suffice for the row; n is never above it.
     """
-    factor = alpha * tool_terms(batch, on=on, variant=variant, smooth=smooth)["tool_reward"]
+    factor = alpha * tool_terms(batch, on=on, variant=variant, smooth=smooth, best=best)["tool_reward"]
     return times_positive(rewards_of(batch), factor)
 
 
+def tool_ledger(
+    batch: RolloutBatch,
+    *,
+    on: str = "tool_calls",
+    variant: Literal["grpo", "ppo"] = "grpo",
+    alpha: float = 1.0,
+    smooth: float = 1.0,
+    best: str | None = None,
+) -> dict[str, Tensor]:
+    """`rewards` of `optimal_tool_calls` (of correctness where the batch has no rewards), `tool_reward` [N],
+    `optimal_calls` [K], and `productivity`: right answers / tool calls of the batch, NaN without a call."""
+    paid = batch if batch.rewards is not None else batch.replace(rewards=batch.correct)
+    terms = tool_terms(paid, on=on, variant=variant, smooth=smooth, best=best)
+    calls = component(batch, on).double().nan_to_num(nan=0.0).sum()
+    productivity = right(batch).double().sum() / torch.where(calls > 0, calls, torch.nan)
+    rewards = optimal_tool_calls(paid, on=on, variant=variant, alpha=alpha, smooth=smooth, best=best)
+    return {"rewards": rewards, **terms, "productivity": productivity}
+
+
 def tool_terms(
-    batch: RolloutBatch, *, on: str = "tool_calls", variant: Literal["grpo", "ppo"] = "grpo", smooth: float = 1.0
+    batch: RolloutBatch,
+    *,
+    on: str = "tool_calls",
+    variant: Literal["grpo", "ppo"] = "grpo",
+    smooth: float = 1.0,
+    best: str | None = None,
 ) -> dict[str, Tensor]:
     """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
     calls, key = component(batch, on).double(), numbered(batch.group_ids)
-    fewest = group_min(torch.where(right(batch) & ~calls.isnan(), calls, torch.inf), key)
+    enough = torch.where(right(batch) & ~calls.isnan(), calls, torch.inf)
+    if best is not None and best in batch.columns:  # a batch in which no row has one has no such column
+        enough = torch.minimum(enough, batch.columns[best].double().nan_to_num(nan=torch.inf))
+    fewest = group_min(enough, key)
     optimal = torch.where(fewest.isinf(), -1.0, fewest) if variant == "grpo" else torch.full_like(fewest, -1.0)
     n = optimal.clamp(min=0)[key]
     falling = torch.where(calls == 0, 1.0, torch.cos(math.pi * calls / (2 * calls + smooth)))

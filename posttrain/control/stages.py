@@ -44,6 +44,35 @@ def stage_of(step: int, until: Sequence[int]) -> int:
     return sum(step >= end for end in until)
 
 
+@register("controller", "equal_stages", paper="2509.08755")
+@dataclass(frozen=True, kw_only=True)
+class EqualStages:
+    """values[k] in the k-th stage of `every` steps, the last value from then on.
+
+    ScalingInter-RL lets an agent take more turns in later stages (5, 8 and 10 for search, every 100 steps). The stage
+    follows from the number of finished steps, so a resumed run agrees with one in one piece.
+    """
+
+    values: tuple[float, ...]
+    every: int = 100
+
+    def start(self, initial: float) -> dict[str, Any]:
+        if not self.values or self.every < 1:
+            raise UserError(f"equal_stages with {len(self.values)} values every {self.every} steps")
+        return {}
+
+    def value(self, state: Mapping[str, Any], step: int) -> float:
+        return equal_stage(step + 1, self.values, self.every)
+
+    def update(self, state: Mapping[str, Any], metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+        return dict(state)
+
+
+def equal_stage(number: int, rounds: Sequence[float], every: int = 100) -> float:
+    """The value of `rounds` in the step that is called `number`, counted from 1, in stages of `every` steps."""
+    return rounds[min((number - 1) // every, len(rounds) - 1)]
+
+
 @register("controller", "cosine")
 @dataclass(frozen=True, kw_only=True)
 class Cosine:

@@ -40,6 +40,14 @@ def repetition(items: Sequence[Hashable], ngram_size: int, max_penalty: float) -
     return (1 - distinct / total) * max_penalty if distinct < total else 0.0
 
 
+def repetition_penalty(
+    completion: str | None = None, tokens: Sequence[int] | None = None, *, n: int = 3, max_penalty: float = -1.0
+) -> float:
+    """`repetition` of the token ids as TRL has it, without them of the lower-cased words as open-r1 has it."""
+    items: Sequence[Hashable] = (completion or "").lower().split() if tokens is None else tokens
+    return repetition(items, n, max_penalty)
+
+
 def first_mode(text: str, markers: Sequence[str]) -> int:
     """Index of the marker that the text starts with (after blanks), the longest if several fit; -1 if none does."""
     start = text.lstrip()

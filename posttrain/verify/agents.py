@@ -1,0 +1,116 @@
+"""Agents: what their steps, turns and programs earn, from records of what happened. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+META_TAGS = ("planning", "explore", "reflection", "monitor")
+_BLOCK = re.compile(r"<(planning|explore|reflection|monitor|action)>(.*?)</\1>", re.DOTALL)
+
+
+class Step(NamedTuple):
+    """A step as it was written: its tag (none: not the form), its action ("" if it has no form), and if it counts."""
+
+    tag: str
+    action: str
+    valid: bool
+
+
+def read_step(text: str, available: bool) -> Step:
+    """One of the four tags, not blank, before one action, not blank; anything else is `none` and not valid."""
+    blocks = _BLOCK.findall(text)
+    if len(blocks) != 2 or blocks[1][0] != "action" or blocks[0][0] == "action":
+        return Step("none", "", False)
+    (tag, content), (_, action) = blocks
+    if not content.strip() or not action.strip():
+        return Step("none", "", False)
+    return Step(tag, action.strip(), bool(available))
+
+
+def meta_rewards(steps: Sequence[Step], success: bool) -> list[float]:
+    """What each step of an episode earns (RLVMR).
+
+    planning: 1 if the episode succeeds. explore: 1 if the step is valid and its action is not that of an earlier valid
+    step. reflection: 1 if the step before was not valid and had another action (before the first step there is an
+    invalid one without action). monitor, none: 0.
+    """
+    rewards, done, before = [], set(), Step("none", "", False)
+    for step in steps:
+        earned = {
+            "planning": bool(success),
+            "explore": step.valid and step.action not in done,
+            "reflection": not before.valid and step.action != before.action,
+        }
+        rewards.append(float(earned.get(step.tag, False)))
+        if step.valid:
+            done.add(step.action)
+        before = step
+    return rewards
+
+
+def tag_numbers(steps: Sequence[Step]) -> list[int]:
+    """The tags as numbers, as the advantage `meta_reasoning` reads them; -1 for none."""
+    return [META_TAGS.index(step.tag) if step.tag in META_TAGS else -1 for step in steps]
+
+
+def episode_steps(episodes: Sequence[Mapping[str, Any]]) -> list[list[Step]]:
+    """The steps of episodes [{"steps": [{"text", "available"}, ...]}, ...]."""
+    return [[read_step(step["text"], bool(step["available"])) for step in episode["steps"]] for episode in episodes]
+
+
+def turn_score(hits: Sequence[Sequence[float]], weights: Sequence[float]) -> float:
+    """Score of a turn by its checklist: weights of the criteria that held at any of its steps / all weights (CM2).
+
+    hits: one row a criterion, one cell a step. A turn that was not reached has no step and scores 0.
+    """
+    total = sum(weights)
+    held = sum(weight for weight, row in zip(weights, hits, strict=True) if any(row))
+    return held / total if total else 0.0
+
+
+def milestones_passed(log: str, milestones: Sequence[str]) -> int:
+    """How many of the milestones, each counted once, occur in the log of a program."""
+    return sum(mark in log for mark in dict.fromkeys(milestones) if mark)
+
+
+def partial_credit(
+    valid: bool, grade: float | None, matches: float, lower_is_better: bool = False, *, fail: float = -10.0,
+    per_match: float = 0.1,
+) -> float:  # fmt: skip
+    """The grade of a result that can be graded, oriented so that more is better; else fail + per_match * matches.
+
+    A grade of None counts as 0. Keep grades above fail + per_match * milestones, or a failure may beat a result.
+    """
+    if not valid:
+        return fail + per_match * matches
+    return (-1.0 if lower_is_better else 1.0) * (grade or 0.0)
+
+
+def submission_reward(
+    log: str, checkpoints: Sequence[str], score: float | None = None, *, base: float = -10.0, credit: float = 0.1
+) -> dict[str, float]:
+    """{"reward", "matched"} of a program: its score if it has one, else credit for checkpoints in its log."""
+    matched = milestones_passed(log, checkpoints)
+    reward = partial_credit(score is not None, score, matched, fail=base, per_match=credit)
+    return {"reward": reward, "matched": float(matched)}
+
+
+def persona_faithfulness(
+    p_relevant: Sequence[float], p_entail: Sequence[float], p_contradict: Sequence[float], *, average: bool = False
+) -> dict[str, Any]:
+    """{"reward", "per_statement"}: the expected number of persona statements that a reply respects (APC).
+
+    By statement: relevant and entailed, or not relevant and not contradicted. average: their share instead. ValueError
+    for something that is no probability.
+    """
+    for p in (*p_relevant, *p_entail, *p_contradict):
+        if not 0 <= p <= 1:
+            raise ValueError(f"{p} is no probability")
+    each = [
+        (1 - relevant) * (1 - against) + relevant * entailed
+        for relevant, entailed, against in zip(p_relevant, p_entail, p_contradict, strict=True)
+    ]
+    total = sum(each)
+    return {"reward": total / len(each) if average and each else total, "per_statement": each}

@@ -1,0 +1,92 @@
+"""BLEU against references, as `evaluate` computes it with smoothing, and the choice of hard prompts by it. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+MAX_ORDER = 4
+_ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
+_SPLITS = (  # mteval-13a: ASCII punctuation stands alone, but for . and , between digits, and - not after a digit
+    (re.compile(r"([{-~\[-` -&(-+:-@/])"), r" \1 "),
+    (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),
+    (re.compile(r"([.,])([^0-9])"), r" \1 \2"),
+    (re.compile(r"([0-9])(-)"), r"\1 \2 "),
+)
+
+
+def tokens_13a(text: str) -> list[str]:
+    """The words and marks of a text by the 13a scheme of machine translation; case is kept."""
+    line = text.replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
+    for entity, character in _ENTITIES:
+        line = line.replace(entity, character)
+    line = f" {line} "
+    for pattern, replacement in _SPLITS:
+        line = pattern.sub(replacement, line)
+    return line.split()
+
+
+def bleu(prediction: str, references: Sequence[str]) -> float:
+    """Smoothed BLEU up to 4-grams in [0, 1]; 0 for a blank prediction.
+
+    p_n = (matches + 1) / (n-grams + 1), matches clipped to the largest count in any reference; times exp(1 - r / c) if
+    the prediction (c tokens) is not longer than the shortest reference (r). Five words that match nothing still have
+    0.23: watch for collapsing lengths.
+    """
+    predicted, wanted = tokens_13a(prediction), [tokens_13a(reference) for reference in references]
+    if not predicted:
+        return 0.0
+    logs = []
+    for n in range(1, MAX_ORDER + 1):
+        most: Counter[tuple[str, ...]] = Counter()
+        for reference in wanted:
+            most |= _ngrams(reference, n)
+        matches = sum((_ngrams(predicted, n) & most).values())
+        logs.append(math.log((matches + 1) / (max(len(predicted) - n + 1, 0) + 1)))
+    shortest = min(map(len, wanted))
+    brevity = 0.0 if len(predicted) > shortest else 1 - shortest / len(predicted)
+    return math.exp(sum(logs) / MAX_ORDER + brevity)
+
+
+def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+
+
+def open_answer(completion: str) -> str:
+    """What stands between the first `<answer>` and the next `</answer>`, or the end; without the tag, everything."""
+    _, tag, rest = completion.partition("<answer>")
+    return rest.partition("</answer>")[0] if tag else completion
+
+
+def reference_bleu(completion: str, answer: Sequence[str] | str | None) -> float | None:
+    """BLEU of the answer against its reference or references; None if there is none that is not blank (BLEUBERI)."""
+    listed = [answer] if isinstance(answer, str) else list(answer or [])
+    references = [reference for reference in listed if reference and reference.strip()]
+    return bleu(open_answer(completion), references) if references else None
+
+
+def choose(
+    scores: Sequence[float],
+    k: int,
+    *,
+    mode: Literal["hard", "easy", "random"] = "hard",
+    seed_order: Sequence[int] | None = None,
+) -> list[int]:
+    """Rising indices of k prompts by the score of the base model's own answers (BLEUBERI).
+
+    hard: the lowest scores; easy: the highest; random: the first of `seed_order`, a permutation that the caller drew.
+    Of equal scores the earlier prompt goes first; k above the number of prompts is all.
+    """
+    if mode == "random":
+        if seed_order is None:
+            raise ValueError("mode random needs seed_order")
+        order = list(seed_order)
+    elif mode in ("hard", "easy"):
+        sign = 1 if mode == "hard" else -1
+        order = sorted(range(len(scores)), key=lambda i: (sign * scores[i], i))
+    else:
+        raise ValueError(f"unknown mode {mode!r}; known: hard, easy, random")
+    return sorted(order[: max(0, k)])

@@ -1,0 +1,87 @@
+"""Programs that a model wrote, against tests of input and output, in the sandbox."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from posttrain.verify.extract import after_think
+from posttrain.verify.sandbox import Limits, run_python
+
+Mode = Literal["partial", "binary", "weighted_sum", "pass_fail"]
+MODES = ("partial", "binary", "weighted_sum", "pass_fail")
+
+_FENCE = re.compile(r"```(?:python3?|py)[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_COMPILES = "import sys\ncompile(sys.stdin.read(), 'main.py', 'exec')\n"
+
+
+def program_in(completion: str) -> str | None:
+    """The last block fenced as Python after the thought; None if there is none that is not blank."""
+    found = _FENCE.findall(after_think(completion))
+    return found[-1] if found and found[-1].strip() else None
+
+
+def output_lines(text: str) -> list[str]:
+    """Lines without blanks at their end, without blank lines at the end of the text."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def code_reward(
+    completion: str,
+    tests: Sequence[Mapping[str, Any]] | None,
+    *,
+    mode: Mode = "partial",
+    timeout_s: float = 5.0,
+    pass_weight: float = 0.1,
+    no_code: float = -1.0,
+    compile_fail: float = -0.1,
+    budget_s: float | None = None,
+    memory_mb: int = 512,
+    allow_unsandboxed: bool = False,
+) -> dict[str, float | None]:
+    """{"reward", "passed"} of the completion's program; reward None without tests.
+
+    tests: [{"input", "output"}, ...]. One is passed if the program exits with 0 within timeout_s and its whole output
+    is the expected one but for blanks at line ends and blank lines at the end. f = passed / tests. partial: f. binary:
+    1 if all pass. pass_fail: the same, but the first failure ends the tests. weighted_sum: 1 if all pass, plus
+    pass_weight * f; no_code without a program, compile_fail if it does not compile. In the other modes both are 0.
+    budget_s: seconds for all tests; one that it leaves no time for fails. Raises SandboxError without a sandbox.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+    if not tests:
+        return {"reward": None, "passed": 0.0}
+    program = program_in(completion)
+    if program is None:
+        return {"reward": no_code if mode == "weighted_sum" else 0.0, "passed": 0.0}
+    give_up = None if budget_s is None else time.monotonic() + budget_s
+    passed = 0
+    for test in tests:
+        left = timeout_s if give_up is None else min(timeout_s, give_up - time.monotonic())
+        right = left > 0 and passes(program, test, left, memory_mb, allow_unsandboxed)
+        passed += right
+        if not right and (mode == "pass_fail" or left <= 0):
+            break
+    share, every = passed / len(tests), float(passed == len(tests))
+    if mode == "weighted_sum":
+        if not passed and not compiles(program, timeout_s, memory_mb, allow_unsandboxed):
+            return {"reward": compile_fail, "passed": 0.0}
+        return {"reward": every + pass_weight * share, "passed": float(passed)}
+    return {"reward": share if mode == "partial" else every, "passed": float(passed)}
+
+
+def passes(
+    program: str, test: Mapping[str, Any], seconds: float, memory_mb: int = 512, allow_unsandboxed: bool = False
+) -> bool:
+    """Whether the program gives the expected output on the test's input, and exits with 0."""
+    limits = Limits(seconds=seconds, memory_mb=memory_mb)
+    done = run_python(program, str(test["input"]), limits=limits, allow_unsandboxed=allow_unsandboxed)
+    return done.ok and output_lines(done.stdout) == output_lines(str(test["output"]))
+
+
+def compiles(program: str, seconds: float = 5.0, memory_mb: int = 512, allow_unsandboxed: bool = False) -> bool:
+    """Whether the program is Python at all; asked in the sandbox too, as a program can break the compiler."""
+    limits = Limits(seconds=seconds, memory_mb=memory_mb)
+    return run_python(_COMPILES, program, limits=limits, allow_unsandboxed=allow_unsandboxed).ok

@@ -1,0 +1,239 @@
+"""The program that runs untrusted code: started by `sandbox.py` as a file, with nothing but the standard library.
+
+    python -I -S jail.py SPEC_FD REPORT_FD
+
+Level `namespaces`: user, network, process, IPC, host name and mount namespaces of its own; a file system of read-only
+mounts of the interpreter and the system's libraries, and one small tmpfs that can be written; no capabilities, no new
+privileges. The first process of the process namespace watches the memory of all others and the clock; when it ends,
+the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel.
+
+It writes `ended CODE` (of the program, 128 + n for signal n), `timeout`, `memory`, or `failed WHY` into REPORT_FD. The
+program does not have that: it cannot say that the sandbox failed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+POLL_SECONDS = 0.01
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+_ATTR_RDONLY, _ATTR_NOSUID = 1, 2
+_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_SYS_MOUNT_SETATTR = 442  # the same on all architectures
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user that owns nothing and nobody else has
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()), f"mount {target}")
+
+
+def read_only(path: str, *, recursive: bool) -> None:
+    attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    size = ctypes.sizeof(attributes)
+    check(
+        libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size),
+        f"read-only {path}",
+    )
+
+
+def exists(uid: int) -> bool:
+    """Whether this user namespace has such a user; those of containers often end at 65,536."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= uid < first + count for first, _, count in ranges)
+
+
+def own_namespaces() -> int:
+    """Leave the namespaces of the caller; returns the user id that the program gets inside."""
+    everything = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+    free = _FIRST_FREE_UID + os.getpid()
+    if os.getuid() == 0 and exists(free) and libc.unshare(everything) == 0:
+        return free
+    uid, gid = os.getuid(), os.getgid()
+    check(libc.unshare(everything | _NEWUSER), "unshare")
+    for file, text in (("setgroups", "deny"), ("uid_map", f"1000 {uid} 1"), ("gid_map", f"1000 {gid} 1")):
+        with open(f"/proc/self/{file}", "w") as out:
+            out.write(text)
+    return 1000
+
+
+def build_root(root: str, spec: dict) -> None:
+    """A file system below `root` with what a program needs to run, and enter it."""
+    mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
+    mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for source in spec["readable"]:
+        target = root + source
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), target)
+        elif os.path.isdir(source):
+            os.makedirs(target, exist_ok=True)
+            mount(source, target, "none", _MS_BIND | _MS_REC)
+            read_only(target, recursive=True)
+        elif os.path.isfile(source):
+            with open(target, "w"):
+                pass
+            mount(source, target, "none", _MS_BIND)
+            read_only(target, recursive=False)
+    os.mkdir(root + "/dev")
+    for name in ("null", "zero", "random", "urandom"):
+        with open(f"{root}/dev/{name}", "w"):
+            pass
+        mount(f"/dev/{name}", f"{root}/dev/{name}", "none", _MS_BIND)
+    os.mkdir(root + "/proc")
+    mount("proc", root + "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+    os.mkdir(root + "/tmp")
+    mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={spec['disk_mb']}m,nr_inodes=1000,mode=1777")
+    with open(root + "/tmp/main.py", "w", encoding="utf-8", errors="replace") as out:
+        out.write(spec["code"])
+    read_only(root, recursive=False)
+    os.chdir(root)
+    check(libc.pivot_root(b".", b"."), "pivot_root")
+    check(libc.umount2(b".", _MNT_DETACH), "umount")
+    os.chdir("/tmp")
+
+
+def limit(spec: dict) -> None:
+    mega = 1 << 20
+    for what, value in (
+        (resource.RLIMIT_AS, spec["memory_mb"] * mega),
+        (resource.RLIMIT_CPU, int(spec["seconds"]) + 1),
+        (resource.RLIMIT_FSIZE, spec["disk_mb"] * mega),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, spec["processes"]),
+    ):
+        hard = resource.getrlimit(what)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(what, (value, value))
+
+
+def become_program(spec: dict, uid: int | None) -> None:
+    """Give everything up and be the program."""
+    limit(spec)
+    for capability in range(64) if uid is not None else ():
+        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    if uid is not None and os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
+    for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(spec["command"][0], spec["command"], spec["environment"])
+
+
+def resident_bytes() -> int:
+    """Memory of all processes of this namespace but the first."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            try:
+                with open(f"/proc/{name}/statm") as file:
+                    total += int(file.read().split()[1])
+            except (OSError, IndexError):
+                continue  # it has just ended
+    return total * resource.getpagesize()
+
+
+def supervise(child: int, spec: dict, *, watch_memory: bool) -> str:
+    """What became of the program `child`, once it has ended or was over a limit."""
+    give_up = time.monotonic() + spec["seconds"]
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            return f"ended {code if code >= 0 else 128 - code}"
+        if time.monotonic() > give_up:
+            return "timeout"
+        if watch_memory and resident_bytes() > spec["memory_mb"] << 20:
+            return "memory"
+        if pid == 0:
+            time.sleep(POLL_SECONDS)
+
+
+def fork_program(spec: dict, uid: int | None) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            become_program(spec, uid)
+        except OSError as error:
+            os.write(2, f"the program cannot be started: {error}\n".encode())
+        finally:
+            os._exit(127)
+    for stream in (0, 1):
+        os.close(stream)
+    return child
+
+
+def first_process(spec: dict, uid: int) -> str:
+    """Process 1 of the new namespace; all others end with it."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    build_root(spec["root"], spec)
+    return supervise(fork_program(spec, uid), spec, watch_memory=True)
+
+
+def in_namespaces(spec: dict, report: int) -> None:
+    uid = own_namespaces()
+    first = os.fork()
+    if first == 0:
+        tell(report, lambda: first_process(spec, uid))
+        os._exit(0)
+    for stream in (0, 1):
+        os.close(stream)
+    os.waitpid(first, 0)
+
+
+def with_limits(spec: dict) -> str:
+    os.chdir(spec["root"])
+    with open("main.py", "w", encoding="utf-8", errors="replace") as out:
+        out.write(spec["code"])
+    return supervise(fork_program(spec, None), spec, watch_memory=False)
+
+
+def tell(report: int, work: Callable[[], str | None]) -> None:
+    """Write what `work` returns, or why it failed, into the report."""
+    try:
+        said = work()
+    except Exception as error:
+        said = f"failed {type(error).__name__}: {error}"
+    if said:
+        os.write(report, said.encode())
+
+
+def main() -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    spec_file, report = map(int, sys.argv[1:])
+    os.set_inheritable(report, False)
+    with open(spec_file, encoding="utf-8") as file:
+        spec = json.load(file)
+    if spec["level"] == "namespaces":
+        tell(report, lambda: in_namespaces(spec, report))
+    else:
+        tell(report, lambda: with_limits(spec))
+        os.killpg(0, signal.SIGKILL)  # what is still in our session, this process too
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

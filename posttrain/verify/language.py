@@ -1,0 +1,82 @@
+"""In which script a text is written: no detector model, only the names of Unicode. Pure."""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+from posttrain.verify.text import tag_contents
+
+LATIN = frozenset({"LATIN"})
+SCRIPTS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("en", "fr", "de", "es", "it", "pt", "vi"), LATIN),
+    "zh": frozenset({"CJK"}),
+    "ja": frozenset({"CJK", "HIRAGANA", "KATAKANA"}),
+    "ko": frozenset({"HANGUL", "CJK"}),
+    "ru": frozenset({"CYRILLIC"}),
+    "el": frozenset({"GREEK"}),
+    "ar": frozenset({"ARABIC"}),
+    "he": frozenset({"HEBREW"}),
+    "hi": frozenset({"DEVANAGARI"}),
+    "th": frozenset({"THAI"}),
+}
+_ONE_EACH = frozenset({"CJK", "HIRAGANA", "KATAKANA"})  # written without blanks: a character is a unit
+_SYMBOLS = frozenset({"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE"})
+_JOINERS = frozenset("'’-‐‑")
+_NOT_PROSE = re.compile(
+    r"```.*?```|\$\$.*?\$\$|\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|\\[A-Za-z]+|</?[A-Za-z][^<>]*>", re.DOTALL
+)
+
+
+@functools.lru_cache(maxsize=65536)
+def script_of(character: str) -> str | None:
+    """LATIN, CJK, CYRILLIC, ... for a letter; None for anything else and for letters that are symbols of maths."""
+    if not unicodedata.category(character).startswith("L"):
+        return None
+    name = unicodedata.name(character, "UNKNOWN").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ")
+    if name.startswith("IDEOGRAPHIC"):
+        return "CJK"
+    if name.startswith("KATAKANA-HIRAGANA"):
+        return "KATAKANA"
+    first = name.partition(" ")[0]
+    return None if first in _SYMBOLS else first
+
+
+def units(text: str) -> Iterator[str]:
+    """The script of each unit: a CJK or kana character, or a run of other letters of one script.
+
+    Combining marks, apostrophes and hyphens do not break a run; a single Latin letter is a variable and no unit.
+    """
+    script, length = None, 0
+    for character in [*text, "\n"]:
+        found = script_of(character)
+        if found is None and (unicodedata.category(character).startswith("M") or character in _JOINERS):
+            continue
+        if script is not None and found != script:
+            if script != "LATIN" or length > 1:
+                yield script
+            script, length = None, 0
+        if found in _ONE_EACH:
+            yield found
+        elif found is not None:
+            script, length = found, length + 1
+
+
+def language_share(completion: str, *, language: str = "en", forbid_scripts: Sequence[str] = ()) -> float:
+    """Units of the last thought (of everything, without one) in the scripts of the language / units; 1 without any.
+
+    Code in fences, maths, LaTeX commands and tags are not counted. forbid_scripts: a letter of one of them gives 0.
+    Languages in Latin script are not told apart.
+    """
+    if language not in SCRIPTS:
+        raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")
+    thoughts = tag_contents(completion, "think")
+    if not thoughts and "</think>" in completion:  # the prompt had opened the thought
+        thoughts = [completion.rpartition("</think>")[0]]
+    prose = _NOT_PROSE.sub(" ", thoughts[-1] if thoughts else completion)
+    found = list(units(prose))
+    if any(script_of(character) in forbid_scripts for character in (prose if forbid_scripts else "")):
+        return 0.0
+    return sum(script in SCRIPTS[language] for script in found) / len(found) if found else 1.0

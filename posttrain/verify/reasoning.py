@@ -1,0 +1,168 @@
+"""Thoughts, answers and second looks that must agree with each other. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from posttrain.verify.extract import after_think, answer_tag, last_boxed
+from posttrain.verify.math import equal, gold_text
+from posttrain.verify.math import grade as grade_maths
+from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm, tag_contents
+
+_CONCLUSION = re.compile(r"answer\s+is[ \t]*:?([^.,;\n]*)", re.IGNORECASE)
+_VERDICT = re.compile(r"correctness of the final answer[\s*]*:[\s*]*(correct|wrong)\b", re.IGNORECASE)
+_LETTER = re.compile(r"\W*([A-Za-z])\W*")
+
+
+def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]:
+    """{"reward": format + accuracy, "format", "accuracy"}: 0, 1 or 2 (DianJin); None without a gold.
+
+    format: the text is one thought and one answer, neither blank. accuracy: the last answer block, or its box, equals
+    the gold as math-verify sees it.
+    """
+    form = float(exact_blocks(completion, ("think", "answer")) is not None)
+    accuracy = grade_maths(completion, answer, extract=("answer_tag",))["reward"]
+    return {"reward": None if accuracy is None else form + accuracy, "format": form, "accuracy": accuracy}
+
+
+def conclusion(thought: str) -> str | None:
+    """Where a thought arrives: its last box, else what follows its last "answer is", up to a mark or the line end."""
+    box = last_boxed(thought)
+    if box is None:
+        found = _CONCLUSION.findall(thought)
+        box = found[-1] if found else None
+    return box.strip() or None if box is not None else None
+
+
+def thought_of(completion: str) -> str | None:
+    """The last thought; one that the prompt opened counts. None without one."""
+    found = tag_contents(completion, "think")
+    if found:
+        return found[-1]
+    return completion.rpartition("</think>")[0] if "</think>" in completion else None
+
+
+def think_answer_consistency(
+    completion: str, answer: Any, *, values: Sequence[float] = (1.0, 0.5, 0.0)
+) -> dict[str, Any]:
+    """{"reward", "conclusion", "consistent"}: a right answer that its own thought contradicts earns less (TACO).
+
+    values: for a right answer that the thought arrives at (or a thought without a `conclusion`), for a right one that
+    contradicts it, for a wrong or missing one; guesses, the paper's are not known. Equality is math-verify's. reward
+    None without a gold; consistent None where there is nothing to compare.
+    """
+    gold = None if answer is None else gold_text(str(answer))
+    found = answer_tag(after_think(completion))
+    arrived = conclusion(thought_of(completion) or "")
+    consistent = None if found is None or arrived is None else _agree(arrived, found)
+    right = None if gold is None else equal(gold, found or "")
+    if right is None:
+        return {"reward": None, "conclusion": arrived, "consistent": consistent}
+    reward = values[2] if found is None or not right else values[1] if consistent is False else values[0]
+    return {"reward": reward, "conclusion": arrived, "consistent": consistent}
+
+
+def _agree(a: str, b: str) -> bool:
+    same = equal(a, b)
+    return qa_norm(a) == qa_norm(b) if same is None else same
+
+
+def letter_of(text: str | None) -> str | None:
+    """The option letter that a short answer is, upper case: `(b).` -> B; None if it is none."""
+    found = _LETTER.fullmatch(text) if text else None
+    return found[1].upper() if found else None
+
+
+def shuffled_consistency(
+    first: str | None,
+    second: str | None,
+    permutation: Sequence[int],
+    answer: str,
+    *,
+    values: Sequence[float] = (1.0, 0.5, 0.0, 0.0),
+) -> dict[str, Any]:
+    """{"reward", "second_original", "consistent"} of a choice made twice, with the options shuffled in between (ACRE).
+
+    permutation[j]: the original option that stands at place j of the second question; second_original is the second
+    choice in the first question's letters. values: both right, only the first, only the second, neither; guesses, the
+    paper's are not known. A letter that is no option is wrong.
+    """
+    once, again, gold = letter_of(first), letter_of(second), letter_of(answer)
+    place = -1 if again is None else ord(again) - ord("A")
+    mapped = chr(ord("A") + int(permutation[place])) if 0 <= place < len(permutation) else None
+    hits = (gold is not None and once == gold, gold is not None and mapped == gold)
+    reward = values[{(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 3}[hits]]
+    return {"reward": reward, "second_original": mapped, "consistent": once is not None and once == mapped}
+
+
+def reflection(
+    completion: str,
+    answer: Any,
+    length_total: float,
+    length_first: float,
+    *,
+    keep: float = 0.75,
+    fix: float = 1.0,
+    mislead: float = 0.25,
+    still_wrong: float = 0.0,
+    single: float = 0.5,
+    format_weight: float = 0.5,
+    length_weight: float = 0.1,
+) -> dict[str, float | None]:
+    """{"reward": sum of the parts, "format", "accuracy", "length"} of an answer that is looked at again (SRPO).
+
+    format: the text is exactly thought, answer, reflection, thought, answer. accuracy by the first and the last answer
+    (exact match): right and right keep, wrong and right fix, right and wrong mislead, wrong and wrong still_wrong; an
+    only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L tokens in all and
+    F in the first thought and answer; 0 with fewer than two answers or F = 0. With fix above keep a policy can earn by
+    being wrong first: watch the first answer, or set fix to keep. All but format is None without a gold.
+    """
+    blocks = ("think", "answer", "reflection", "think", "answer")
+    form = format_weight if exact_blocks(completion, blocks) is not None else 0.0
+    golds, answers = golds_of(answer), tag_contents(completion, "answer")
+    if not golds:
+        return {"reward": None, "format": form, "accuracy": None, "length": None}
+    right = [exact_match(text, golds) > 0 for text in answers]
+    table = {(True, True): keep, (False, True): fix, (True, False): mislead, (False, False): still_wrong}
+    only = single if right == [True] else 0.0
+    accuracy = table[right[0], right[-1]] if len(right) >= 2 else only
+    length = 0.0
+    if len(right) >= 2 and length_first > 0:
+        length = length_weight * math.exp(-(((length_total - 2 * length_first) / (0.5 * length_first)) ** 2))
+    return {"reward": form + accuracy + length, "format": form, "accuracy": accuracy, "length": length}
+
+
+def verdict(completion: str) -> bool | None:
+    """What a critique says in its last "Correctness of the final answer: Correct|Wrong"; None if it does not."""
+    found = _VERDICT.findall(completion)
+    return found[-1].lower() == "correct" if found else None
+
+
+def critique(
+    completion: str,
+    original_correct: float,
+    refined_correct: float | None = None,
+    *,
+    stage: Literal[1, 2] = 2,
+    discrimination: Sequence[float] = (0.2, -1.0),
+    refine_values: Sequence[float] = (1.0, 0.0, 1.0, 0.0),
+) -> dict[str, Any]:
+    """{"reward", "judged_right"} of a critique of an answer (Critique-RL).
+
+    Stage 1: 1 if the verdict is right about the original answer, else -1. Stage 2: discrimination[1] if the verdict is
+    wrong or missing, else discrimination[0] + refine_values of (original, refined answer): both right, only the
+    original, only the refined, neither. A refined answer that could not be graded (None) is wrong.
+    """
+    said, truth = verdict(completion), bool(original_correct)
+    judged_right = said is not None and said == truth
+    if stage == 1:
+        return {"reward": 1.0 if judged_right else -1.0, "judged_right": judged_right}
+    if stage != 2:
+        raise ValueError(f"unknown stage {stage!r}; known: 1, 2")
+    if not judged_right:
+        return {"reward": discrimination[1], "judged_right": False}
+    case = {(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 3}[truth, bool(refined_correct)]
+    return {"reward": discrimination[0] + refine_values[case], "judged_right": True}

@@ -1,0 +1,229 @@
+"""Running a program that nobody has read: bounded in time, memory, processes, files and output, and without a network.
+
+`isolation()` names what this machine offers. With `namespaces` the program sees no network, no file but those of the
+interpreter and the system's libraries, and no other process. Where that is not offered (many containers), a program is
+not run unless the caller says `allow_unsandboxed`: then only limits of the kernel hold, and the program can read what
+the user can read, write where the user can write, and use the network. docs/sandbox.md says more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Isolation = Literal["namespaces", "limits"]
+Status = Literal["ended", "timeout", "memory", "output"]
+
+JAIL = Path(__file__).with_name("jail.py")
+GRACE_SECONDS = 2.0  # that the jail itself may take beyond the program's time
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, or does not exist on this machine; says nothing about the program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: wall clock. memory_mb: of each process, and of all together under namespaces. disk_mb: of each file,
+    and of all together under namespaces. processes: threads count. output_bytes: of stdout and of stderr."""
+
+    seconds: float = 5.0
+    memory_mb: int = 512
+    processes: int = 16
+    disk_mb: int = 16
+    output_bytes: int = 1_000_000
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a program did. status: it ended by itself, or which limit it hit; stdout and stderr are cut at the limit."""
+
+    status: Status
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ended" and self.exit_code == 0
+
+
+def run_python(
+    code: str, stdin: str = "", *, limits: Limits | None = None, allow_unsandboxed: bool = False
+) -> Finished:
+    """Run a Python program. Raises SandboxError if this machine offers no isolation and it is not waived."""
+    level = isolation()
+    if level == "limits" and not allow_unsandboxed:
+        raise SandboxError(
+            "this machine offers no namespaces, so a program would have the network and the user's files; run where"
+            " user namespaces are allowed, or accept that with allow_unsandboxed: true"
+        )
+    return _run(code, stdin, limits or Limits(), level)
+
+
+@functools.cache
+def isolation() -> Isolation:
+    """The best isolation of this machine, found by running an empty program in it."""
+    return "limits" if _try_namespaces() else "namespaces"
+
+
+@functools.cache
+def _try_namespaces() -> str:
+    """Why namespaces cannot be used here, "" if they can."""
+    if sys.platform != "linux":
+        return "they need Linux"
+    try:
+        done = _run("print('in')", "", Limits(), "namespaces")
+    except (SandboxError, OSError) as error:
+        return str(error)
+    return "" if done.ok and done.stdout == "in\n" else f"exit code {done.exit_code}: {done.stderr}"
+
+
+def describe() -> str:
+    """One sentence for a log: what isolation programs get here, and why not more."""
+    if isolation() == "namespaces":
+        return "namespaces: no network, a read-only file system with a scratch directory, no capabilities, limits"
+    return f"limits only (no namespaces: {_try_namespaces()})"
+
+
+@functools.cache
+def _interpreter() -> tuple[str, tuple[str, ...]]:
+    """(path of the interpreter, folders that it needs), links resolved where they lead out of those folders."""
+    prefixes = {os.path.realpath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)}
+    wanted = [*_SYSTEM, *sorted(prefixes | {sys.prefix})]
+    kept: list[str] = []
+    for path in wanted:
+        if os.path.lexists(path) and not any(path == k or path.startswith(k + "/") for k in kept if os.path.isdir(k)):
+            kept.append(path)
+    return sys.executable, tuple(kept)
+
+
+def _spec(code: str, root: str, limits: Limits, level: Isolation) -> dict[str, Any]:
+    executable, readable = _interpreter()
+    scratch = "/tmp" if level == "namespaces" else root
+    return {
+        "level": level,
+        "root": root,
+        "code": code,
+        "readable": readable,
+        "command": [executable, "-I", "-B", f"{scratch}/main.py"],
+        "environment": {**_ENVIRONMENT, "HOME": scratch, "TMPDIR": scratch},
+        "seconds": limits.seconds,
+        "memory_mb": limits.memory_mb,
+        "processes": limits.processes,
+        "disk_mb": limits.disk_mb,
+    }
+
+
+def _run(code: str, stdin: str, limits: Limits, level: Isolation) -> Finished:
+    started = time.monotonic()
+    give_up = started + limits.seconds + GRACE_SECONDS
+    with (
+        tempfile.TemporaryDirectory(prefix="posttrain-") as root,
+        tempfile.TemporaryFile() as spec,
+        tempfile.TemporaryFile() as report,
+    ):
+        spec.write(json.dumps(_spec(code, root, limits, level)).encode())
+        spec.seek(0)
+        process = _start_jail(spec.fileno(), report.fileno())
+        out = err = b""
+        try:
+            out, err, status = _exchange(process, stdin.encode(errors="replace"), limits.output_bytes, give_up)
+            if status == "ended":
+                process.wait(timeout=max(0.1, give_up - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        finally:
+            _end(process)
+        report.seek(0)
+        said, _, detail = report.read().decode(errors="replace").partition(" ")
+    if status == "ended" and said not in ("ended", "timeout", "memory"):
+        raise SandboxError(f"the sandbox could not be set up: {detail or 'it was ended from outside'}")
+    if status == "ended" and said != "ended":
+        status = "timeout" if said == "timeout" else "memory"
+    text = [data.decode(errors="replace") for data in (out, err)]
+    return Finished(status, int(detail) if status == "ended" else -1, text[0], text[1], time.monotonic() - started)
+
+
+def _start_jail(spec: int, report: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(JAIL), str(spec), str(report)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(spec, report),
+        env={"PATH": _ENVIRONMENT["PATH"]},
+        start_new_session=True,
+    )
+
+
+def _exchange(process: subprocess.Popen[bytes], stdin: bytes, most: int, give_up: float) -> tuple[bytes, bytes, Status]:
+    """Write the input, read the outputs until both close; stop at `most` bytes of one, or at the time `give_up`."""
+    assert process.stdin and process.stdout and process.stderr
+    source, sinks = process.stdin.fileno(), (process.stdout.fileno(), process.stderr.fileno())
+    taken = {sink: bytearray() for sink in sinks}
+    opened, left = set(sinks), memoryview(stdin)
+    with selectors.DefaultSelector() as selector:
+        for fd in (source, *sinks):
+            os.set_blocking(fd, False)
+            selector.register(fd, selectors.EVENT_WRITE if fd == source else selectors.EVENT_READ)
+        while opened:
+            wait = give_up - time.monotonic()
+            if wait <= 0:
+                return bytes(taken[sinks[0]]), bytes(taken[sinks[1]]), "timeout"
+            for key, _ in selector.select(timeout=wait):
+                if key.fd == source:
+                    left = _write(source, left)
+                    if not left:
+                        selector.unregister(source)
+                        process.stdin.close()
+                elif data := os.read(key.fd, 65536):
+                    taken[key.fd] += data
+                else:
+                    selector.unregister(key.fd)
+                    opened.discard(key.fd)
+            if any(len(text) > most for text in taken.values()):
+                return bytes(taken[sinks[0]][:most]), bytes(taken[sinks[1]][:most]), "output"
+    return bytes(taken[sinks[0]]), bytes(taken[sinks[1]]), "ended"
+
+
+def _write(fd: int, data: memoryview) -> memoryview:
+    """What is left of the data after writing what fits; nothing, if nobody reads it any more."""
+    try:
+        return data[os.write(fd, data[:65536]) :] if data else data
+    except BlockingIOError:
+        return data
+    except BrokenPipeError:
+        return data[:0]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the jail and what runs in it, and close our ends of the pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()

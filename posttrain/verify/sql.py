@@ -1,0 +1,186 @@
+"""Text-to-SQL: run a query on a read-only copy of its database in memory, and compare it with the gold query.
+
+A query comes from a model: only one SELECT or WITH is run, an authorizer denies everything but reading, and time, rows
+and the size of a value are limited. Reading files, attaching databases and loading extensions are denied with the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.verify.extract import after_think, last_tag
+
+WEIGHTS = {"execution": 3.0, "judge": 2.0, "syntax": 1.0, "schema": 1.0, "ngram": 1.0}
+MAX_ROWS = 100_000
+MAX_VALUE_BYTES = 1_000_000
+STEPS_BETWEEN_CHECKS = 10_000
+
+_FENCE = re.compile(r"```(?:sql)?[^\S\n]*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
+_TOKEN = re.compile(
+    r"(?P<text>'(?:[^']|'')*')|(?P<quoted>\"(?:[^\"]|\"\")*\"|`(?:[^`]|``)*`)|(?P<name>[^\W\d]\w*)"
+    r"|(?P<number>\d+(?:\.\d+)?)|<>|<=|>=|!=|\|\||\S"
+)
+_COMMENTS = re.compile(r"\A(?:\s+|--[^\n]*(?:\n|\Z)|/\*.*?\*/)+", re.DOTALL)
+_READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+_DENIED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"})
+
+
+class Answer(NamedTuple):
+    """The rows of a query, or why there are none."""
+
+    rows: list[tuple[Any, ...]] | None
+    error: str = ""
+
+
+def query_in(completion: str) -> str:
+    """The SQL of a completion: after the thought, in the last answer block, in the last fence, without a last `;`."""
+    text = after_think(completion)
+    block = last_tag(text, "answer")
+    text = text if block is None else block
+    fences = _FENCE.findall(text)
+    return (fences[-1] if fences else text).strip().rstrip(";").rstrip()
+
+
+def tokens(query: str) -> list[str]:
+    """Lower-cased tokens: names, numbers, quoted texts, `<>` `<=` `>=` `!=` `||`, and other characters one by one."""
+    return [match[0] for match in _TOKEN.finditer(query.lower())]
+
+
+def names(query: str) -> set[str]:
+    """The identifiers of a query, lower-cased and without quotes; texts in single quotes are none."""
+    found = set()
+    for match in _TOKEN.finditer(query.lower()):
+        if match["name"]:
+            found.add(match["name"])
+        elif match["quoted"]:
+            found.add(match["quoted"][1:-1])
+    return found
+
+
+def overlap(a: set[Any], b: set[Any]) -> float:
+    """Common members / all members; 1 if both are empty."""
+    return len(a & b) / len(a | b) if a | b else 1.0
+
+
+def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:
+    """Overlap of the sets of n-grams of two token lists; where neither has one, 1 if the lists are equal, else 0."""
+    grams = [{tuple(side[i : i + n]) for i in range(len(side) - n + 1)} for side in (a, b)]
+    return overlap(*grams) if any(grams) else float(list(a) == list(b))
+
+
+@functools.lru_cache(maxsize=8)
+def _copy(source: str | tuple[str, ...]) -> sqlite3.Connection:
+    """The database in memory, of the statements that build it or of its file; reading is all that it allows."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    if isinstance(source, str):
+        original = sqlite3.connect(f"{Path(source).resolve().as_uri()}?mode=ro", uri=True)
+        try:
+            original.backup(connection)
+        finally:
+            original.close()
+    else:
+        for statement in source:
+            connection.execute(statement)
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection.execute("PRAGMA query_only = ON")
+    connection.set_authorizer(_only_reading)
+    return connection
+
+
+def _only_reading(action: int, _first: str | None, function: str | None, *_: str | None) -> int:
+    denied = action not in _READING or (
+        action == sqlite3.SQLITE_FUNCTION and (function or "").lower() in _DENIED_FUNCTIONS
+    )
+    return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
+
+
+def database(db: str | Sequence[str], root: str | None = None) -> sqlite3.Connection:
+    """A read-only copy in memory of `db`: a file (below `root`, if given) or the statements that build it."""
+    if isinstance(db, str):
+        return _copy(str(Path(root, db)) if root else db)
+    return _copy(tuple(db))
+
+
+def run_query(connection: sqlite3.Connection, query: str, timeout_s: float) -> Answer:
+    """The rows of one SELECT or WITH; anything else, an error, and a limit that is hit give none."""
+    first = _TOKEN.match(_COMMENTS.sub("", query))
+    if first is None or first[0].lower() not in ("select", "with"):
+        return Answer(None, "not a SELECT")
+    give_up = time.monotonic() + timeout_s
+    connection.set_progress_handler(lambda: time.monotonic() > give_up, STEPS_BETWEEN_CHECKS)
+    try:
+        cursor = connection.execute(query)
+        rows = cursor.fetchmany(MAX_ROWS + 1)
+        cursor.close()
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:  # the query's fault
+        return Answer(None, f"{type(error).__name__}: {error}")
+    finally:
+        connection.set_progress_handler(None, 0)
+    return Answer(None, f"more than {MAX_ROWS} rows") if len(rows) > MAX_ROWS else Answer(rows)
+
+
+def schema_names(connection: sqlite3.Connection) -> set[str]:
+    """The tables, views and columns of the database, lower-cased."""
+    connection.set_authorizer(None)
+    try:
+        tables = [
+            row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        ]
+        columns = [
+            row[0] for table in tables for row in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))
+        ]
+    finally:
+        connection.set_authorizer(_only_reading)
+    return {name.lower() for name in (*tables, *columns)}
+
+
+def same_rows(a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]], order_sensitive: bool = False) -> bool:
+    """Whether two results are equal: as sets (the rule of BIRD), or as lists."""
+    return list(a) == list(b) if order_sensitive else set(a) == set(b)
+
+
+def sql_reward(
+    completion: str,
+    answer: str,
+    db: str | Sequence[str],
+    judge: float = 0.0,
+    *,
+    weights: Mapping[str, float] | None = None,
+    ngram: int = 2,
+    order_sensitive: bool = False,
+    timeout_s: float = 2.0,
+    root: str | None = None,
+) -> dict[str, float | None]:
+    """{"reward": weighted sum, "execution", "judge", "syntax", "schema", "ngram"}, at most 8 (Reasoning-SQL).
+
+    execution: the rows are those of the gold query. syntax: the query runs. judge: 1 if execution is right, else the
+    score of a judge in [0, 1]. schema: overlap of the tables and columns that the queries name. ngram: overlap of their
+    n-grams of tokens. weights: of parts, over execution 3, judge 2 and 1 for the others. A gold query that does not run
+    gives None. The tokeniser and the rules for empty sets are ours.
+    """
+    if unknown := sorted((weights or {}).keys() - WEIGHTS.keys()):
+        raise ValueError(f"weights of unknown parts: {', '.join(unknown)}; known: {', '.join(WEIGHTS)}")
+    connection = database(db, root)
+    gold_query, query = answer.strip().rstrip(";").rstrip(), query_in(completion)
+    gold = run_query(connection, gold_query, timeout_s)
+    if gold.rows is None:
+        return {"reward": None, **dict.fromkeys(WEIGHTS, None)}
+    found = run_query(connection, query, timeout_s)
+    right = found.rows is not None and same_rows(found.rows, gold.rows, order_sensitive)
+    items = schema_names(connection)
+    parts = {
+        "execution": float(right),
+        "judge": 1.0 if right else float(judge),
+        "syntax": float(found.rows is not None),
+        "schema": overlap(names(query) & items, names(gold_query) & items),
+        "ngram": ngram_overlap(tokens(query), tokens(gold_query), ngram),
+    }
+    return {"reward": sum({**WEIGHTS, **(weights or {})}[name] * value for name, value in parts.items()), **parts}

@@ -1,0 +1,123 @@
+"""A JSON object as an answer: is it one, is it all there is, does it have the keys and the values. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.verify.extract import after_think
+from posttrain.verify.text import weighted_mean
+
+PARTS = ("validity", "format", "structure", "content", "length")
+_FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n?(.*?)```", re.DOTALL)
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that the text is; None for anything else, for doubled keys, and for NaN or Infinity."""
+    try:
+        value = json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_no_constant)
+    except (ValueError, RecursionError):  # what the model wrote is no such object, or too deep to read
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key stands twice")
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def object_in(text: str) -> tuple[dict[str, Any] | None, float]:
+    """(object, how it stands): 1 if the text is the object, 0.5 if it is one fenced block of it, 0 with text around."""
+    stripped = text.strip()
+    if (found := read_object(stripped)) is not None:
+        return found, 1.0
+    blocks = list(_FENCE.finditer(stripped))
+    if len(blocks) != 1 or (found := read_object(blocks[0][1].strip())) is None:
+        return None, 0.0
+    return found, 0.5 if blocks[0][0] == stripped else 0.0
+
+
+def alike(a: Any, b: Any, decimals: int) -> bool:
+    """Equal as JSON values: numbers after rounding, texts without outer blanks, true is no number, the rest exactly."""
+    if _is_number(a) and _is_number(b):
+        return a == b or round(a, decimals) == round(b, decimals)
+    if isinstance(a, str) and isinstance(b, str):
+        return a.strip() == b.strip()
+    return same_json(a, b)
+
+
+def same_json(a: Any, b: Any) -> bool:
+    """Equal as JSON values: 1 = 1.0, but 1 is neither "1" nor true; the order of keys does not matter."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_json(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same_json, a, b))
+    return bool(a == b)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def json_reward(
+    completion: str,
+    answer: Mapping[str, Any],
+    *,
+    required: Sequence[str] | None = None,
+    weights: Mapping[str, float] | None = None,
+    decimals: int = 6,
+    schema: Mapping[str, Any] | None = None,
+    tokens: int | None = None,
+    budget: int | None = None,
+) -> dict[str, float]:
+    """{"reward", "validity", "format", "structure", "content"} of the text after the thought, each in [0, 1].
+
+    validity: there is an object, see `object_in`; if not, all parts are 0. format: how it stands. structure: overlap
+    of its keys with the required ones (default: the gold's), or 0 / 1 by a JSON schema. content: share of the gold's
+    keys whose value is `alike`. With a budget a part `length` = 1 - min(1, tokens / budget), whose weight is 0 unless
+    given. reward: the mean by `weights`. Every formula here is a guess: the source states none.
+    """
+    found, form = object_in(after_think(completion))
+    names = ["validity", "format", "structure", "content", *(["length"] if budget else [])]
+    parts = dict.fromkeys(names, 0.0)
+    if found is not None:
+        wanted = set(answer if required is None else required)
+        parts |= {
+            "validity": 1.0,
+            "format": form,
+            "structure": _overlap(wanted, set(found)) if schema is None else float(fits(found, schema)),
+            "content": sum(k in found and alike(found[k], v, decimals) for k, v in answer.items()) / len(answer)
+            if answer
+            else 1.0,
+        }
+        if budget:
+            parts["length"] = 1 - min(1.0, (tokens or 0) / budget)
+    return {"reward": weighted_mean(parts, {"length": 0.0, **(weights or {})}, PARTS), **parts}
+
+
+def _overlap(a: set[str], b: set[str]) -> float:
+    return len(a & b) / len(a | b) if a | b else 1.0
+
+
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is valid under a JSON schema. Raises jsonschema's SchemaError for a schema that is none."""
+    import jsonschema
+
+    validator = jsonschema.validators.validator_for(schema)
+    validator.check_schema(schema)
+    return bool(validator(schema).is_valid(value))
+
+
+def from_json(value: Any) -> Any:
+    """A column of the data that may be kept as JSON text, as the value that it is."""
+    return json.loads(value) if isinstance(value, str) else value

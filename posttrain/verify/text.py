@@ -1,0 +1,119 @@
+"""Words and tags: how short answers compare, and the blocks of a tagged completion. Pure functions of text."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+Metric = Literal["em", "subem", "f1"]
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CLOSED_QUESTIONS = ("yes", "no", "noanswer")
+
+
+def qa_norm(text: str) -> str:
+    """Lower-case, without ASCII punctuation, without the words a, an and the, blanks collapsed; in this order."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def golds_of(answer: Any) -> list[str]:
+    """The gold answers of a row as texts: of a list each, of anything else itself; blank ones are none."""
+    listed = answer if isinstance(answer, list | tuple) else [answer]
+    return [str(gold) for gold in listed if gold is not None and str(gold).strip()]
+
+
+def exact_match(prediction: str, golds: Sequence[str]) -> float:
+    """1 if the prediction is one of the golds after `qa_norm`, else 0."""
+    found = qa_norm(prediction)
+    return float(any(found == qa_norm(gold) for gold in golds))
+
+
+def contains(text: str, golds: Sequence[str]) -> bool:
+    """Whether a gold occurs in the text, both after `qa_norm`; one of which nothing is left never does."""
+    within = qa_norm(text)
+    return any(gold in within for gold in map(qa_norm, golds) if gold)
+
+
+def word_f1(prediction: str, golds: Sequence[str]) -> float:
+    """F1 of the bags of words after `qa_norm`, the best over the golds.
+
+    A gold gives 0 if it or the prediction is just yes, no or noanswer and the two differ.
+    """
+    return max((_f1(qa_norm(prediction), qa_norm(gold)) for gold in golds), default=0.0)
+
+
+def _f1(prediction: str, gold: str) -> float:
+    if prediction != gold and (prediction in _CLOSED_QUESTIONS or gold in _CLOSED_QUESTIONS):
+        return 0.0
+    predicted, wanted = prediction.split(), gold.split()
+    common = sum((Counter(predicted) & Counter(wanted)).values())
+    return 2 * common / (len(predicted) + len(wanted)) if common else 0.0
+
+
+def match(prediction: str, golds: Sequence[str], metric: Metric) -> float:
+    """The score of an answer by exact match, by a gold that stands in it, or by word F1."""
+    if metric == "em":
+        return exact_match(prediction, golds)
+    if metric == "subem":
+        return float(contains(prediction, golds))
+    if metric == "f1":
+        return word_f1(prediction, golds)
+    raise ValueError(f"unknown metric {metric!r}; known: em, subem, f1")
+
+
+def tag_contents(text: str, tag: str) -> list[str]:
+    """The contents of all complete `<tag>..</tag>` pairs; an opening tag pairs with the first closing one after it."""
+    found, position = [], 0
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    while (start := text.find(opening, position)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            break
+        found.append(text[start + len(opening) : end])
+        position = end + len(closing)
+    return found
+
+
+def exact_blocks(text: str, tags: Sequence[str]) -> list[str] | None:
+    """The contents of the blocks if the text is exactly these, in order, none of them blank, else None.
+
+    Only blanks may stand between and around them, and no tag may occur but for these.
+    """
+    stripped = text.strip()
+    counts = Counter(tags)
+    if any(stripped.count(mark) != n for tag, n in counts.items() for mark in (f"<{tag}>", f"</{tag}>")):
+        return None
+    contents, position = [], 0
+    for tag in tags:
+        opening = f"<{tag}>"
+        start = stripped.find(opening, position)
+        if start < 0 or stripped[position:start].strip():
+            return None
+        position = stripped.find(f"</{tag}>", start)
+        if position < 0 or not (content := stripped[start + len(opening) : position]).strip():
+            return None
+        contents.append(content)
+        position += len(opening) + 1
+    return contents if position == len(stripped) else None
+
+
+def pieces(text: str, tags: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """The text cut at the opening and closing tags: (tag or what stands between tags, is it a tag)."""
+    for number, piece in enumerate(re.split(rf"(</?(?:{'|'.join(tags)})>)", text)):
+        yield piece, number % 2 == 1
+
+
+def weighted_mean(parts: Mapping[str, float], weights: Mapping[str, float] | None, known: Sequence[str]) -> float:
+    """Mean of the parts by `weights`, 1 for a part that they do not name; 0 if all weigh nothing.
+
+    Raises ValueError for a weight of something that is not in `known`.
+    """
+    given = dict(weights or {})
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(f"weights of unknown parts: {', '.join(unknown)}; known: {', '.join(known)}")
+    total = sum(given.get(name, 1.0) for name in parts)
+    return sum(given.get(name, 1.0) * value for name, value in parts.items()) / total if total else 0.0

@@ -1,0 +1,72 @@
+r"""Does the program pass its tests? Run in a sandbox: no network, no files but a scratch directory, limits.
+
+rewards:
+  - use: code.code_exec           # `tests`: [{"input": "2 3\n", "output": "5"}, ...], or its JSON text
+    timeout_s: 30                 # of the whole call; keep it above budget_s
+    params: {mode: partial, budget_s: 20}
+
+Partial credit gives signal where no program passes everything; binary leaves less to game. What the sandbox protects
+from: docs/sandbox.md.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.verify import sandbox
+from posttrain.verify.code import Mode, code_reward
+from posttrain.verify.structured import from_json
+
+
+def code_exec(
+    completion: str,
+    tests: Sequence[Mapping[str, Any]] | str | None,
+    *,
+    mode: Mode = "partial",
+    timeout_s: float = 5.0,
+    budget_s: float = 8.0,
+    pass_weight: float = 0.1,
+    no_code: float = -1.0,
+    compile_fail: float = -0.1,
+    memory_mb: int = 512,
+    allow_unsandboxed: bool = False,
+) -> dict[str, float | None] | None:
+    """The share of tests that the last Python block after the thought passes; None without tests.
+
+    mode: partial, binary (all or nothing), pass_fail (the same, stops at the first failure), weighted_sum (1 if all
+    pass + pass_weight * share; no_code, compile_fail). timeout_s: of a test; budget_s: of all tests of a completion,
+    which must be below the call's own limit. Output must be equal but for blanks at line ends and at the end.
+    allow_unsandboxed: run programs also where the machine has no namespaces. Logged part: passed.
+    """
+    found = code_reward(
+        completion,
+        from_json(tests),
+        mode=mode,
+        timeout_s=timeout_s,
+        budget_s=budget_s,
+        pass_weight=pass_weight,
+        no_code=no_code,
+        compile_fail=compile_fail,
+        memory_mb=memory_mb,
+        allow_unsandboxed=allow_unsandboxed,
+    )
+    return None if found["reward"] is None else found
+
+
+def setup() -> None:
+    """Called once in each worker, outside the time limit of a call."""
+    sandbox.isolation()
+
+
+_TESTS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
+_SUM = "Here it is:\n```python\na, b = map(int, input().split())\nprint(%s)\n```"
+
+EXAMPLES = [
+    (_SUM % "a + b", {"tests": _TESTS}, {"reward": 1.0, "passed": 2.0}),
+    (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.5),
+    (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.05, {"mode": "weighted_sum"}),
+    (_SUM % "a + b); print('debug'", {"tests": _TESTS}, 0.0, {"mode": "binary"}),
+    (_SUM % "a +", {"tests": _TESTS}, -0.1, {"mode": "weighted_sum"}),
+    ("Just add them.", {"tests": _TESTS}, -1.0, {"mode": "weighted_sum"}),
+    ("", {"tests": _TESTS}, 0.0),
+    ("", {"tests": []}, None),
+]

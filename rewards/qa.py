@@ -1,0 +1,153 @@
+r"""Questions answered by search: the answer, the order of the blocks, and what was retrieved.
+
+rewards:
+  - use: qa.search_r1             # `answer`: a text or a list of texts that are all right
+    params: {metric: em, structure: 0.2, final_format: 0.1}
+
+The completion is the whole transcript, with what the tool put between `<information>` tags. `ansf1` wants few answers
+and all right ones; `search_r2`, `reseek` and `craft_qa` also pay for what was retrieved, judged or cited.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from posttrain.verify import qa
+from posttrain.verify.text import Metric, contains, golds_of, tag_contents
+
+
+def search_r1(
+    completion: str,
+    answer: str | Sequence[str] | None,
+    *,
+    metric: Metric = "em",
+    structure: float = 0.0,
+    final_format: float = 0.0,
+    retrieval: float = 0.0,
+) -> dict[str, Any] | None:
+    """Search-R1 (2503.09516), after its code: the last answer by em, subem or f1; None without a gold.
+
+    structure: what a right answer loses, and a wrong one earns, by the form (think, then search, information, think any
+    number of times, then answer). retrieval: for a wrong answer of that form that had retrieved a gold. final_format:
+    for a wrong one without the form that has an answer block. All 0: the plain score. Logged parts: score, valid,
+    retrieved.
+    """
+    found = qa.search_r1(
+        completion, answer, metric=metric, structure=structure, final_format=final_format, retrieval=retrieval
+    )
+    return None if found["reward"] is None else found
+
+
+def search_r2(completion: str, answer: str | Sequence[str] | None, *, metric: Metric = "em") -> float | None:
+    """The answer's score * (1 + share of information blocks that hold a gold): Search-R2 (2602.03647).
+
+    The paper's judge of usefulness is replaced by the occurrence of a gold string.
+    """
+    score = qa.search_r1(completion, answer, metric=metric)["score"]
+    golds = golds_of(answer)
+    return qa.density_reward(score, [float(contains(b, golds)) for b in tag_contents(completion, "information")])
+
+
+def reseek(
+    completion: str,
+    answer: str | Sequence[str] | None,
+    *,
+    positive: float = 0.1,
+    negative: float = -0.05,
+    threshold: float = 0.5,
+    max_answer_tags: int = 10,
+) -> dict[str, float | None] | None:
+    """The answer, and whether the agent judged its evidence well (`<judge>Yes|No</judge>` after information).
+
+    ReSeek (2510.00568), after its code: `positive` for Yes under a right answer, a fifth of it for No to useless
+    evidence, `negative` for the reverse. Useful means that a gold occurs in the text; the authors have a reranker.
+    """
+    found = qa.reseek(
+        completion,
+        answer,
+        positive=positive,
+        negative=negative,
+        threshold=threshold,
+        max_answer_tags=max_answer_tags,
+    )
+    return None if found["reward"] is None else found
+
+
+def ansf1(
+    completion: str, answer: Sequence[str | Sequence[str]] | str | None, *, require_format: bool = False
+) -> dict[str, float | None] | None:
+    """F1 of the items of the last answer block against all right answers: A^2Search (2510.07958).
+
+    `answer`: one entry a right answer, a text or a list of its aliases. Items are a JSON list, or stand between `;` and
+    line ends (a guess). require_format: a transcript without search_r1's form earns 0 (a guess too).
+    """
+    form = qa.well_formed_search(completion) if require_format else None
+    found = qa.answer_f1(completion, answer, format_ok=form)
+    return None if found["reward"] is None else found
+
+
+def craft_qa(
+    completion: str,
+    answer: str | Sequence[str] | None,
+    gold_docs: Sequence[int] | None = None,
+    *,
+    components: Sequence[str] = ("plan", "gold_docs", "reason", "answer"),
+    citation: Literal["f1", "exact"] = "f1",
+    weights: Mapping[str, float] | None = None,
+) -> dict[str, float | None] | None:
+    """Mean of form, answer and citations of an answer with its trace: CRAFT (2602.01348).
+
+    The text is exactly the components, in order; if not, it earns 0. The paper's four audits need a judge and are left
+    out. Weights are guesses.
+    """
+    found = qa.traced_answer(completion, answer, gold_docs, components=components, citation=citation, weights=weights)
+    return None if found["reward"] is None else found
+
+
+_TRACE = (
+    "<think>who</think><search>capital of Norway</search>\n<information>Oslo is the capital</information>\n"
+    "<think>ok</think>\n<answer>%s</answer>"
+)
+_FORM = {"structure": 0.2, "final_format": 0.1, "retrieval": 0.1}
+_CITED = "<plan>find A</plan>\n<gold_docs>[1, %d]</gold_docs>\n<reason>doc 1 says</reason>\n<answer>Oslo</answer>"
+_JUDGED = "<search>q</search><information>%s</information><judge>%s</judge><answer>Oslo</answer>"
+
+EXAMPLES = {
+    "search_r1": [
+        (_TRACE % "the Oslo!", {"answer": ["Oslo"]}, {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}),
+        (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
+        (_TRACE % "Rome", {"answer": "Oslo"}, 0.3, _FORM),
+        ("<answer>Oslo</answer>", {"answer": "Oslo"}, 0.8, _FORM),
+        ("<answer>Rome</answer>", {"answer": "Oslo"}, 0.1, _FORM),
+        (_TRACE % "it is Oslo", {"answer": "Oslo"}, 0.5, {"metric": "f1"}),
+        ("", {"answer": "Oslo"}, 0.0, _FORM),
+        (_TRACE % "Oslo", {"answer": []}, None),
+    ],
+    "search_r2": [
+        (_TRACE % "Oslo", {"answer": "Oslo"}, 2.0),
+        (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
+        ("<answer>Oslo</answer>", {"answer": "Oslo"}, 1.0),
+        ("", {"answer": "Oslo"}, 0.0),
+        ("", {"answer": None}, None),
+    ],
+    "reseek": [
+        (_JUDGED % ("Oslo is in Norway", "Yes"), {"answer": "Oslo"}, 1.1),
+        (_JUDGED % ("cats", "No"), {"answer": "Oslo"}, 1.02),
+        (_JUDGED % ("Oslo is in Norway", "No"), {"answer": "Oslo"}, 0.95),
+        (_JUDGED % ("cats", "Yes"), {"answer": "Rome"}, -0.05),
+        ("", {"answer": "Oslo"}, 0.0),
+    ],
+    "ansf1": [
+        ("<answer>Paris; the Rome; Oslo</answer>", {"answer": ["Paris", "Rome"]}, 0.8),
+        ('<answer>["NYC"]</answer>', {"answer": [["New York City", "NYC"], "Boston"]}, 2 / 3),
+        ("<answer>Paris</answer>", {"answer": "Paris"}, 0.0, {"require_format": True}),
+        ("Paris", {"answer": "Paris"}, 0.0),
+        ("", {"answer": "Paris"}, 0.0),
+        ("<answer>Paris</answer>", {"answer": []}, None),
+    ],
+    "craft_qa": [
+        (_CITED % 3, {"answer": "Oslo", "gold_docs": [1, 3]}, 1.0),
+        (_CITED % 2, {"answer": "Oslo", "gold_docs": [1, 3]}, 2.5 / 3),
+        ((_CITED % 3).replace("</plan>", ""), {"answer": "Oslo", "gold_docs": [1, 3]}, 0.0),
+        ("", {"answer": "Oslo", "gold_docs": [1, 3]}, 0.0),
+    ],
+}

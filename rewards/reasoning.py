@@ -1,0 +1,135 @@
+r"""Do thought, answer and second look agree?
+
+rewards:
+  - use: reasoning.taco_tac       # instead of accuracy: a right answer that its thought contradicts earns less
+  - use: reasoning.dianjin        # form and accuracy in one, 0, 1 or 2
+  - use: reasoning.srpo_reflection
+  - use: reasoning.critique_rl    # for critiques of given answers; column `original_correct`
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.verify import math
+from posttrain.verify import reasoning as pure
+
+
+def dianjin(completion: str, answer: Any, prefilled_think: bool = False) -> dict[str, float | None] | None:
+    """1 for one thought and one answer block, neither blank, and 1 for a right answer: DianJin-R1 (2504.15716).
+
+    Answers are compared by math-verify; None without a gold. Logged parts: format, accuracy.
+    """
+    found = pure.format_and_accuracy("<think>" + completion if prefilled_think else completion, answer)
+    return None if found["reward"] is None else found
+
+
+def taco_tac(
+    completion: str, answer: Any, *, values: Sequence[float] = (1.0, 0.5, 0.0)
+) -> dict[str, float | None] | None:
+    """A right answer earns values[0], one that its thought contradicts values[1], a wrong one values[2]: TACO.
+
+    2505.20777, from its abstract: how a thought's conclusion is found (its last box, else after "answer is") and the
+    values are guesses. None without a gold. Logged part: consistent (none: nothing to compare).
+    """
+    found = pure.think_answer_consistency(completion, answer, values=values)
+    return None if found["reward"] is None else {k: found[k] for k in ("reward", "consistent")}
+
+
+def srpo_reflection(
+    completion: str,
+    answer: Any,
+    token_count: int = 0,
+    token_ends: Sequence[int] = (),
+    *,
+    keep: float = 0.75,
+    fix: float = 1.0,
+    mislead: float = 0.25,
+    still_wrong: float = 0.0,
+    single: float = 0.5,
+    format_weight: float = 0.5,
+    length_weight: float = 0.1,
+) -> dict[str, float | None] | None:
+    """Form, accuracy before and after a reflection, and twice the length of the first answer: SRPO (2506.01713).
+
+    The text is thought, answer, reflection, thought, answer. With fix above keep a policy can earn by being wrong
+    first: watch the first answers, or set fix to 0.75. Lengths are tokens, or words where tokens have no places.
+    """
+    cut = completion.find("</answer>")
+    first_part = completion[: cut + len("</answer>")] if cut >= 0 else ""
+    if token_ends:
+        total, first = float(token_count or len(token_ends)), float(bisect_right(token_ends, len(first_part)))
+    else:
+        total, first = float(len(completion.split())), float(len(first_part.split()))
+    found = pure.reflection(
+        completion,
+        answer,
+        total,
+        first,
+        keep=keep,
+        fix=fix,
+        mislead=mislead,
+        still_wrong=still_wrong,
+        single=single,
+        format_weight=format_weight,
+        length_weight=length_weight,
+    )
+    return None if found["reward"] is None else found
+
+
+def critique_rl(completion: str, original_correct: float | None) -> float | None:
+    """1 if the critique's "Correctness of the final answer: Correct|Wrong" is true, else -1: Critique-RL, stage 1.
+
+    Column `original_correct`: whether the answer that the prompt shows is right. Stage 2 needs the answer that an actor
+    gives after the critique: `posttrain.verify.reasoning.critique`.
+    """
+    if original_correct is None:
+        return None
+    return float(pure.critique(completion, original_correct, stage=1)["reward"])
+
+
+def setup() -> None:
+    """Called once in each worker, outside the time limit of a call."""
+    math.prepare()
+
+
+_TWICE = "<think>x</think>\n<answer>%s</answer>\n<reflection>check</reflection>\n<think>y</think>\n<answer>%s</answer>"
+_LONGER = 0.1 * 0.36787944117144233  # 5 words where twice the first 2 would be best: exp(-((5 - 4) / 1)^2)
+
+EXAMPLES = {
+    "dianjin": [
+        ("<think>because</think>\n<answer>\\boxed{B}</answer>", {"answer": "B"}, 2.0),
+        ("because</think>\n<answer>B</answer>", {"answer": "B", "prefilled_think": True}, 2.0),
+        (
+            "note <think>because</think>\n<answer>B</answer>",
+            {"answer": "B"},
+            {"reward": 1.0, "format": 0.0, "accuracy": 1.0},
+        ),
+        ("<think>because</think>\n<answer>C</answer>", {"answer": "B"}, 1.0),
+        ("", {"answer": "B"}, 0.0),
+        ("", {"answer": None}, None),
+    ],
+    "taco_tac": [
+        ("<think>2+2, so the answer is 4.</think><answer>4</answer>", {"answer": "4"}, 1.0),
+        ("<think>so the answer is 5.</think><answer>4</answer>", {"answer": "4"}, {"reward": 0.5, "consistent": 0.0}),
+        ("<think>hm</think><answer>4</answer>", {"answer": "4"}, {"reward": 1.0, "consistent": None}),
+        ("<think>so the answer is 5.</think><answer>5</answer>", {"answer": "4"}, 0.0),
+        ("", {"answer": "4"}, 0.0),
+        ("<answer>4</answer>", {"answer": ""}, None),
+    ],
+    "srpo_reflection": [
+        (_TWICE % (3, 4), {"answer": "4"}, {"reward": 1.5 + _LONGER, "format": 0.5, "accuracy": 1.0}),
+        (_TWICE % (4, 4), {"answer": "4"}, {"reward": 1.25 + _LONGER, "accuracy": 0.75}),
+        (_TWICE % (4, 3), {"answer": "4"}, {"reward": 0.75 + _LONGER, "accuracy": 0.25}),
+        ("<think>x</think><answer>4</answer>", {"answer": "4"}, {"reward": 0.5, "length": 0.0}),
+        ("", {"answer": "4"}, 0.0),
+        ("", {"answer": None}, None),
+    ],
+    "critique_rl": [
+        ("Step 2 is off.\nCorrectness of the final answer: Wrong", {"original_correct": 0}, 1.0),
+        ("**Correctness of the final answer:** Correct", {"original_correct": 0}, -1.0),
+        ("Looks good.", {"original_correct": 1}, -1.0),
+        ("", {"original_correct": 1}, -1.0),
+        ("", {"original_correct": None}, None),
+    ],
+}

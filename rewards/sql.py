@@ -1,0 +1,68 @@
+r"""Text-to-SQL with partial credit: does the query run, give the right rows, and look like the gold query?
+
+rewards:
+  - use: sql.reasoning_sql        # `answer`: the gold query; `db`: an SQLite file, or the statements that build one
+    params: {db_root: data/databases}
+
+"Reasoning-SQL", 2503.23157. Queries are run on a read-only copy of the database in memory. There is no judge model
+here: a query with the right rows earns the judge's part too, another does not.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from posttrain.verify.sql import sql_reward
+
+
+def reasoning_sql(
+    completion: str,
+    answer: str | None,
+    db: str | Sequence[str],
+    *,
+    weights: Mapping[str, float] | None = None,
+    ngram: int = 2,
+    order_sensitive: bool = False,
+    timeout_s: float = 2.0,
+    db_root: str | None = None,
+) -> dict[str, float | None] | None:
+    """3 execution + 2 judge + syntax + schema + ngram, at most 8; None if the gold query does not run.
+
+    weights: of single parts. order_sensitive: rows must come in the gold's order. timeout_s: for each of the two
+    queries; keep both well below the time limit of a call. Logged parts: execution, judge, syntax, schema, ngram.
+    """
+    if answer is None or not answer.strip():
+        return None
+    found = sql_reward(
+        completion,
+        answer,
+        db,
+        weights=weights,
+        ngram=ngram,
+        order_sensitive=order_sensitive,
+        timeout_s=timeout_s,
+        root=db_root,
+    )
+    return None if found["reward"] is None else found
+
+
+_DB = [
+    "CREATE TABLE emp (id INTEGER, name TEXT, pay INTEGER)",
+    "INSERT INTO emp VALUES (1, 'Ann', 10), (2, 'Bo', 20), (3, 'Cy', 30)",
+]
+_GOLD = "SELECT name FROM emp WHERE pay > 15"
+_ROW = {"answer": _GOLD, "db": _DB}
+
+EXAMPLES = [
+    (f"<think>look</think>\n<answer>\n```sql\n{_GOLD};\n```\n</answer>", _ROW, 8.0),
+    ("SELECT name FROM emp WHERE pay >= 20", _ROW, {"execution": 1.0, "ngram": 5 / 9, "reward": 7 + 5 / 9}),
+    ("SELECT name FROM emp WHERE pay > 25", _ROW, {"reward": 2.75, "execution": 0.0, "syntax": 1.0}),
+    ("SELEC name FROM emp", _ROW, {"reward": 2 / 3 + 0.25, "syntax": 0.0}),
+    ("DELETE FROM emp", _ROW, {"reward": 1 / 3 + 1 / 8, "syntax": 0.0}),
+    (
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n",
+        _ROW,
+        {"reward": 0.0, "syntax": 0.0},
+        {"timeout_s": 0.05},
+    ),
+    ("", _ROW, 0.0),
+    (_GOLD, {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),
+]

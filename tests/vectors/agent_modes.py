@@ -1,0 +1,94 @@
+"""More ways to turn a vector case into calls of the product: turns, steps and tool calls of agents.
+
+As in mechanics.py, only shapes and names: no formula lives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from mechanics import Adapter, Case, Names, arguments, by_table, given, gradient, renamed, tensor
+
+from posttrain.batch import RolloutBatch
+from posttrain.loss.aggregate import aggregate, totals
+
+
+def by_rows(
+    function: Callable[..., Any], outputs: Names, *, tables: Sequence[str], back: Sequence[str], names: Names
+) -> Adapter:
+    """One call with inputs `tables` [B,G,...] as rows and their group_ids; outputs in `back` as [B,G,...] again."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments(case))
+        ids = torch.tensor([group for group, rows in enumerate(values[tables[0]]) for _ in rows], dtype=torch.long)
+        rows = {name: tensor([row for group in values[name] for row in group]) for name in tables if name in values}
+        rest = {n: tensor(v) if isinstance(v, list) else v for n, v in values.items() if n not in tables}
+        result = function(**renamed({**rest, **rows}, names), group_ids=ids)
+        found = {output: getattr(result, path) for output, path in outputs.items()}
+        return {output: by_table(value, ids) if output in back else value for output, value in found.items()}
+
+    return adapter
+
+
+def episodes(
+    read: Callable[..., Any],
+    score: Callable[..., Any],
+    number: Callable[..., Any],
+    advantage: Callable[..., Any],
+    params: Names,
+) -> Adapter:
+    """Episodes of text steps: read, scored, given an advantage as rows of one batch -> tags, rewards, advantages."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        played = case["inputs"]["episodes"]
+        read_steps = read(played)
+        earned = [score(steps, episode["success"]) for steps, episode in zip(read_steps, played, strict=True)]
+        prompts = list(dict.fromkeys(episode["prompt"] for episode in played))
+        owner = [index for index, steps in enumerate(read_steps) for _ in steps]
+        batch = RolloutBatch(
+            group_ids=torch.tensor([prompts.index(played[index]["prompt"]) for index in owner], dtype=torch.long),
+            mask=torch.ones(len(owner), 1).bool(),
+            rewards=tensor([played[index]["success"] for index in owner]),
+            trajectory_ids=torch.tensor(owner, dtype=torch.long),
+            components={
+                "meta_reward": tensor([value for row in earned for value in row]),
+                "meta_tag": tensor([value for steps in read_steps for value in number(steps)]),
+            },
+        )
+        found = advantage(batch, **{params[name]: value for name, value in case["params"].items()}).tolist()
+        split = [[a for a, index in zip(found, owner, strict=True) if index == k] for k in range(len(played))]
+        return {
+            "tags": [[step.tag for step in steps] for steps in read_steps],
+            "step_rewards": earned,
+            "advantages": split,
+        }
+
+    return adapter
+
+
+def masked_rollouts(lay_out: Callable[..., Any], loss: Callable[..., Any], aggregation: Any) -> Adapter:
+    """Segments laid out as rows; with log-probs also the loss of a component over them and its gradient."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments(case))
+        rows = [lay_out(segments, values["max_length"]) for segments in values["segments"]]
+        found = {
+            "mask": [row.mask for row in rows],
+            "lengths": [row.length for row in rows],
+            "total": [row.total for row in rows],
+            "truncated": [row.truncated for row in rows],
+            "tool_calls": [row.tool_calls for row in rows],
+        }
+        return found if values.get("logp") is None else {**found, **_loss(found["mask"], values, loss, aggregation)}
+
+    return adapter
+
+
+def _loss(mask: list[list[bool]], values: Mapping[str, Any], loss: Callable[..., Any], aggregation: Any) -> Any:
+    logp = tensor(values["logp"]).requires_grad_()
+    one_group = torch.zeros(len(mask), dtype=torch.long)
+    batch = RolloutBatch(group_ids=one_group, mask=torch.tensor(mask), advantages=tensor(values["advantages"]))
+    total = aggregate(loss(batch, logp).values, batch.mask, aggregation, totals(batch.mask))
+    return {"loss": total.detach(), "grad_logp": gradient(total, logp)}

@@ -1,0 +1,213 @@
+"""Programs that do what they like: each is bounded, harms nothing, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.verify import sandbox
+from posttrain.verify.sandbox import Finished, Limits, SandboxError, run_python
+
+namespaces = pytest.mark.skipif(sandbox.isolation() != "namespaces", reason="this machine offers no namespaces")
+SHORT = Limits(seconds=1.0, memory_mb=128)
+
+
+def run(code: str, stdin: str = "", limits: Limits = SHORT) -> Finished:
+    return run_python(textwrap.dedent(code), stdin, limits=limits, allow_unsandboxed=True)
+
+
+def running(mark: str) -> list[int]:
+    """Processes whose command line holds the mark."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_input_output_and_exit_code() -> None:
+    done = run("import sys\nprint(input()[::-1])\nsys.stderr.write('so')\nsys.exit(3)", "abc\n")
+    assert (done.status, done.exit_code, done.stdout, done.stderr) == ("ended", 3, "cba\n", "so")
+    assert not done.ok
+
+
+def test_a_long_input_that_nobody_reads_does_not_block() -> None:
+    assert run("print(1)", "x" * 1_000_000).stdout == "1\n"
+
+
+def test_a_long_input_arrives_whole() -> None:
+    assert run("import sys; print(len(sys.stdin.read()))", "é" * 300_000).stdout == "300000\n"
+
+
+def test_a_loop_costs_its_time() -> None:
+    started = time.monotonic()
+    assert run("while True: pass").status == "timeout"
+    assert time.monotonic() - started < SHORT.seconds + sandbox.GRACE_SECONDS
+
+
+def test_memory_of_one_process_is_bounded() -> None:
+    done = run("x = bytearray(4 << 30)")
+    assert (done.status, done.exit_code) == ("ended", 1)
+    assert "MemoryError" in done.stderr
+
+
+@namespaces
+def test_memory_of_all_processes_together_is_bounded() -> None:
+    done = run(
+        """
+        import os, time
+        for _ in range(3):
+            os.fork()
+        x = bytearray(60 << 20)
+        for i in range(0, len(x), 4096):
+            x[i] = 1
+        time.sleep(10)
+        """,
+        limits=Limits(seconds=8.0, memory_mb=128),
+    )
+    assert done.status == "memory"
+    assert done.seconds < 8
+
+
+@namespaces
+def test_a_fork_bomb_is_bounded_and_gone() -> None:
+    done = run(
+        """
+        import os
+        made = 0
+        try:
+            while True:
+                if os.fork() == 0:
+                    while True:
+                        pass
+                made += 1
+        except OSError:
+            print(made)
+        """
+    )
+    assert done.status == "ended"
+    assert 1 <= int(done.stdout) < 16
+
+
+@namespaces
+def test_what_a_program_leaves_running_ends_with_it() -> None:
+    done = run(
+        """
+        import os, sys
+        if os.fork() == 0:
+            os.setsid()
+            os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(987)  # left-running-mark"])
+        import time; time.sleep(0.3)
+        print("bye")
+        """
+    )
+    assert done.stdout == "bye\n"
+    assert running("left-running-mark") == []
+
+
+@namespaces
+def test_nothing_can_be_written_outside(tmp_path: Path) -> None:
+    outside = tmp_path / "mine"
+    outside.write_text("kept")
+    done = run(
+        f"""
+        import os
+        for path in ({str(outside)!r}, "/usr/lib/x", "/x", "/dev/x", {str(Path(os.__file__).parent / "x.py")!r}):
+            try:
+                open(path, "w").write("gone")
+                print("wrote", path)
+            except OSError as error:
+                pass
+        open("/tmp/x", "w").write("scratch")
+        print(open("/tmp/x").read(), os.listdir("/tmp"))
+        """
+    )
+    assert done.stdout == "scratch ['main.py', 'x']\n" or done.stdout == "scratch ['x', 'main.py']\n"
+    assert outside.read_text() == "kept"
+
+
+@namespaces
+def test_files_of_the_user_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    done = run(f"import os; print(os.path.exists({str(tmp_path / 'secret')!r}), os.path.exists('/etc/passwd'))")
+    assert done.stdout == "False False\n"
+
+
+@namespaces
+def test_the_scratch_directory_is_bounded() -> None:
+    done = run("for i in range(9): open(f'/tmp/{i}', 'w').write('x' * (8 << 20))")
+    assert done.exit_code == 1
+    assert "No space left" in done.stderr
+
+
+@namespaces
+def test_there_is_no_network() -> None:
+    done = run(
+        """
+        import socket
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            try:
+                s = socket.socket(socket.AF_INET, kind)
+                s.connect(("127.0.0.1" if kind == socket.SOCK_STREAM else "8.8.8.8", 53))
+                print("connected")
+            except OSError as error:
+                print(error.errno != 111)
+        """
+    )
+    assert done.stdout == "True\nTrue\n"
+
+
+@namespaces
+def test_it_is_nobody_sees_nobody_and_stays_so() -> None:
+    done = run(
+        """
+        import ctypes, os
+        libc = ctypes.CDLL(None)
+        with open("/proc/self/status") as f:
+            caps = [line.split()[1] for line in f if line.startswith(("CapEff", "CapBnd", "NoNewPrivs"))]
+        print(caps, libc.mount(b"none", b"/usr", b"none", 32 | 4096, b""), libc.sethostname(b"x", 1))
+        print(sorted(int(p) for p in os.listdir("/proc") if p.isdigit()) == [1, os.getpid()])
+        try:
+            os.kill(1, 9)
+        except PermissionError:
+            pass
+        print(os.getuid() != 0, dict(os.environ).keys() >= {"PATH", "HOME"}, "PWD_SECRET" in os.environ)
+        """
+    )
+    zero = "0" * 16
+    assert done.stdout == f"['{zero}', '{zero}', '1'] -1 -1\nTrue\nTrue True False\n"
+
+
+def test_a_megabyte_of_output_is_cut() -> None:
+    done = run("while True: print('x' * 1000)", limits=Limits(seconds=5.0, output_bytes=100_000))
+    assert done.status == "output"
+    assert len(done.stdout) == 100_000
+    assert done.seconds < 5
+
+
+def test_a_program_cannot_pretend_that_the_sandbox_failed() -> None:
+    for code in (127, 201, 203, 255):
+        assert run(f"import os; os.write(2, b'failed'); os._exit({code})").exit_code == code
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").exit_code == 128 + 11
+
+
+def test_without_isolation_nothing_runs_unless_it_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
+    with pytest.raises(SandboxError, match="allow_unsandboxed"):
+        run_python("print(1)")
+    done = run("print(open('main.py').read(), end='')")
+    assert done.stdout == "print(open('main.py').read(), end='')"
+    assert run("while True: pass").status == "timeout"
+    assert "MemoryError" in run("x = bytearray(4 << 30)").stderr
+
+
+def test_the_isolation_is_named() -> None:
+    text = sandbox.describe()
+    assert text.startswith("namespaces: no network" if sandbox.isolation() == "namespaces" else "limits only")
