@@ -44,6 +44,7 @@ PACKAGES = {
     "regulariser": "posttrain.loss",
     "controller": "posttrain.control",
     "pair_loss": "posttrain.loss",
+    "token_weight": "posttrain.loss",
     "merge": "posttrain.merge",
 }
 
@@ -62,6 +63,7 @@ Kind = Literal[
     "regulariser",
     "controller",
     "pair_loss",
+    "token_weight",
     "merge",
 ]
 

@@ -62,6 +62,7 @@ EXAMPLES = [
     ("<answer>3+5+2</answer>", _TASK, 0.1),
     ("<answer>3+5</answer>", _TASK, 0.1),
     ("no answer", _TASK, 0.0),
+    ("", _TASK, 0.0),
     ("<answer>(3+5)*2 = 16</answer>", _TASK, 0.1),
     ("<answer>(3+5)**2</answer>", {"target": 64, "numbers": [3, 5, 2]}, 0.1),
     ("<answer>3/(5-5)</answer>", {"target": 1, "numbers": [3, 5, 5]}, 0.1),

@@ -47,6 +47,7 @@ EXAMPLES = {
         ("about 12", {"answer": "12"}, 1.0),
         (r"\boxed{30}", {"answer": "10"}, 0.0),
         ("none", {"answer": "10"}, 0.0),
+        ("", {"answer": "10"}, 0.0),
         ("12", {"answer": "abc"}, None),
     ]
 }

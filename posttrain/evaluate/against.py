@@ -24,8 +24,8 @@ def efficiency(records: Sequence[Record], base: Mapping[str, float] | None, weig
     return efficiency_metrics(
         [float(bool(verdict(record))) for record in judged],
         [record["tokens"] for record in judged],
-        base_accuracy=base and base["accuracy"],
-        base_length=base and base["length"],
+        base_accuracy=None if base is None else base["accuracy"],
+        base_length=None if base is None else base["length"],
         alpha=alpha,
         beta=beta,
         gamma=gamma,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,32 @@ def lr_factor(update: int, section: Optim, total_updates: int) -> float:
             return 1.0 - done
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def stable_decay(
+    step: int,
+    *,
+    stable_steps: int,
+    decay_steps: int,
+    lr: float = 2e-5,
+    min_lr: float = 2e-6,
+    warmup_steps: int = 0,
+    shape: Literal["cosine", "linear"] = "cosine",
+) -> float:
+    """Learning rate of update 0, 1, ...: warm-up, constant until stable_steps, then down to min_lr in decay_steps.
+
+    OctoThinker's stable-then-decay schedule (2506.20512); the shape of the decay and the last learning rate are ours.
+    With decay_steps 0 it jumps to min_lr.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if step < stable_steps:
+        return lr
+    if step >= stable_steps + decay_steps:
+        return min_lr
+    done = (step - stable_steps) / decay_steps
+    share = 0.5 * (1.0 + math.cos(math.pi * done)) if shape == "cosine" else 1.0 - done
+    return min_lr + (lr - min_lr) * share
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mechanics import Adapter, Case, Names, given, picked, renamed, tensor
+from mechanics import Adapter, Case, Names, given, gradient, picked, renamed, taken, tensor
 from torch import Tensor
 
 from posttrain.merge.rules import merge_state
@@ -76,5 +76,44 @@ def listed(function: Callable[..., Any], output: str, names: Names) -> Adapter:
         inputs = {names[name]: value for name, value in given(case["inputs"]).items()}
         rows = zip(*inputs.values(), strict=True)
         return {output: [function(**dict(zip(inputs, row, strict=True)), **case["params"]) for row in rows]}
+
+    return adapter
+
+
+def token_loss(weigh: Callable[..., Tensor], loss: Callable[..., Tensor], rows: Callable[..., Any]) -> Adapter:
+    """A supervised objective: weights of token rows, their loss, and its gradient by `logp`.
+
+    A param belongs to the function that takes it; one that neither takes is an error.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        inputs = {name: value if name == "tokens" else tensor(value) for name, value in given(case["inputs"]).items()}
+        logp, mask, params = inputs["logp"].requires_grad_(), inputs["mask"].bool(), dict(case["params"])
+        known = {*taken(weigh, params), *taken(loss, params)}
+        if params.keys() != known:
+            raise TypeError(f"neither function takes {sorted(params.keys() ^ known)}")
+        made = rows(logp.detach(), mask, inputs.get("behavior_logp"), inputs.get("tokens"))
+        weights = weigh(made, **taken(weigh, params))
+        value = loss(logp, mask, weights, **taken(loss, params))
+        return {"loss": value, "weights": weights, "grad_logp": gradient(value, logp)}
+
+    return adapter
+
+
+def on_logits(function: Callable[..., Any], outputs: Names, read: Callable[..., Tensor] | None = None) -> Adapter:
+    """Student and teacher logits; with `read`, log-probs of the tokens instead, and a gradient by the student's."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        inputs = {name: tensor(value) for name, value in case["inputs"].items()}
+        params, mask = dict(case["params"]), inputs["mask"]
+        pair = (inputs["student_logits"], inputs["teacher_logits"])
+        if read is None:
+            return picked(function(*pair, mask, **params), outputs)
+        at = {"temperature": params.pop("temperature")} if "temperature" in params else {}
+        params.pop("beta", None)  # a share of two divergences over the vocabulary, which a sampled token has not
+        student, teacher = (read(logits, inputs["tokens"], **at) for logits in pair)
+        leaf = student.detach().requires_grad_()
+        result = function(leaf, teacher, mask, **params)
+        return {**picked(result, outputs), "grad_logp": gradient(result.loss, leaf)}
 
     return adapter

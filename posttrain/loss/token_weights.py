@@ -1,0 +1,188 @@
+"""Supervised objectives as weights on trained tokens: all are one weighted sum of negative log-probs.
+
+A weight is a constant (no gradient goes through it) and 0 where nothing is trained on. Arrays are [N, T]; entries where
+the mask is 0 may hold anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from posttrain.registry import register
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """What weights are made of. `texts` [N][T]: the text of each token; absent parts are None."""
+
+    logp: Tensor  # [N, T] of the label tokens under the model that is trained
+    mask: Tensor  # [N, T] bool: trained on
+    behavior_logp: Tensor | None = None  # [N, T] under the model that wrote the data; NaN where it is not known
+    texts: Sequence[Sequence[str]] | None = None
+
+
+def weighted_nll(
+    logp: Tensor,
+    mask: Tensor,
+    weights: Tensor | None = None,
+    *,
+    num_items: float | None = None,
+    reduction: Literal["token", "sequence"] = "token",
+    normalize: Literal["tokens", "weights"] = "tokens",
+) -> Tensor:
+    """-sum(w logp) over trained tokens, divided; a scalar, 0 if nothing is trained on.
+
+    `token`: by num_items, the trained tokens of the whole optimiser step (default: those given; at least 1), or with
+    normalize `weights` by the sum of the weights. `sequence`: the mean over rows of each row's mean; rows without
+    trained tokens are left out.
+    """
+    kept = mask.bool()
+    terms = -torch.where(kept, logp, torch.zeros_like(logp))
+    if weights is not None:
+        terms = terms * torch.where(kept, weights.detach(), torch.zeros_like(weights))
+    if reduction == "sequence":
+        counts = kept.sum(1)
+        means = terms.sum(1) / counts.clamp(min=1)
+        return means.sum() / (counts > 0).sum().clamp(min=1)
+    if normalize == "weights":
+        total = kept.sum() if weights is None else torch.where(kept, weights, torch.zeros_like(weights)).sum()
+        return terms.sum() / torch.where(total > 0, total, torch.ones_like(total))
+    return terms.sum() / max(float(kept.sum()) if num_items is None else num_items, 1.0)
+
+
+def nll_over_weights(logp: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """weighted_nll divided by the sum of the weights: scaling all weights changes nothing."""
+    return weighted_nll(logp, mask, weights, normalize="weights")
+
+
+@register("token_weight", "ce")
+def ce(rows: TokenRows) -> Tensor:
+    """Plain cross-entropy on the trained tokens: weight 1."""
+    return rows.mask.to(rows.logp.dtype)
+
+
+@register("token_weight", "dft", paper="2508.05629", needs=("logp",))
+def dft(rows: TokenRows) -> Tensor:
+    """Dynamic fine-tuning: each token's loss times its own probability under the current model.
+
+    Unlikely tokens get almost no gradient, which is bad for new formats and special tokens. The loss is not comparable
+    with cross-entropy, which is logged beside it.
+    """
+    return torch.where(rows.mask.bool(), rows.logp, rows.logp.new_tensor(-torch.inf)).exp().detach()
+
+
+@register("token_weight", "pear", paper="2602.01058", needs=("logp", "behavior_logp"))
+def pear(
+    rows: TokenRows,
+    *,
+    level: Literal["token", "block", "sequence"] = "token",
+    block: int = 4,
+    gamma: float = 0.999,
+    clip_ratio: tuple[float, float] = (-0.08, 0.3),
+    clip_log: tuple[float, float] = (-10.0, 5.0),
+) -> Tensor:
+    """PEAR: tokens whose continuation the model itself would hardly write count less, so that RL gains more later.
+
+    delta = logp - behavior_logp, clipped. token: log G = sum of delta over the later tokens + (tokens left) ln gamma,
+    so the last token has weight 1; block: the same for all tokens of a block, taken at its last one; sequence: the sum
+    of all delta. log G is clipped. A row whose behaviour is not known has weight 1. gamma^left alone makes early tokens
+    of long rows small.
+    """
+    weights = torch.zeros_like(rows.logp)
+    for i, row in enumerate(rows.mask.bool()):
+        places = row.nonzero().flatten()
+        behavior = None if rows.behavior_logp is None else rows.behavior_logp[i, places]
+        if behavior is None or bool(behavior.isnan().any()):
+            weights[i, places] = 1.0
+            continue
+        delta = (rows.logp[i, places].detach() - behavior).clamp(*clip_ratio)
+        weights[i, places] = _suffix_log(delta, level, block, gamma).clamp(*clip_log).exp()
+    return weights
+
+
+def _suffix_log(delta: Tensor, level: str, block: int, gamma: float) -> Tensor:
+    """log G [L] of a row's L trained tokens."""
+    if level == "sequence":
+        return delta.sum().expand_as(delta)
+    later = delta.flip(0).cumsum(0).flip(0) - delta
+    left = torch.arange(len(delta) - 1, -1, -1, dtype=delta.dtype, device=delta.device)
+    found = later + left * math.log(gamma)
+    if level == "token":
+        return found
+    positions = torch.arange(len(delta), device=delta.device)
+    return found[((positions // block + 1) * block - 1).clamp(max=len(delta) - 1)]
+
+
+@register("token_weight", "action_aware", needs=("texts",))
+def action_aware(
+    rows: TokenRows,
+    *,
+    action_open: str = "<answer>",
+    action_close: str = "</answer>",
+    action_weight: float = 2.0,
+    ground_key: str = '"point_2d":',
+    ground_weight: float = 2.0,
+) -> Tensor:
+    """GUI-Libra's action-aware SFT: tokens inside the first action count more, and those behind a key in it still more.
+
+    A token wholly inside `action_open` ... `action_close` (to the end of the text if that is missing) is weighted by
+    action_weight, and by ground_weight too if it starts behind the first `ground_key` there. The tags, a token across a
+    border, and a text without an action have weight 1. For agents that call tools, `<tool_call>` is the action.
+    """
+    weights = torch.zeros_like(rows.logp)
+    for i, texts in enumerate(rows.texts or ()):
+        own = action_weights(texts, action_open, action_close, action_weight, ground_key, ground_weight)
+        weights[i, : len(own)] = rows.logp.new_tensor(own)
+    return weights * rows.mask.to(weights.dtype)
+
+
+def action_weights(
+    texts: Sequence[str],
+    action_open: str,
+    action_close: str,
+    action_weight: float,
+    ground_key: str,
+    ground_weight: float,
+) -> list[float]:
+    """The weight of each token of one text, given as the texts of its tokens."""
+    whole = "".join(texts)
+    opening = whole.find(action_open)
+    if opening < 0:
+        return [1.0] * len(texts)
+    start = opening + len(action_open)
+    closing = whole.find(action_close, start)
+    end = len(whole) if closing < 0 else closing
+    key = whole.find(ground_key, start, end)
+    ground = end + 1 if key < 0 else key + len(ground_key)
+    weights, place = [], 0
+    for text in texts:
+        inside = place >= start and place + len(text) <= end
+        weights.append((action_weight if inside else 1.0) * (ground_weight if inside and place >= ground else 1.0))
+        place += len(text)
+    return weights
+
+
+def neftune(
+    embeddings: Tensor,
+    attention_mask: Tensor,
+    noise: Tensor,
+    *,
+    alpha: float = 5.0,
+    count: Literal["padded", "real"] = "padded",
+) -> Tensor:
+    """Input embeddings [N, T, D] with noise: e + u alpha / sqrt(L D), u uniform in (-1, 1) (NEFTune, 2310.05914).
+
+    L: the padded length of the batch, as common code has it, or each row's own length (`real`, the paper's).
+    """
+    width = embeddings.shape[-1]
+    if count == "padded":
+        lengths = embeddings.new_full((embeddings.shape[0],), embeddings.shape[1])
+    else:
+        lengths = attention_mask.sum(1).clamp(min=1).to(embeddings.dtype)
+    return embeddings + noise * (alpha / (lengths * width).sqrt())[:, None, None]
