@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from posttrain.data import render
+from posttrain.data.labelled import labelled
 from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
 from posttrain.errors import DataError
@@ -72,9 +73,13 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[
     return _check_ratio(_checked(prepared), section)
 
 
-def prepare_pairs(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Pair]:
-    """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left."""
+def prepare_pairs(section: Data, tokenizer: Any, base_dir: Path, *, single: bool = False) -> Prepared[Pair]:
+    """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left.
+
+    single: rows are answers with labels, and the rejected side is an answer of another row.
+    """
     rows = load_rows(section, base_dir)
+    rows = labelled(rows) if single else rows
     texts = [text for row in rows for text in render.pair_texts(row, tokenizer, section)]
     sides = render.encode(texts, tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)

@@ -1,11 +1,13 @@
 """Preference optimisation: TRL's DPOTrainer around our own pair losses.
 
-The reference is the policy as it is loaded: its summed log-probs of every pair are computed once, before the first
-step, and kept in the run directory. No second model is ever in memory; a loss without reference costs nothing.
+The reference is the policy as it is loaded, unless the data brings log-probs of another one: its summed log-probs of
+every pair are computed once, before the first step, and kept in the run directory. No second model is ever in memory;
+a loss without reference costs nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -26,13 +28,13 @@ from posttrain.batch import PairBatch, PairLoss
 from posttrain.data.prepare import prepare_pairs
 from posttrain.data.render import Pair
 from posttrain.errors import RecipeError, UserError
+from posttrain.loss.pair_labels import kl_baseline
 from posttrain.models import load as models
-from posttrain.places import split_function
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import sync_file, told_when_full
 from posttrain.run.progress import Progress
-from posttrain.train import distributed, hf_trainer
+from posttrain.train import distributed, hf_trainer, pair_columns
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 
@@ -52,23 +54,36 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
         raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
     quiet()
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
+    wanted = pair_columns.needs(component, recipe.loss.params)
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    single = "labels" in wanted
+    prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single)
+    rows = {row["uid"]: row for row in prepared.rows}
+    columns = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
-    prepared = prepare_pairs(recipe.data, loaded.tokenizer, recipe.base_dir)
     longest = max(prepared.items, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(prepared.items))
     pair_loss = functools.partial(component.function, **recipe.loss.params)
-    trainer = make_trainer(job, prepared.items, pair_loss)
-    reference = f"none, {recipe.loss.use} does without"
-    if needs_reference(component, recipe.loss.params):
-        reference = f"the starting policy ({loaded.source})"
-        trainer.use_reference(prepared.items, directory.path / "reference.safetensors")
-    notes = [hf_trainer.rows_note(prepared, "pairs"), f"reference: {reference}"]
+    trainer = make_trainer(job, prepared.items, pair_loss, columns)
+    trainer.single = single
+    anchors = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
+    if anchors:
+        trainer.use_reference(prepared.items, directory.path / "reference.safetensors", anchors)
+    notes = [
+        hf_trainer.rows_note(prepared, "rows" if single else "pairs"),
+        pair_columns.origin(wanted, columns, loaded.source),
+    ]
     return hf_trainer.train(trainer, job, COLUMNS, notes)
 
 
-def make_trainer(job: Job, pairs: Sequence[Pair], pair_loss: Callable[..., PairLoss]) -> Preference:
-    """`pair_loss` takes a PairBatch; its keyword arguments are bound by the caller."""
+def make_trainer(
+    job: Job,
+    pairs: Sequence[Pair],
+    pair_loss: Callable[..., PairLoss],
+    columns: pair_columns.Columns | None = None,
+) -> Preference:
+    """`pair_loss` takes a PairBatch; its keyword arguments are bound by the caller. columns: its fields, by pair."""
     trainer = hf_trainer.make_trainer(
         Preference,
         DPOConfig,
@@ -79,8 +94,8 @@ def make_trainer(job: Job, pairs: Sequence[Pair], pair_loss: Callable[..., PairL
             "disable_dropout": False,  # dropout is what the recipe says
             "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
         },
-        train_dataset=dataset(pairs),
-        data_collator=DataCollatorForPreference(pad_token_id=job.loaded.pad_id),
+        train_dataset=dataset(pairs, columns or {}),
+        data_collator=functools.partial(collated, DataCollatorForPreference(pad_token_id=job.loaded.pad_id)),
     )
     trainer.pair_loss = pair_loss
     if job.loaded.is_lora and "ref" in job.loaded.model.peft_config:
@@ -88,10 +103,20 @@ def make_trainer(job: Job, pairs: Sequence[Pair], pair_loss: Callable[..., PairL
     return trainer
 
 
-def dataset(pairs: Sequence[Pair]) -> Dataset:
-    """Columns prompt_ids, chosen_ids, rejected_ids."""
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return Dataset.from_dict({name: [list(getattr(pair, name)) for pair in pairs] for name in names})
+TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None = None) -> Dataset:
+    """Columns prompt_ids, chosen_ids, rejected_ids, and those given."""
+    tokens = {name: [list(getattr(pair, name)) for pair in pairs] for name in TOKENS}
+    return Dataset.from_dict({**tokens, **(columns or {})})
+
+
+def collated(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """TRL's collator for the tokens; other columns become tensors [P], a history [J,P]."""
+    batch = collate([{name: row[name] for name in TOKENS} for row in rows])
+    others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in TOKENS}
+    return {**batch, **{name: value.mT if value.dim() == 2 else value for name, value in others.items()}}
 
 
 class Preference(RunLoop, DPOTrainer):
@@ -99,6 +124,9 @@ class Preference(RunLoop, DPOTrainer):
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the pairs of the step, not of the micro-batch
     pair_loss: Callable[[PairBatch], PairLoss]
+    single = False  # rows are answers with labels; the rejected side only says how far the policy is from its reference
+    mean_chosen_length: float | None = None  # of the step
+    kl_baseline: Tensor | None = None  # of the step, for single answers
     train_dataset: Dataset
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
@@ -107,8 +135,8 @@ class Preference(RunLoop, DPOTrainer):
     def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset  # `use_reference` adds them, where the loss needs them
 
-    def use_reference(self, pairs: Sequence[Pair], cache: Path) -> None:
-        """Add columns ref_chosen_logps and ref_rejected_logps, of the policy as it is now; the collator passes them on.
+    def use_reference(self, pairs: Sequence[Pair], cache: Path, anchors: Sequence[str] = ("ref_logp",)) -> None:
+        """Add the columns of `anchors` (ref_chosen_logp, ref_rejected_logp, ...), by the policy as it is now.
 
         Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
         """
@@ -116,11 +144,31 @@ class Preference(RunLoop, DPOTrainer):
         if logps is None:
             logps = reference_logps(self.job, self.train_dataset, self.data_collator)
             distributed.on_main(store_logps, cache, pairs, logps)
-        for side in SIDES:
-            self.train_dataset = self.train_dataset.add_column(f"ref_{side}_logps", logps[side].tolist())
+        for anchor in anchors:
+            for side, field in zip(SIDES, pair_columns.ANCHORS[anchor], strict=True):
+                self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
         return sum(len(batch["input_ids"]) // 2 for batch in batches)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """As the loop's, and numbers of the whole step that losses read: micro-batches change none of them."""
+        batches, pairs = super().get_batch_samples(epoch_iterator, num_batches, device)
+        lengths = sum(int(_side(batch, 0)["completion_mask"][:, 1:].sum()) for batch in batches)
+        self.mean_chosen_length = max(lengths, 1) / int(pairs)
+        if self.single:
+            self.kl_baseline = self._mismatched(batches)
+        return batches, pairs
+
+    def _mismatched(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """The KL baseline of a step, from its rejected sides."""
+        found, reference = [], []
+        with torch.no_grad(), self.job.loaded.autocast():
+            for batch in batches:
+                side = {name: value.to(self.job.loaded.device) for name, value in _side(batch, 1).items()}
+                found.append(summed_logps(self.job.loaded.model, side))
+                reference.append(batch["ref_rejected_logp"].to(found[-1]))
+        return kl_baseline(torch.cat(found), torch.cat(reference))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -128,7 +176,8 @@ class Preference(RunLoop, DPOTrainer):
         """Mean pair loss of the step, this micro-batch's part of it."""
         del return_outputs
         with self.job.loaded.autocast():
-            batch = pair_batch(model, inputs)
+            batch = single_batch(model, inputs) if self.single else pair_batch(model, inputs)
+        batch = dataclasses.replace(batch, mean_chosen_length=self.mean_chosen_length, kl_baseline=self.kl_baseline)
         result = self.pair_loss(batch)
         if not isinstance(result, PairLoss) or result.losses.shape != batch.chosen_logp.shape:
             raise UserError("the pair loss must return a PairLoss with one loss a pair (posttrain.batch.PairLoss)")
@@ -140,7 +189,8 @@ class Preference(RunLoop, DPOTrainer):
         self.add("tokens", inputs["attention_mask"].sum())
         self.add("trained", inputs["completion_mask"].sum())
         self.add("logps/chosen", batch.chosen_logp.sum())
-        self.add("logps/rejected", batch.rejected_logp.sum())
+        if not self.single:
+            self.add("logps/rejected", batch.rejected_logp.sum())
         for name, value in pair_metrics(result.stats).items():
             self.add(name, value.float().sum())
 
@@ -158,9 +208,29 @@ def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
         rejected_logp=rejected,
         chosen_length=lengths[: len(chosen)],
         rejected_length=lengths[len(chosen) :],
-        ref_chosen_logp=inputs.get("ref_chosen_logps"),
-        ref_rejected_logp=inputs.get("ref_rejected_logps"),
+        **{name: value for name, value in inputs.items() if name in FIELDS},
     )
+
+
+def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
+    """Policy log-probs of P answers with labels: of the mismatched ones only the step's KL baseline is used."""
+    side = _side(inputs, 0)
+    chosen = summed_logps(model, side)
+    return PairBatch(
+        chosen_logp=chosen,
+        rejected_logp=chosen.new_zeros(0),
+        chosen_length=side["completion_mask"][:, 1:].sum(1),
+        **{name: value for name, value in inputs.items() if name in FIELDS},
+    )
+
+
+FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
+
+
+def _side(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The tokens of the chosen (0) or rejected (1) rows of collated pairs."""
+    names = ("input_ids", "attention_mask", "completion_mask")
+    return {name: inputs[name].chunk(2)[number] for name in names}
 
 
 def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -179,12 +249,6 @@ def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stats [P] of a pair loss under the names that dashboards know; others as loss/NAME."""
     return {REWARD_METRICS.get(name, f"loss/{name}"): value for name, value in stats.items()}
-
-
-def needs_reference(component: registry.Component, params: Mapping[str, Any]) -> bool:
-    """Whether the loss reads the reference's log-probs. A function that is not registered cannot say, and gets them."""
-    unregistered = split_function(component.name) is not None
-    return ("ref_logp" in component.needs or unregistered) and not params.get("reference_free", False)
 
 
 def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]) -> dict[str, Tensor]:

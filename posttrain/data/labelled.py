@@ -1,0 +1,46 @@
+"""Rows that say of one answer whether it is good, as preference losses on single answers take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from posttrain.errors import DataError
+
+Row = dict[str, Any]
+
+
+def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Each answer as a row with chosen = the answer, rejected = an answer of another row, and label 1 or 0.
+
+    Rows have prompt, completion and label; a pair (prompt, chosen, rejected) counts as a good and a bad answer. The
+    answer of another row is the next one in the data with a different text and another prompt, round the end: what the
+    model says of it measures how far it is from its reference. Raises DataError where there is none, or a row has
+    neither form.
+    """
+    answers = [answer for row in rows for answer in _answers(row)]
+    return [{**answer, "rejected": _mismatched(answers, place)} for place, answer in enumerate(answers)]
+
+
+def _answers(row: Mapping[str, Any]) -> Iterator[Row]:
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        for side, label in (("chosen", 1), ("rejected", 0)):
+            yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}
+        return
+    where = f"row {row['uid']}"
+    if row.get("prompt") is None or not isinstance(row.get("completion"), str):
+        raise DataError(
+            "no prompt and completion text", where=where, hint="this loss takes prompt, completion and label, or pairs"
+        )
+    if row.get("label") not in (0, 1):  # true and false are 1 and 0
+        raise DataError(f"`label` is {row.get('label')!r}", where=where, allowed="true or false, 1 or 0")
+    yield {**row, "chosen": row["completion"], "label": int(row["label"])}
+
+
+def _mismatched(answers: Sequence[Row], place: int) -> Any:
+    own = answers[place]
+    following = (answers[(place + step) % len(answers)] for step in range(1, len(answers)))
+    for other in following:
+        if other["chosen"] != own["chosen"] and other.get("prompt") != own.get("prompt"):
+            return other["chosen"]
+    raise DataError("no row with another prompt and another answer", where=f"row {own['uid']}")

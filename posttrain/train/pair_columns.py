@@ -1,0 +1,90 @@
+"""What pair losses read beside the texts: numbers of every row, in columns named like the fields of a PairBatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain import registry
+from posttrain.errors import DataError
+from posttrain.places import split_function
+
+Row = Mapping[str, Any]
+Columns = dict[str, list[Any]]
+
+# What only the data can say: need -> columns, which every row must have.
+GIVEN: dict[str, tuple[str, ...]] = {
+    "win_rates": ("chosen_win", "rejected_win"),
+    "scores": ("chosen_score", "rejected_score"),
+    "ref_sample": ("ref_sample_is_chosen",),
+    "labels": ("label",),
+}
+# Log-probs of other policies, summed over a side: used where the data has them. The first two are otherwise those of
+# the starting policy; without a history there is none.
+ANCHORS: dict[str, tuple[str, ...]] = {
+    "ref_logp": ("ref_chosen_logp", "ref_rejected_logp"),
+    "prev_logp": ("prev_chosen_logp", "prev_rejected_logp"),
+    "history": ("history_chosen_logp", "history_rejected_logp"),
+}
+STARTING_POLICY = ("ref_logp", "prev_logp")
+# A choice of a loss that does without: (key, value) -> need.
+SPARED = {
+    ("reference_free", True): "ref_logp",
+    ("targets", "hard"): "win_rates",
+}
+
+
+def needs(component: registry.Component, params: Mapping[str, Any]) -> frozenset[str]:
+    """What the loss reads. A function that is not registered cannot say: it gets the reference, and what there is."""
+    if split_function(component.name) is not None and not component.needs:
+        return frozenset({"ref_logp", "anything"})
+    spared = {need for (key, value), need in SPARED.items() if params.get(key) == value}
+    return frozenset(component.needs) - spared
+
+
+def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
+    """field -> its value in each row, of those that the loss `use` reads and the data has.
+
+    Raises DataError naming the first row without a number that the loss needs, or that other rows have.
+    """
+    found: Columns = {}
+    for need, fields in {**GIVEN, **ANCHORS}.items():
+        if need not in wanted and "anything" not in wanted:
+            continue
+        there = any(row.get(field) is not None for field in fields for row in rows)
+        if there or (need in GIVEN and need in wanted):
+            found |= {field: [_number(row, field, use) for row in rows] for field in fields}
+    for field in ANCHORS["history"]:
+        if len({len(past) for past in found.get(field, [])}) > 1:
+            raise DataError(f"`{field}` has more policies in some rows than in others", hint="one a policy in each row")
+    return found
+
+
+def _number(row: Row, field: str, use: str) -> Any:
+    """A finite number, or a list of them for a history."""
+    value = row.get(field)
+    if value is None:
+        raise DataError(
+            f"pair loss `{use}` needs the column `{field}`",
+            where=f"row {row['uid']}",
+            allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
+            hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
+        )
+    numbers = value if field.startswith("history") else [value]
+    if not isinstance(numbers, list) or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
+        raise DataError(f"`{field}` is {str(value)[:40]!r}, not a finite number", where=f"row {row['uid']}")
+    return [float(n) for n in numbers] if field.startswith("history") else float(value)
+
+
+def origin(wanted: frozenset[str], columns: Columns, source: str) -> str:
+    """Where the log-probs of other policies come from, in one line."""
+    parts = []
+    for need, name in (("ref_logp", "reference"), ("prev_logp", "previous policy")):
+        if need in wanted:
+            given = ANCHORS[need][0] in columns
+            parts.append(f"{name}: {'columns of the data' if given else f'the starting policy ({source})'}")
+    past = columns.get(ANCHORS["history"][0])
+    if "history" in wanted:
+        parts.append(f"history: {len(past[0])} policies of the data" if past else "history: none")
+    return "; ".join(parts) or "reference: none, the loss does without"

@@ -1,0 +1,121 @@
+"""Every pair loss of the index trains on `tiny`: its margin grows; and what it needs of the data is asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import DataError
+from posttrain.recipe import presets
+from posttrain.train import pair_columns, preference
+
+# Numbers that let five steps of a tiny model be seen: what is not here trains with its defaults.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sppo": {"beta": 0.1},
+    "inpo": {"eta": 0.05},
+    "mnpo": {"eta": 0.5, "weights": [1.0, 0.5]},
+}
+NUMBERS = {
+    "chosen_win": 0.8,
+    "rejected_win": 0.3,
+    "chosen_score": 1.0,
+    "rejected_score": 0.0,
+    "ref_sample_is_chosen": False,
+    "history_chosen_logp": [-9.0, -8.0],
+    "history_rejected_logp": [-8.0, -9.0],
+}
+LOSSES = sorted(registry.index()["pair_loss"])
+
+
+@pytest.fixture
+def numbered(dpo_recipe: Any, tmp_path: Any) -> Any:
+    """Makes a recipe whose pairs have every column of NUMBERS but those left out."""
+
+    def make(*without: str, **changes: Any) -> Any:
+        recipe = dpo_recipe(**changes)
+        path = tmp_path / "pairs.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        added = {name: value for name, value in NUMBERS.items() if name not in without}
+        path.write_text("".join(json.dumps({**row, **added}) + "\n" for row in rows))
+        return recipe
+
+    return make
+
+
+@pytest.mark.parametrize("use", LOSSES)
+def test_the_margin_grows(use: str, numbered: Any, rows_of: Any) -> None:
+    recipe = numbered(loss={"use": use, **SETTINGS.get(use, {})}, run={"steps": 5})
+    rows = rows_of(preference.run, recipe)
+    assert len(rows) == 5
+    assert rows[-1]["rewards/margins"] > rows[0]["rewards/margins"] + 1e-3
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_every_preset_of_the_stage_names_a_loss_that_is_tested() -> None:
+    assert {presets.preset(name).choices["loss"]["use"] for name in presets.names("dpo")} <= set(LOSSES)
+
+
+@pytest.mark.parametrize(
+    "use", [u for u in LOSSES if set(registry.index()["pair_loss"][u]["needs"]) & {*pair_columns.GIVEN} - {"labels"}]
+)
+def test_a_column_that_is_missing_is_asked_for(use: str, numbered: Any, opened: Any) -> None:
+    """Before a model is loaded, by name and row."""
+    needs = registry.index()["pair_loss"][use]["needs"]
+    missing = next(field for need in needs if need in pair_columns.GIVEN for field in pair_columns.GIVEN[need])
+    recipe = numbered(missing, loss={"use": use, **SETTINGS.get(use, {})})
+    with opened() as directory, pytest.raises(DataError, match=f"`{use}` needs the column `{missing}`"):
+        preference.run(recipe, directory)
+
+
+def test_hard_targets_need_no_win_rates(numbered: Any, rows_of: Any) -> None:
+    recipe = numbered(
+        "chosen_win", "rejected_win", loss={"use": "sppo", "beta": 0.1, "targets": "hard"}, run={"steps": 2}
+    )
+    assert rows_of(preference.run, recipe)[0]["loss"] == pytest.approx(
+        25, rel=1e-4
+    )  # (1/2 / beta)^2 on each side, halved
+
+
+def test_log_probs_of_the_data_are_the_reference(dpo_recipe: Any, tmp_path: Any, rows_of: Any) -> None:
+    """IPO on sums: h is then the policy's margin less that of the columns, and no reference is computed."""
+    plain = dpo_recipe(
+        loss={"use": "ipo", "length_normalize": False}, run={"steps": 1}, batch={"size": 20, "micro_size": 20}
+    )
+    before = rows_of(preference.run, plain, "plain")[0]
+    path = tmp_path / "pairs.jsonl"
+    rows = [
+        {**json.loads(line), "ref_chosen_logp": -3.0, "ref_rejected_logp": -5} for line in path.read_text().splitlines()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    moved = rows_of(preference.run, plain, "moved")[0]
+    assert not (tmp_path / "moved" / "reference.safetensors").exists()
+    gap = before["logps/chosen"] - before["logps/rejected"] - (-3.0 + 5.0)
+    assert moved["rewards/margins"] == pytest.approx(0.1 * gap, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("use", "settings"), [("kto", {}), ("dpo", {"nll_weight": 1.0, "nll_reduction": "token"}), ("cpo", {})]
+)
+def test_micro_batches_change_nothing(use: str, settings: Any, dpo_recipe: Any, rows_of: Any) -> None:
+    """KTO's baseline and the mean over all chosen tokens belong to the step."""
+    changes = {"loss": {"use": use, **settings}, "run": {"steps": 2}}
+    whole = rows_of(preference.run, dpo_recipe(**changes, batch={"size": 6, "micro_size": 6}), "whole")
+    split = rows_of(preference.run, dpo_recipe(**changes, batch={"size": 6, "micro_size": 2}), "split")
+    for row, expected in zip(split, whole, strict=True):
+        for name in ("loss", "grad_norm", "rewards/margins"):
+            assert row[name] == pytest.approx(expected[name], rel=5e-4, abs=2e-6), (row["step"], name)
+
+
+def test_kto_takes_answers_with_labels(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
+    """Good and bad rows apart; at the start h = z0 = 0 and every row loses 1 - s(0) = 1/2."""
+    recipe = dpo_recipe(loss={"use": "kto"}, run={"steps": 5})
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1) if i % 3 else "no", "label": bool(i % 3)} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = rows_of(preference.run, recipe)
+    assert found[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert found[0]["loss/kl"] == 0
+    assert found[-1]["rewards/margins"] > 0.01
+    assert "logps/rejected" not in found[0]
