@@ -54,6 +54,7 @@ _READ_ONLY = {
     "model.gradient_checkpointing": "this stage does not train",
     "model.lora": "an adapter is evaluated by naming its directory in model.path",
     "data.train_on": "this stage does not train",
+    "data.thought_dropout": "this stage does not train",
     "data.shuffle": "every row is used once, in order",
 }
 
@@ -66,6 +67,7 @@ class SftRecipe(Stage):
     stage: Literal["sft"] = "sft"
     model: s.Model
     data: s.Data
+    objective: s.SftObjective = Field(default_factory=lambda: s.SftObjective.model_validate({}))
     batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
     optim: s.SftOptim = Field(default_factory=s.SftOptim)
 
@@ -78,10 +80,11 @@ class DpoRecipe(Stage):
     unused: ClassVar = {
         **_NO_ROLLOUTS,
         "data.train_on": "pairs are compared on their completions",
+        "data.thought_dropout": "only sft empties thoughts",
         "batch.packing": "only sft packs rows",
     }
     stage: Literal["dpo"] = "dpo"
-    algorithm: str | None = Field(None, description="a preset: dpo, simpo")
+    algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
     model: s.Model
     data: s.Data
     loss: s.PairLossSection = Field(default_factory=lambda: s.PairLossSection.model_validate({}))
@@ -94,7 +97,10 @@ class RlRecipe(Stage):
 
     verb: ClassVar = "rl"
     presets: ClassVar = True
-    unused: ClassVar = {"data.train_on": "rl trains on the completions that it samples"}
+    unused: ClassVar = {
+        "data.train_on": "rl trains on the completions that it samples",
+        "data.thought_dropout": "only sft empties thoughts",
+    }
     stage: Literal["rl"] = "rl"
     algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
     model: s.Model
