@@ -1,0 +1,108 @@
+"""Starting several processes, with small scripts in place of a run: ends, errors and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.errors import RunError, UserError
+from posttrain.run import ranks
+from posttrain.run.directory import RunDirectory
+
+
+def script(tmp_path: Path, body: str) -> list[str]:
+    """A command that runs `body`, with `rank` and `world` given."""
+    head = 'import os, signal, sys, time\nrank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])\n'
+    path = tmp_path / "script.py"
+    path.write_text(head + textwrap.dedent(body))
+    return [sys.executable, str(path)]
+
+
+def test_every_process_knows_its_place(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    command = script(tmp_path, f'open(f"{tmp_path}/{{rank}}", "w").write(" ".join(os.environ[n] for n in {names}))')
+    assert ranks.launch(command, 3) == 0
+    found = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [f[:4] for f in found] == [[str(rank), str(rank), "3", "127.0.0.1"] for rank in range(3)]
+    assert len({f[4] for f in found}) == 1
+
+
+def test_the_first_failure_ends_all_and_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 would wait for ever; rank 1 tells an error and ends with 2."""
+    began = time.monotonic()
+    body = 'time.sleep(60 * (rank != 1)); print("no such column", file=sys.stderr); sys.exit(2)'
+    assert ranks.launch(script(tmp_path, body), 3) == 2
+    assert time.monotonic() - began < ranks.GRACE_S + 5
+    assert capfd.readouterr().err == "rank 1: no such column\n"
+
+
+def test_what_rank_0_told_is_not_told_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = 'time.sleep(0.3 * (rank == 0)); print("no such column", file=sys.stderr); sys.exit(2)'
+    assert ranks.launch(script(tmp_path, body), 2) == 2
+    assert capfd.readouterr().err == "no such column\n"
+
+
+def test_a_killed_process_is_named(tmp_path: Path) -> None:
+    body = 'print("step 3", flush=True); rank or time.sleep(60); os.kill(os.getpid(), signal.SIGKILL)'
+    with pytest.raises(RunError, match=r"(?s)rank 1 was killed by signal 9 \(SIGKILL\).*step 3"):
+        ranks.launch(script(tmp_path, body), 2)
+
+
+def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
+    """Rank 0 notes the signal and tells the other through a file, as it does in a run by the next collective."""
+    body = f"""
+        stop, ready = "{tmp_path}/stop", f"{tmp_path}/ready-{{rank}}"
+        got = []
+        signal.signal(signal.SIGINT, lambda *_: got.append(1))
+        open(ready, "w").close()
+        while not (got or os.path.exists(stop)):
+            time.sleep(0.02)
+        open(stop, "w").close()
+        time.sleep(0.3)
+        open(f"{tmp_path}/saved-{{rank}}-{{len(got)}}", "w").close()
+        sys.exit(130)
+    """
+    code = f"import sys; from posttrain.run import ranks; sys.exit(ranks.launch({script(tmp_path, body)!r}, 2))"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=30) == 130
+    assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0-1", "saved-1-0"}
+
+
+@pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("", "")])
+def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str | None, own: str) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": visible}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    ranks.claim_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    assert os.environ["LOCAL_RANK"] == "0"
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="lists 2"):
+        ranks.claim_gpu()
+
+
+def test_a_follower_writes_nothing(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", name="r", text="", resolved={}) as directory:
+        before = sorted(p for p in directory.path.rglob("*"))
+        follower = RunDirectory.follow(directory.path, directory.attempt)
+        follower.metrics(None).write(1, {"loss": 1.0})
+        follower.samples(None).write(1, [{"prompt": "a"}])
+        follower.close()
+        assert sorted(p for p in directory.path.rglob("*")) == before
+        assert follower.logs == directory.logs

@@ -1,0 +1,167 @@
+"""Several ranks (gloo, on the CPU) compute what one computes, and a run may change their number when it resumes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+from posttrain.train.distributed import divided
+from posttrain.train.hf_trainer import micro_size
+
+Values = dict[str, Any]
+Train = Callable[..., list[int]]
+
+DIGITS = """
+def digits(completion, token_count):
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+"""
+# Three prompts for two ranks; groups that are refilled; statistics over the batch; two updates a step, which need
+# old_logp; a reference; a controller that reads the metrics.
+RL: Values = {
+    "stage": "rl",
+    "algorithm": "dapo",
+    "model": {"path": "tiny", "lora": {"rank": 4}},
+    "data": {"source": "pairs.jsonl"},
+    "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 10, "max_gen_batches": 20},
+    "rewards": [{"use": "digits.py:digits"}],
+    "scoring": {"workers": 1, "correct_at": 0.15},
+    "advantage": {"use": "group", "scale": "batch"},
+    "kl": {"coef": 0.05},
+    "batch": {"minibatches": 2},
+    "controllers": {"kl.coef": {"use": "adaptive_kl", "target": 0.01}},
+    "optim": {"lr": 2e-3},
+}
+SFT: Values = {
+    "stage": "sft",
+    "model": {"path": "tiny"},
+    "data": {"source": "rows.jsonl"},
+    "batch": {"size": 6},
+    "optim": {"lr": 3e-3, "weight_decay": 0.1},
+}
+# 3 pairs a step for two ranks: one has two of them. The last step of an epoch has a single pair.
+DPO: Values = {
+    "stage": "dpo",
+    "model": {"path": "tiny"},
+    "data": {"source": "pairs.jsonl", "size": 10},
+    "batch": {"size": 3},
+    "optim": {"lr": 1e-3},
+}
+
+
+@pytest.fixture(scope="module")
+def train() -> Iterator[Train]:
+    """Trains in processes of their own; returns their exit statuses."""
+    program = str(Path(__file__).parent / "ranked.py")
+    server = subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(recipe: Values, output: Path, *, ranks: int, resume: bool = False) -> list[int]:
+        assert server.stdin is not None and server.stdout is not None
+        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output)}
+        server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks}) + "\n")
+        server.stdin.flush()
+        return list(json.loads(server.stdout.readline()))
+
+    yield run
+    server.kill()  # it has nothing to finish
+    server.communicate()
+
+
+@pytest.fixture
+def folder(sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> Path:
+    """Holds rows, pairs and a reward."""
+    del sft_recipe, dpo_recipe  # they write the rows
+    (tmp_path / "digits.py").write_text(DIGITS)
+    return tmp_path
+
+
+def rows_of(output: Path) -> list[Values]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(output)]
+
+
+def assert_same(rows: list[Values], others: list[Values]) -> None:
+    """To rounding: sums in another order. What is 0 but for rounding is compared absolutely."""
+    assert len(rows) == len(others) > 0
+    for row, other in zip(rows, others, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            assert value == pytest.approx(other[name], rel=1e-4, abs=2e-6), (row["step"], name)
+
+
+@pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=lambda recipe: recipe["stage"])
+def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values, folder: Path) -> None:
+    """Loss, gradient norm and every other metric; one process goes on where two have stopped, and the other way."""
+    upto = {n: {**recipe, "run": {"steps": n, "save_every": 2}} for n in (2, 3, 4)}
+    assert train(upto[4], folder / "one", ranks=1) == [0]
+    expected = rows_of(folder / "one")
+    assert all(row["grad_norm"] > 0 for row in expected)
+    assert train(upto[2], folder / "two", ranks=2) == [0, 0]
+    assert_same(rows_of(folder / "two"), expected[:2])
+    assert train(upto[3], folder / "two", ranks=1, resume=True) == [0]
+    assert train(upto[4], folder / "two", ranks=2, resume=True) == [0, 0]
+    assert_same(rows_of(folder / "two"), expected)
+    assert checkpoints.latest(folder / "two" / "checkpoints", hashes=True) is not None
+    summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("one", "two")]
+    assert summaries[0]["num_tokens"] == summaries[1]["num_tokens"]
+    assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
+
+
+def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train, folder: Path) -> None:
+    """CoPG has one value a group; GAE reads values, and its critic learns. Three ranks, five prompts."""
+    plain = {k: v for k, v in RL.items() if k not in ("algorithm", "advantage", "kl", "controllers", "batch")}
+    rollout = {"prompts_per_step": 5, "group_size": 3, "max_new_tokens": 8}
+    common = {**plain, "rollout": rollout, "run": {"steps": 2}}
+    scoring = {"workers": 1, "correct_at": 0.1}
+    for name, changes in CASES.items():
+        recipe = {**common, "scoring": scoring, **changes}
+        assert train(recipe, folder / f"{name}-1", ranks=1) == [0]
+        assert train(recipe, folder / f"{name}-3", ranks=3) == [0, 0, 0]
+        rows = rows_of(folder / f"{name}-1")
+        assert any(row["grad_norm"] > 0 for row in rows), name
+        assert_same(rows_of(folder / f"{name}-3"), rows)
+
+
+CASES: dict[str, Values] = {
+    "copg": {"algorithm": "copg"},
+    "gae": {"advantage": {"use": "gae"}, "regularisers": [{"use": "value", "coef": 0.5}]},
+}
+
+
+def test_an_error_of_one_rank_ends_the_run_and_is_told_once(folder: Path) -> None:
+    """The reward breaks on rank 1 alone; rank 0 waits for its rollouts. As users start it, with two processes."""
+    broken = DIGITS + "\n\ndef half(completion):\n    import os\n    return 1 / (os.environ['RANK'] == '0')\n"
+    (folder / "digits.py").write_text(broken)
+    plain = {k: v for k, v in RL.items() if k not in ("algorithm", "advantage", "kl", "controllers", "batch")}
+    recipe = {**plain, "rewards": [{"use": "digits.py:half"}], "rollout": {"prompts_per_step": 2, "group_size": 2}}
+    recipe["rollout"]["max_new_tokens"] = 4
+    (folder / "rl.yaml").write_text(json.dumps({**recipe, "run": {"steps": 1}}))
+    command = [sys.executable, "-m", "posttrain", "rl", "rl.yaml", "--gpus", "2", "--output", "run"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("ZeroDivisionError") == 1 and "rank 1: " in done.stderr, done.stderr
+    assert "--gpus 2 --output run --resume" in done.stderr
+    assert "lost the others" not in done.stderr
+
+
+def test_work_is_divided_by_cost_and_units_stay_whole() -> None:
+    """5 goes to rank 0, 4 to rank 1, 3 to rank 1 (4 < 5), 3 to rank 0 (5 < 7), 1 to rank 1 (7 < 8)."""
+    assert divided([3, 5, 1, 4, 3], 2) == [[1, 4], [0, 2, 3]]
+    assert divided([1, 1, 1, 1], 2, [7, 7, 8, 8]) == [[0, 1], [2, 3]]
+    assert divided([2], 2) == [[0], []]
+    assert divided([3, 1, 2], 1) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "ranks", "rows"),
+    [(32, 32, 1, 32), (32, 32, 2, 16), (12, 4, 2, 3), (12, 4, 1, 4), (3, 3, 2, 1), (2, 2, 4, 1), (8, 2, 4, 2)],
+)
+def test_every_rank_has_a_part_of_each_step(size: int, most: int, ranks: int, rows: int) -> None:
+    assert micro_size(size, most, ranks) == rows
