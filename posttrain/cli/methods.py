@@ -54,7 +54,7 @@ def show(
         hint = f"did you mean `{near}`?" if near else "`posttrain methods list` shows them all"
         raise UserError(f"no method `{name}`", hint=hint)
     if as_json:
-        print_json([{**entry, "recipe": "\n".join(_yaml(entry["recipe"]))} for entry in found])
+        print_json([{**entry, "recipe": "\n".join(recipe_lines(entry))} for entry in found])
         return
     typer.echo("\n\n".join("\n".join(_page(entry)) for entry in found))
 
@@ -121,7 +121,12 @@ def _page(entry: dict[str, Any]) -> Iterator[str]:
     if entry.get("presets"):
         yield f"\nused by: {', '.join(entry['presets'])}"
     yield "\nin a recipe:"
-    yield from (f"  {line}" for line in _yaml(entry["recipe"]))
+    yield from (f"  {line}" for line in recipe_lines(entry))
+
+
+def recipe_lines(entry: dict[str, Any]) -> list[str]:
+    """The YAML that chooses a method, a line a key."""
+    return list(_yaml(entry["recipe"]))
 
 
 def _yaml(values: dict[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ KINDS = {
     "regulariser": ("term added to the loss", "regularisers", "list"),
     "controller": ("what drives a number over the run", "controllers", "named"),
     "pair_loss": ("preference loss", "loss", "one"),
+    "token_weight": ("weights of supervised tokens", "objective", "one"),
     "merge": ("merge method", "merge_method", "name"),
 }
 
@@ -119,6 +121,16 @@ def chosen(preset: presets.Preset) -> Iterator[tuple[str, str]]:
                     yield kind, use
 
 
+@functools.cache
+def _users() -> dict[tuple[str, str], list[str]]:
+    """(kind, name) of a component -> the presets that choose it."""
+    users: dict[tuple[str, str], list[str]] = {}
+    for name in presets.names():
+        for component in dict.fromkeys(chosen(presets.preset(name))):
+            users.setdefault(component, []).append(name)
+    return users
+
+
 def _component(kind: str, name: str, described: Entry) -> Entry:
     keys = {
         key: {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
@@ -127,16 +139,16 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
     return {
         "kind": kind,
         "name": name,
-        "stage": {"pair_loss": "dpo", "merge": "merge"}.get(kind, "rl"),
+        "stage": {"pair_loss": "dpo", "merge": "merge", "token_weight": "sft"}.get(kind, "rl"),
         "title": _title(described["doc"]),
         "paper": described["paper"],
         "text": described["doc"],
         "keys": keys,
         "needs": [need for need in described["needs"] if need != "every_row"],
         "conflicts": list(_conflicts(kind, name, described)),
-        "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge") else "",
+        "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge", "token_weight") else "",
         "not_stated": described["note"],
-        "presets": [p for p in presets.names() if (kind, name) in list(chosen(presets.preset(p)))],
+        "presets": _users().get((kind, name), []),
         "recipe": _recipe(kind, name, keys, described["needs"]),
     }
 
