@@ -34,15 +34,14 @@ from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
 from posttrain.recipe.objective_checks import used
-from posttrain.recipe.presets import preset
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.parts import Part, bind, credited, group_tokens, like_rows, placed, token_sum
+from posttrain.train.preset_recipe import preset_recipe
 from posttrain.train.refill import Accumulator
 
 BEFORE_THE_LOSS = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select")
 _MANY = ("group_rewards", "keep", "factors", "bonuses", "spread", "select", "corrections", "regularisers")
 _ONE = ("advantage", "surrogate", "kl")
-_BARE = {"model": {"path": "tiny"}, "data": {"source": "none"}, "rewards": [{"use": "none"}]}  # of a recipe's objective
 
 
 @dataclass(frozen=True)
@@ -299,11 +298,6 @@ class Objective:
         return aggregate(term.values, batch.mask, part.aggregation or self.aggregation, totals, self.norm_len)
 
 
-def preset_recipe(name: str, **overrides: Any) -> RlRecipe:
-    """A recipe of `algorithm: NAME` that has an objective and nothing to run; see `Objective.from_preset`."""
-    return RlRecipe.model_validate(_over(_over(_BARE, preset(name).choices), overrides))
-
-
 def _weights(loss: GroupLoss) -> Tensor:
     return torch.ones_like(loss.values) if loss.weights is None else loss.weights
 
@@ -311,12 +305,3 @@ def _weights(loss: GroupLoss) -> Tensor:
 def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
     """For questions that do not depend on the current policy: the old one's numbers in place of its own."""
     return batch.replace(new_values=batch.values, vocab_mean_logp=batch.old_vocab_mean_logp)
-
-
-def _over(lower: Any, upper: Any) -> Any:
-    """`upper` over `lower`, key by key; an entry of a list is named by its number."""
-    if isinstance(lower, list) and isinstance(upper, Mapping):
-        return [_over(entry, upper[str(n)]) if str(n) in upper else entry for n, entry in enumerate(lower)]
-    if not isinstance(lower, Mapping) or not isinstance(upper, Mapping):
-        return upper
-    return {**lower, **{key: _over(lower.get(key, {}), value) for key, value in upper.items()}}

@@ -22,7 +22,8 @@ from posttrain.loss.aggregate import aggregate, totals
 from posttrain.merge.rules import merge_state
 from posttrain.places import shipped
 from posttrain.train.controls import Controls
-from posttrain.train.objective import Objective, preset_recipe
+from posttrain.train.objective import Objective
+from posttrain.train.preset_recipe import preset_recipe
 from posttrain.train.rl_metrics import update_metrics
 from posttrain.verify.combine import combine
 
