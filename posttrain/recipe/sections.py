@@ -120,6 +120,13 @@ class Rollout(EngineSection, Sampling):
     )
 
 
+class Condition(Section):
+    """When a component counts."""
+
+    on: str = Field(description="name of another reward")
+    min: float = Field(1.0, description="its least score for the component to count; below it the component is 0")
+
+
 class Reward(Section):
     """One reward component."""
 
@@ -129,6 +136,10 @@ class Reward(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     correct: bool = Field(False, description="this component says whether an answer is right (default: the first)")
     on_none: OnNone = Field("auto", description="what a None (does not apply) means for the row")
+    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="[low, high] of the score before it is weighted"
+    )
+    condition: Condition | None = Field(None, description="count only where another reward says so")
     timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a call")
 
 

@@ -8,6 +8,7 @@ from posttrain.errors import RewardError
 from posttrain.recipe.section import OnNone
 
 Scores = Sequence[float | None]
+Gate = tuple[str, float]  # name of a component, its least score
 
 
 def combine(
@@ -18,6 +19,8 @@ def combine(
     *,
     failed: Mapping[str, Sequence[bool]] | None = None,
     uids: Sequence[str] | None = None,
+    clips: Mapping[str, Sequence[float]] | None = None,
+    conditions: Mapping[str, Gate] | None = None,
 ) -> list[float | None]:
     """Weighted sum of the components [N]; None = the row cannot be scored (advantage 0, outside all statistics).
 
@@ -30,7 +33,13 @@ def combine(
       error             RewardError
     failed: where a component raised or timed out. Such a row is never scored, whatever `on_none` says, and does not
     count when `auto` asks whether somebody has a score. A row for which every component was left out is not scored.
+    clips: scores are limited to [low, high] before they are weighted. conditions: where the component named there has
+    no score or one below the least, this one counts as 0, whatever it is.
     """
+    components = {
+        name: closed(clipped(scores, (clips or {}).get(name)), components, (conditions or {}).get(name))
+        for name, scores in components.items()
+    }
     failed = failed or {}
     rows = len(groups)
     sums = [0.0] * rows
@@ -61,3 +70,21 @@ def combine(
                 elif policy == "skip_row" or (policy == "auto" and groups[i] in has_score):
                     dropped[i] = True
     return [None if dropped[i] or not counted[i] else sums[i] for i in range(rows)]
+
+
+def clipped(scores: Scores, limits: Sequence[float] | None) -> Scores:
+    """The scores within [low, high]; None stays None."""
+    if limits is None:
+        return scores
+    low, high = limits
+    return [None if score is None else min(max(score, low), high) for score in scores]
+
+
+def closed(scores: Scores, components: Mapping[str, Scores], gate: Gate | None) -> Scores:
+    """The scores, 0 in rows where the gate's component has no score or one below its least."""
+    if gate is None:
+        return scores
+    name, least = gate
+    return [
+        score if key is not None and key >= least else 0.0 for score, key in zip(scores, components[name], strict=True)
+    ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -16,12 +16,44 @@ class BrokenContract(Exception):
     """A reward returned something else."""
 
 
-def checked(value: Any, *, batched: bool = False) -> float | dict[str, float | None] | None:
-    """The returned value as numbers. batched: it must be a list of one. Raises BrokenContract with the value in it."""
-    if batched:
-        if not isinstance(value, list | tuple) or len(value) != 1:
-            raise BrokenContract(f"returned {shown(value)} for one completion, must return a list of one number")
-        value = value[0]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Score = float | dict[str, float | None] | None
+
+
+def batched(size: int | None = None) -> Callable[[Function], Function]:
+    """Mark `f(completions, ...) -> list` as a reward of many rows: it is called with lists of up to `size` rows.
+
+    size None: all rows of a step in one call. Columns and built-ins come as lists too, one entry a row, in the order of
+    the rows. Its timeout_s is that of the whole call; if it raises or is late, all rows of the call have no score. Use
+    it where a call costs much beside a row (a model, a server); rows of one group are beside each other.
+    """
+    if size is not None and size < 1:
+        raise ValueError(f"a batch of {size} rows")
+
+    def mark(function: Function) -> Function:
+        function.posttrain_batch_size = size or 0  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def checked_batch(value: Any, count: int) -> list[Score]:
+    """The returned list as scores of `count` completions. Raises BrokenContract, naming the place."""
+    if not isinstance(value, list | tuple) or len(value) != count:
+        many = "one completion, must return a list of one number" if count == 1 else f"{count} completions"
+        must = "" if count == 1 else f", must return a list of {count}"
+        raise BrokenContract(f"returned {shown(value)} for {many}{must}")
+    scores: list[Score] = []
+    for place, one in enumerate(value):
+        try:
+            scores.append(checked(one))
+        except BrokenContract as error:
+            raise BrokenContract(f"{error} (entry {place} of the list)" if count > 1 else str(error)) from None
+    return scores
+
+
+def checked(value: Any) -> Score:
+    """The returned value as numbers. Raises BrokenContract with the value in it."""
     if not isinstance(value, Mapping):
         return _number(value)
     if "reward" not in value:

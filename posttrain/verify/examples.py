@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError
+from posttrain.verify.batches import calls_of, rows_of
 from posttrain.verify.contract import shown
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
 from posttrain.verify.pool import Pool
@@ -104,19 +105,20 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
     found = [(name, example) for name, listed in examples_of(path, only).items() for example in listed]
     module = load_script(path)
     targets: dict[str, Target] = {}
-    calls = []
+    calls: list[Call] = []
     for number, (name, example) in enumerate(found):
         reward = describe(module[name], f"{path}:{name}", dict(example.params), name)
         _check_columns(reward, example, number)
         key = f"{name} {json.dumps(example.params, sort_keys=True, default=repr)}"
         targets.setdefault(key, Target(reward.target, reward.params, reward.batched, reward.is_async, timeout_s))
-        calls.append(Call(number, list(targets).index(key), example.completion, dict(example.columns)))
+        calls += calls_of(reward, list(targets).index(key), number, [example.completion], [example.columns])
     pool = Pool(list(targets.values()), workers=1)
     try:
         results = pool.run(calls)
     finally:
         pool.close()
-    return [Outcome(name, example, result) for (name, example), result in zip(found, results, strict=True)]
+    rows = [row for call, result in zip(calls, results, strict=True) for row in rows_of(call, result)]
+    return [Outcome(name, example, result) for (name, example), result in zip(found, rows, strict=True)]
 
 
 def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:

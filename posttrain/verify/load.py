@@ -44,7 +44,8 @@ class LoadedReward:
 
     target: `file.py:name` (absolute) or `module:name`, for loading it again in a worker. columns must be in the data,
     optional_columns may be. all_columns: it takes `**kwargs`, so it gets every column. batched: it has the form
-    `f(completions, ...) -> list`, and is called with lists of one row, so that a list is never stretched over rows.
+    `f(completions, ...) -> list`. batch_size: rows of one call; 1, so that a list is never stretched over rows, unless
+    the function is marked `@batched`; 0 = all.
     """
 
     name: str
@@ -57,6 +58,7 @@ class LoadedReward:
     all_columns: bool = False
     batched: bool = False
     is_async: bool = False
+    batch_size: int = 1
 
     @property
     def reads_data(self) -> bool:
@@ -132,8 +134,16 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         params=dict(params),
         all_columns=bool(groups["rest"]),
         batched=batched,
+        batch_size=_batch_size(function, target, batched),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
     )
+
+
+def _batch_size(function: Callable[..., Any], target: str, batched: bool) -> int:
+    size = getattr(function, "posttrain_batch_size", None)
+    if size is not None and not batched:
+        raise RewardError(f"reward {target} is marked @batched and takes no `completions`")
+    return 1 if size is None else int(size)
 
 
 def _sort_arguments(arguments: Sequence[inspect.Parameter], params: dict[str, Any]) -> dict[str, list[str]]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from posttrain.errors import RewardError, RunError
+from posttrain.errors import RewardError, RunError, nearest
 from posttrain.recipe.sections import Reward, Scoring
+from posttrain.verify.batches import calls_of, rows_of
 from posttrain.verify.combine import combine
 from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.pool import Pool
@@ -58,6 +59,7 @@ class Scorer:
         self.sections, self.scoring = list(rewards), scoring
         self.rewards = [load_reward(section, base_dir) for section in rewards]
         self.correctness = _correctness(self.sections, self.rewards)
+        _check_limits(self.sections, self.rewards)
         self.pool = Pool(
             [
                 Target(r.target, r.params, r.batched, r.is_async, s.timeout_s)
@@ -96,6 +98,12 @@ class Scorer:
             [s.group for s in samples],
             failed={n: [r.kind != "value" for r in column] for n, column in zip(names, results, strict=True)},
             uids=[_uid(s, i) for i, s in enumerate(samples)],
+            clips={r.name: s.clip for r, s in zip(self.rewards, self.sections, strict=True) if s.clip},
+            conditions={
+                r.name: (s.condition.on, s.condition.min)
+                for r, s in zip(self.rewards, self.sections, strict=True)
+                if s.condition is not None
+            },
         )
         return Scores(
             components=components,
@@ -135,17 +143,19 @@ class Scorer:
     def _run(
         self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> dict[int, list[Result]]:
-        calls = [
-            Call(number, i, sample.completion, arguments(self.rewards[i], sample, step, right))
-            for number, (i, sample, right) in enumerate(
-                (i, sample, right) for i in which for sample, right in zip(samples, correct, strict=True)
-            )
-        ]
-        results = self.pool.run(calls)
-        for call, result in zip(calls, results, strict=True):
+        calls: list[Call] = []
+        for place, i in enumerate(which):
+            given = [arguments(self.rewards[i], s, step, right) for s, right in zip(samples, correct, strict=True)]
+            first = place * len(samples)
+            calls += calls_of(self.rewards[i], i, first, [sample.completion for sample in samples], given)
+        results = []
+        for call, result in zip(calls, self.pool.run(calls), strict=True):
             if result.kind == "broken":
                 row, reward = call.number % len(samples), self.rewards[call.target]
-                raise RewardError(f"row {_uid(samples[row], row)}: {result.value}", where=f"reward {reward.name}")
+                which_row = f"{'batch from ' if len(call.completion) > 1 and reward.batched else ''}row"
+                where = f"reward {reward.name}"
+                raise RewardError(f"{which_row} {_uid(samples[row], row)}: {result.value}", where=where)
+            results += rows_of(call, result)
         n = len(samples)
         return {i: results[k * n : (k + 1) * n] for k, i in enumerate(which)}
 
@@ -215,6 +225,23 @@ def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) ->
             hint="add e.g. {use: math.accuracy, weight: 0, correct: true}",
         )
     return marked[0] if marked else able[0]
+
+
+def _check_limits(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
+    """Conditions name another reward, and clips are intervals. Raises RewardError."""
+    names = [r.name for r in rewards]
+    for name, section in zip(names, sections, strict=True):
+        if section.clip is not None and section.clip[0] > section.clip[1]:
+            raise RewardError(f"reward {name}: clip [{section.clip[0]:g}, {section.clip[1]:g}] is empty")
+        if section.condition is not None and section.condition.on not in names:
+            near = nearest(section.condition.on, names)
+            raise RewardError(
+                f"reward {name} has a condition on `{section.condition.on}`, which is no reward",
+                allowed=", ".join(n for n in names if n != name),
+                hint=f"did you mean `{near}`?" if near else "",
+            )
+        if section.condition is not None and section.condition.on == name:
+            raise RewardError(f"reward {name} has a condition on itself", hint="`clip` limits a score")
 
 
 def score_of(result: Result) -> float | None:

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain.verify.contract import BrokenContract, checked
+from posttrain.verify.contract import BrokenContract, checked, checked_batch
 
 SLOT = struct.Struct("<d")
 SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
@@ -42,16 +42,20 @@ class Target(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call: its number, the index of its target, the completion and the other arguments by name."""
+    """One call: its number, the index of its target, the completion and the other arguments by name.
+
+    Of a batched target: a list of completions, and each argument a list of as many entries.
+    """
 
     number: int
     target: int
-    completion: str
+    completion: str | list[str]
     arguments: dict[str, Any]
 
 
 class Result(NamedTuple):
-    """kind: value (a number, None or parts) | error (value: traceback) | timeout | broken (value: what was wrong)."""
+    """kind: value (a number, None or parts; of a batch a list of them) | error (value: traceback) | timeout
+    | broken (value: what was wrong)."""
 
     number: int
     kind: str
@@ -125,7 +129,7 @@ class Runner:
             value = self._invoke(call)
             if inspect.isawaitable(value):
                 value = asyncio.run(_await(value))
-            kind, value = "value", checked(value, batched=self.targets[call.target].batched)
+            kind, value = "value", self._checked(call, value)
         except BrokenContract as error:
             kind, value = "broken", str(error)
         except BaseException:  # also sys.exit in a script: the worker goes on
@@ -144,7 +148,7 @@ class Runner:
         start, target = time.monotonic(), self.targets[call.target]
         try:
             value = await asyncio.wait_for(_await(self._invoke(call)), target.limit)
-            kind, value = "value", checked(value, batched=target.batched)
+            kind, value = "value", self._checked(call, value)
         except BrokenContract as error:
             kind, value = "broken", str(error)
         except TimeoutError:
@@ -158,8 +162,12 @@ class Runner:
         target, function = self.targets[call.target], self.functions[call.target]
         if not target.batched:
             return function(call.completion, **call.arguments, **target.params)
-        listed = {name: [value] for name, value in call.arguments.items()}
-        return function(completions=[call.completion], **listed, **target.params)
+        return function(completions=call.completion, **call.arguments, **target.params)
+
+    def _checked(self, call: Call, value: Any) -> Any:
+        if self.targets[call.target].batched:
+            return checked_batch(value, len(call.completion))
+        return checked(value)
 
     def _occupy(self, number: float, start: float, limit: float) -> None:
         # The start goes first: a parent that reads between the two writes sees an old call that has just begun.

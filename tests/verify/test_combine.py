@@ -95,3 +95,29 @@ def test_groups_may_have_any_ids_and_sizes() -> None:
 def test_negative_weights_and_fractions_add_up() -> None:
     rewards = combine({"a": [0.5], "b": [2.0]}, {"a": 2.0, "b": -0.25}, {"a": "auto", "b": "auto"}, [0])
     assert rewards == [0.5]
+
+
+def test_a_condition_closes_a_component_and_a_clip_limits_it() -> None:
+    """length 3 is clipped to 1; it counts where accuracy is at least 1: 1 + 1, 0, 0.5 + 0, and None is no accuracy."""
+    rewards = combine(
+        {"accuracy": [1.0, 0.0, 0.5, None], "length": [3.0, 3.0, None, 3.0]},
+        {"accuracy": 1.0, "length": 1.0},
+        {"accuracy": "ignore_component", "length": "skip_row"},
+        [0, 0, 0, 0],
+        clips={"length": (-1.0, 1.0)},
+        conditions={"length": ("accuracy", 1.0)},
+    )
+    assert rewards == [2.0, 0.0, 0.5, 0.0]
+
+
+def test_a_condition_sees_the_clipped_score_of_no_other() -> None:
+    """The gate is asked on what its component returned, not on what its clip leaves."""
+    rewards = combine(
+        {"a": [5.0], "b": [1.0]},
+        {"a": 0.0, "b": 1.0},
+        {"a": "auto", "b": "auto"},
+        [0],
+        clips={"a": (0.0, 1.0)},
+        conditions={"b": ("a", 5.0)},
+    )
+    assert rewards == [1.0]

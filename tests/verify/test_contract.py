@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.verify.contract import BrokenContract, checked
+from posttrain.verify.contract import BrokenContract, checked, checked_batch
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,20 @@ def test_refused(value: Any, message: str) -> None:
 
 
 def test_a_list_form_must_return_a_list_of_one() -> None:
-    assert checked([0.5], batched=True) == 0.5
-    assert checked([None], batched=True) is None
+    assert checked_batch([0.5], 1) == [0.5]
+    assert checked_batch((None,), 1) == [None]
     for value in (0.5, [1.0, 2.0], [], "1"):
         with pytest.raises(BrokenContract, match="must return a list of one number"):
-            checked(value, batched=True)
+            checked_batch(value, 1)
+
+
+def test_a_batch_must_return_one_score_a_completion() -> None:
+    assert checked_batch([1, {"reward": 2, "part": None}, None], 3) == [1.0, {"reward": 2.0, "part": None}, None]
+    for value in (0.5, [1.0, 2.0], [1.0] * 4, "123"):
+        with pytest.raises(BrokenContract, match="for 3 completions, must return a list of 3"):
+            checked_batch(value, 3)
+    with pytest.raises(BrokenContract, match=r"must return a finite number or None \(entry 1 of the list\)"):
+        checked_batch([1.0, float("nan")], 2)
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

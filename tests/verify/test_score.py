@@ -177,3 +177,72 @@ def test_step_is_passed_on(script: Callable[..., Path], scorer: Scorers, samples
     path = script("def now(completion, step): return step")
     with scorer(f"{path}:now") as s:
         assert s.score(samples([{}]), step=17).rewards == [17.0]
+
+
+BATCHED = """
+    from posttrain.verify.contract import batched
+
+    @batched({size})
+    def ranked(completions, level, style=None, *, scale=1.0):
+        if "raise" in completions:
+            raise ValueError("no")
+        best = max(level)
+        return [None if x is None else {{"reward": scale * (x == best), "rows": len(level)}} for x in level]
+"""
+
+
+@pytest.mark.parametrize(("size", "rows", "best"), [("", 5, [0, 0, 0, 0, 2.0]), ("2", 2, [0, 2.0, 0, 2.0, 2.0])])
+def test_a_batched_reward_sees_many_rows_in_one_call(
+    script: Callable[..., Path], scorer: Scorers, samples: Samples, size: str, rows: int, best: list[float]
+) -> None:
+    path = script(BATCHED.format(size=size))
+    with scorer({"use": f"{path}:ranked", "params": {"scale": 2.0}}) as s:
+        scores = s.score(samples([{"level": x} for x in (0, 1, 2, 3, 4)]))
+    assert scores.components["ranked"] == best
+    assert scores.components["ranked/rows"][0] == rows
+
+
+def test_a_batch_that_raises_costs_its_own_rows(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+    path = script(BATCHED.format(size="2"))
+    made = samples([{"level": x} for x in (0, 1, 2, 3)])
+    with scorer({"use": f"{path}:ranked"}, max_error_rate=1.0) as s:
+        scores = s.score([made[0], made[1], Sample("raise", {"level": 2}), made[3]])
+    assert scores.components["ranked"] == [0.0, 1.0, None, None]
+    assert scores.errors == {"ranked": 2}
+    assert "ValueError: no" in (scores.first_traceback or "")
+
+
+def test_a_batch_of_the_wrong_length_is_told(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+    path = script(
+        """
+        from posttrain.verify.contract import batched
+
+        @batched()
+        def one(completions):
+            return [1.0]
+        """
+    )
+    with scorer({"use": f"{path}:one"}) as s, pytest.raises(RewardError, match=r"batch from row r0.*a list of 3"):
+        s.score(samples([{}, {}, {}]))
+
+
+def test_batched_needs_completions(script: Callable[..., Path], scorer: Scorers) -> None:
+    path = script("from posttrain.verify.contract import batched\n\n@batched()\ndef f(completion):\n    return 1.0\n")
+    with pytest.raises(RewardError, match="takes no `completions`"):
+        scorer({"use": f"{path}:f"})
+
+
+def test_conditions_and_clips_of_the_recipe(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
+    """style is 9, clipped to 2, and counts where right is 1."""
+    path = script("def right(completion, ok):\n    return ok\n\ndef style(completion):\n    return 9\n")
+    style = {"use": f"{path}:style", "clip": [0, 2], "condition": {"on": "right"}}
+    with scorer({"use": f"{path}:right"}, style) as s:
+        scores = s.score(samples([{"ok": 1}, {"ok": 0}]))
+    assert scores.rewards == [3.0, 0.0]
+    assert scores.components["style"] == [9.0, 9.0]
+    with pytest.raises(RewardError, match="did you mean `right`"):
+        scorer({"use": f"{path}:right"}, {**style, "condition": {"on": "rihgt"}})
+    with pytest.raises(RewardError, match="on itself"):
+        scorer({"use": f"{path}:right"}, {**style, "condition": {"on": "style"}})
+    with pytest.raises(RewardError, match=r"clip \[2, 0\] is empty"):
+        scorer({"use": f"{path}:right"}, {**style, "clip": [2, 0]})
