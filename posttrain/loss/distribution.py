@@ -112,12 +112,12 @@ def gdc(
     return GroupLoss(torch.stack(values), {"gdc/log_z": torch.stack(log_z), "gdc/kl": torch.stack(kl)})
 
 
-@register("regulariser", "online_kl", paper="2406.01462", needs=("ref_logp",))
 def online_kl(batch: RolloutBatch, logp: Tensor, *, baseline: Literal["none", "rloo"] = "none") -> TokenLoss:
     """Gradient of the KL to the reference on the policy's own samples: sg[k - b] times the log-prob of every token.
 
     k = sum over the row of logp - ref_logp; b = 0, or with `rloo` the mean k of the other rows of the group (0 without
-    others). Take `aggregation: seq_mean_token_sum`; the value itself means nothing, the stat `online_kl/kl` (k) does.
+    others), so groups must be whole. The mean over rows of row sums is the loss; its value means nothing, the stat
+    `online_kl/kl` (k) does.
     """
     k = log_ratio_to_reference(batch, logp).sum(-1).detach()
     if baseline == "rloo":
