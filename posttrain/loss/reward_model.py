@@ -151,4 +151,5 @@ def urpo(referee_scores: Tensor, truth: Tensor, self_scores: Tensor) -> Referee:
     said = torch.sign(referee_scores[:, :, None] - referee_scores[:, None, :])
     pairs = gold.abs().sum()
     tau = (said * gold).sum((1, 2)) / torch.where(pairs > 0, pairs, 1.0)
-    return Referee(torch.where(tau.isnan(), 0.0, tau), (self_scores / 10).clamp(0, 1))
+    unreadable = referee_scores.isnan().any(-1)
+    return Referee(torch.where(unreadable, 0.0, tau), (self_scores / 10).clamp(0, 1))
