@@ -12,6 +12,7 @@ from posttrain.data import render
 from posttrain.data.labelled import labelled
 from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
+from posttrain.data.sft_rows import without_thought
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -63,6 +64,8 @@ def prepare_prompts(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[P
 def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Example]:
     """Training sequences. Raises DataError where none is left, or no token is trained on, or all are."""
     rows = load_rows(section, base_dir)
+    if section.thought_dropout:
+        rows = [without_thought(row, section.thought_dropout, section.seed) for row in rows]
     texts = [text for row in rows for text in render.example_texts(row, tokenizer, section)]
     prepared: Prepared[Example] = Prepared([], rows)
     for example in render.encode(texts, tokenizer, section):

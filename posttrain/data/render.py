@@ -122,14 +122,18 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         text = _plain_text(uid, _plain(row, "prompt", section), _plain(row, "completion", section), tokenizer)
         return [_everything(text) if section.train_on == "all" else text]
     messages = conversation(row, section)
+    # `train: false` on a message: the model reads this turn and is not trained to write it
+    wanted = [bool(m.pop("train", True)) for m in messages]
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not turns:
         raise DataError(
             "no assistant message to train on", where=uid, hint="this stage needs `completion` or `messages`"
         )
     if section.train_on == "assistant":
-        return _all_turns(uid, messages, turns, tokenizer, tools(row))
+        return _all_turns(uid, messages, turns, [wanted[i] for i in turns], tokenizer, tools(row))
     text = _last_turn(uid, messages[: turns[-1] + 1], tokenizer, tools(row))
+    if not wanted[turns[-1]]:
+        return [_empty(uid, "".join(piece.text for piece in text.pieces))]
     return [_everything(text) if section.train_on == "all" else text]
 
 
@@ -279,21 +283,26 @@ def _written_by_hand(uid: str, prompt: str, before: list[dict[str, Any]], turn: 
 
 
 def _all_turns(
-    uid: str, messages: list[dict[str, Any]], turns: list[int], tokenizer: Any, tools: list[Any] | None
+    uid: str,
+    messages: list[dict[str, Any]],
+    turns: list[int],
+    wanted: list[bool],
+    tokenizer: Any,
+    tools: list[Any] | None,
 ) -> list[Text]:
-    """Every assistant turn trained on: in one sequence where the template keeps earlier turns as they were written,
-    else one sequence a turn."""
+    """Every assistant turn that is wanted trained on: in one sequence where the template keeps earlier turns as they
+    were written, else one sequence a turn."""
     each = [_last_turn(uid, messages[: i + 1], tokenizer, tools) for i in turns]
     last = "".join(p.text for p in each[-1].pieces)
     pieces: list[Piece] = []
     done = 0
-    for text in each:
+    for number, text in enumerate(each):
         prompt, answer = text.pieces[0].text, "".join(p.text for p in text.pieces[1:])
         if not last.startswith(prompt + answer) or len(prompt) < done or (text is not each[-1] and text.ids_behind):
-            return [Text(f"{uid}.{n}", t.pieces, t.ids_behind) for n, t in enumerate(each)]
-        pieces += [Piece(prompt[done:], False), Piece(answer, True)]
+            return [Text(f"{uid}.{n}", t.pieces, t.ids_behind) for n, t in enumerate(each) if wanted[n]]
+        pieces += [Piece(prompt[done:], False), Piece(answer, wanted[number])]
         done = len(prompt) + len(answer)
-    return [Text(uid, tuple(pieces), each[-1].ids_behind)]
+    return [Text(uid, tuple(pieces), each[-1].ids_behind if wanted[-1] else ())]
 
 
 # --- tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from posttrain.data import identity
+
 
 class Dropped(NamedTuple):
     """Responses, and which of them lost their thought (1) or not (0)."""
@@ -34,6 +36,30 @@ def thought_dropout(
         found.append(response[:start] + empty + response[closing:] if drop else response)
         dropped.append(int(drop))
     return Dropped(found, dropped)
+
+
+def without_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str, Any]:
+    """The row, with the first thought of its answer (its last assistant message) emptied in that share of rows.
+
+    Which rows is a matter of the seed and the row's uid: the same in every process and every pass.
+    """
+    draw = identity.number(seed, "thought_dropout", str(row["uid"])) / 2**63
+    out = dict(row)
+    for column in ("completion", "messages"):
+        value = out.get(column)
+        if isinstance(value, str):
+            out[column] = thought_dropout([value], [draw], drop_prob=share).responses[0]
+        elif isinstance(value, Sequence):
+            out[column] = _last_without_thought(value, draw, share)
+    return out
+
+
+def _last_without_thought(messages: Sequence[Mapping[str, Any]], draw: float, share: float) -> list[dict[str, Any]]:
+    found = [dict(message) for message in messages]
+    last = next((m for m in reversed(found) if m["role"] == "assistant" and m.get("content")), None)
+    if last is not None:
+        last["content"] = thought_dropout([last["content"]], [draw], drop_prob=share).responses[0]
+    return found
 
 
 def accepted(

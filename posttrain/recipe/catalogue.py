@@ -196,6 +196,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         return {place: name}
     section = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
     section |= {key: known.get("default", _example(kind, name, key, known["type"])) for key, known in keys.items()}
+    if "behavior_logp" in needs:
+        section["behavior_model"] = "tiny"  # whichever model wrote the data
     shaped: dict[str, Any] = {place: {"one": section, "list": [section], "named": {"kl.coef": section}}[shape]}
     if kind == "controller":
         shaped = {"kl": {"coef": 0.01}, **shaped}

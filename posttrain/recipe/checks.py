@@ -138,6 +138,27 @@ def _references(recipe: Any) -> Found:
             yield key, f"`{path}` names a stage of a pipeline", "write the directory of the model"
 
 
+def _objective(recipe: Any) -> Found:
+    """Keys of sft's objective and of the schedule that would do nothing, or are missing."""
+    optim = getattr(recipe, "optim", None)
+    if optim is not None and optim.schedule != "stable_decay":
+        for key in ("decay_steps", "min_lr"):
+            if getattr(optim, key) is not None:
+                yield f"optim.{key}", f"does nothing with schedule {optim.schedule}", "write `schedule: stable_decay`"
+    if not isinstance(recipe, st.SftRecipe):
+        return
+    objective = recipe.objective
+    wants = "behavior_logp" in objective.needs
+    if wants and objective.behavior_model is None:
+        what = f"{objective.use} needs the log-probs of the model that wrote the data"
+        yield "objective", what, "write `behavior_model`"
+    if not wants and objective.behavior_model is not None and split_function(objective.use) is None:
+        yield "objective.behavior_model", f"does nothing with {objective.use}", "remove it"
+    if objective.divisor == "weights" and "logp" in objective.needs:
+        what = f"the weights of {objective.use} change with the model: their sum is not known before a step"
+        yield "objective.divide_by", what, "write `divide_by: tokens`"
+
+
 def _merge_inputs(recipe: Any) -> Found:
     if isinstance(recipe, st.MergeRecipe):
         yield from merging.problems(recipe)
@@ -152,5 +173,6 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _idle_critic,
     _kl_place,
     _eval_settings,
+    _objective,
     _merge_inputs,
 )

@@ -69,6 +69,9 @@ class Data(Source):
     train_on: Literal["completion", "assistant", "all"] = Field(
         "completion", description="completion: the last assistant turn; assistant: every assistant turn"
     )
+    thought_dropout: Share = Field(
+        0.0, description="share of rows whose first thought (<think>...</think>) is emptied, once and for all"
+    )
     max_length: Positive | None = Field(None, description="longest sequence (RL: longest prompt)")
     overlong: Literal["drop", "truncate_prompt", "error", "keep"] = Field(
         "drop", description="what happens to rows over max_length"
@@ -255,6 +258,27 @@ class PairLossSection(ComponentSection):
     use: str = "dpo"
 
 
+class SftObjective(ComponentSection):
+    """How much each trained token counts: weights in one sum of negative log-probs."""
+
+    kinds: ClassVar = ("token_weight",)
+    use: str = "ce"
+    divide_by: Literal["tokens", "weights"] | None = Field(
+        None, description="what the sum of a step is divided by; default: weights for action_aware, else trained tokens"
+    )
+    behavior_model: str | None = Field(
+        None, description="pear: the model that wrote the data; its log-probs are computed once and kept in the run"
+    )
+    neftune: NonNegative = Field(
+        0.0, description="noise on the input embeddings while training: alpha, 5 is usual; smaller with packing"
+    )
+
+    @property
+    def divisor(self) -> str:
+        """`tokens` or `weights`."""
+        return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
+
+
 class Optim(Section):
     """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
 
@@ -262,7 +286,13 @@ class Optim(Section):
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: NonNegative = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
+        "constant", description="stable_decay: constant, then down to min_lr in the last decay_steps"
+    )
+    decay_steps: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="stable_decay: default a tenth of the steps"
+    )
+    min_lr: NonNegative | None = Field(None, description="stable_decay: the last learning rate; default lr / 10")
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
 

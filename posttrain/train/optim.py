@@ -39,6 +39,20 @@ def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int
 
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:
     """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, then the schedule to the end."""
+    if section.schedule == "stable_decay":
+        decay = max(1, total_updates // 10) if section.decay_steps is None else section.decay_steps
+        least = section.lr / 10 if section.min_lr is None else section.min_lr
+        return (
+            stable_decay(
+                update,
+                stable_steps=max(0, total_updates - decay),
+                decay_steps=decay,
+                lr=section.lr,
+                min_lr=least,
+                warmup_steps=section.warmup_steps,
+            )
+            / section.lr
+        )
     if update < section.warmup_steps:
         return (update + 1) / (section.warmup_steps + 1)
     done = (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps)

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: TRL's SFTTrainer on rows that our own renderer tokenised and masked.
 
-loss = - sum of log-probs of trained tokens / trained tokens of the whole optimiser step.
+loss = - sum of weight * log-prob of trained tokens / trained tokens of the whole optimiser step, weight 1 unless the
+recipe names another objective.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from posttrain.train import hf_trainer
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
+from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
+from posttrain.train.sft_objective import trained as trained_targets
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
 Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
-IGNORED = -100  # the label of a token that is not trained on
 
 
 def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
@@ -42,18 +44,27 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.batch.packing:
         collate = packed(loaded)
         check_packing(loaded, collate, prepared.items)
-    job = Job.of(recipe, directory, loaded, len(prepared.items))
-    trainer = make_trainer(job, prepared.items, collate)
-    return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "rows")])
+    written = None
+    if recipe.objective.behavior_model is not None:
+        written = behavior_logps(recipe, prepared.items, loaded.tokenizer, directory.path)
+        collate = with_behavior(collate)
+    job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
+    trainer = make_trainer(job, prepared.items, collate, written)
+    trainer.weighing = Weighing.of(recipe, loaded.tokenizer)
+    with noisy_embeddings(loaded.model, recipe.objective.neftune):
+        return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "rows")])
 
 
-def make_trainer(job: Job, examples: Sequence[Example], collate: Collator) -> Sft:
+def make_trainer(
+    job: Job, examples: Sequence[Example], collate: Collator, written: Sequence[Sequence[float]] | None = None
+) -> Sft:
+    rows = dataset(examples)
     return hf_trainer.make_trainer(
         Sft,
         SFTConfig,
         job,
         {"dataset_kwargs": {"skip_prepare_dataset": True}},
-        train_dataset=dataset(examples),
+        train_dataset=rows if written is None else rows.add_column("behavior_logp", list(written)),
         data_collator=collate,
     )
 
@@ -92,22 +103,47 @@ def packed(loaded: LoadedModel) -> Collator:
 class Sft(RunLoop, SFTTrainer):
     """SFTTrainer in our loop; its metrics become means over the trained tokens of the whole step."""
 
-    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
+    weighing: Weighing | None = None  # how trained tokens are weighted; None: all alike
+
+    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
+        if self.weighing is not None and self.weighing.by_weights:
+            return sum(float(self.weighing.weights(batch).sum()) for batch in batches)
         return sum(trained_tokens(batch) for batch in batches)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         trained = trained_tokens(inputs)
-        for name in ("entropy", "mean_token_accuracy"):
-            self.add(name, self._metrics["train"][name].pop() * trained)
+        if self.weighing is not None:
+            loss = self._weighted(self.weighing, model, inputs) / num_items_in_batch
+        else:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            for name in ("entropy", "mean_token_accuracy"):
+                self.add(name, self._metrics["train"][name].pop() * trained)
         self.add("trained", trained)
         self.add("tokens", tokens(inputs))
         return loss
 
+    def _weighted(self, weighing: Weighing, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """-sum(weight * logp) over the trained tokens of a micro-batch."""
+        given = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
+        with self.job.loaded.autocast():
+            logits = model(**given, use_cache=False).logits
+        kept = trained_targets(inputs)
+        logps = torch.log_softmax(logits[:, :-1][kept].float(), -1)
+        targets = inputs["labels"][:, 1:][kept]
+        logp = logps.gather(-1, targets[:, None])[:, 0]
+        weights = weighing.weights(inputs, logp)
+        with torch.no_grad():
+            self.add("entropy", -(logps.exp() * logps).sum())
+            self.add("mean_token_accuracy", (logps.argmax(-1) == targets).sum())
+            self.add("cross_entropy", -logp.sum())
+            self.add("token_weight", weights.sum())
+        return -(weights.detach() * logp).sum()
+
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        return {name: sums[name] / max(sums["trained"], 1) for name in ("entropy", "mean_token_accuracy")}
+        names = ("entropy", "mean_token_accuracy", "cross_entropy", "token_weight")
+        return {name: sums[name] / max(sums["trained"], 1) for name in names if name in sums}
 
 
 def trained_tokens(batch: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,140 @@
+"""Objectives of SFT on `tiny`: each trains through the stage; what they have in common with plain cross-entropy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.errors import DataError, RecipeError
+from posttrain.train import optim, sft
+from posttrain.train.sft_objective import BEHAVIOR
+
+FIVE = {"steps": 5}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "ce": {"objective": {"use": "ce"}},
+    "dft": {"objective": {"use": "dft"}},
+    "pear": {"objective": {"use": "pear", "behavior_model": "tiny", "level": "block", "gamma": 0.9}},
+    "action_aware": {"objective": {"use": "action_aware", "action_open": "<answer>", "action_weight": 3.0}},
+    "neftune": {"objective": {"use": "ce", "neftune": 5.0}},
+    "thought_dropout": {"data": {"thought_dropout": 0.5}},
+    "stable_decay": {"optim": {"schedule": "stable_decay", "decay_steps": 3, "min_lr": 1e-4}},
+    "packing": {"objective": {"use": "dft"}, "batch": {"packing": True}},
+}
+
+
+@pytest.fixture
+def answers(tmp_path: Path, sft_recipe: Any) -> Any:
+    """Recipes on rows with a thought and an answer."""
+    rows = [{"prompt": f"{i}+1", "completion": f"<think>{i}.</think><answer>{i + 1}</answer>"} for i in range(20)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(**changes: Any) -> Any:
+        data = {"source": "answers.jsonl", **changes.pop("data", {})}
+        return sft_recipe(data=data, **{"run": FIVE, **changes})
+
+    return make
+
+
+def test_every_objective_is_run_here() -> None:
+    assert registry.index()["token_weight"].keys() <= OBJECTIVES.keys()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_each_trains_five_steps(answers: Any, rows_of: Any, name: str) -> None:
+    rows = rows_of(sft.run, answers(**OBJECTIVES[name]), name)
+    assert len(rows) == 5
+    loss = "cross_entropy" if "cross_entropy" in rows[0] else "loss"
+    assert rows[-1][loss] < rows[0][loss]
+
+
+def test_weights_of_one_are_plain_cross_entropy(answers: Any, rows_of: Any) -> None:
+    """action_aware with factors 1, through the weighted sum, against the trainer's own loss."""
+    plain = rows_of(sft.run, answers(), "plain")
+    ones = {"use": "action_aware", "action_weight": 1.0, "ground_weight": 1.0}
+    weighted = rows_of(sft.run, answers(objective=ones), "weighted")
+    for row, other in zip(weighted, plain, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "lr", "trained_ratio"):
+            assert row[key] == pytest.approx(other[key], rel=2e-4), (row["step"], key)
+        assert row["cross_entropy"] == pytest.approx(row["loss"], rel=1e-5) and row["token_weight"] == 1
+
+
+@pytest.mark.parametrize("name", ["pear", "action_aware"])
+def test_neither_micro_batches_nor_packing_change_a_number(answers: Any, rows_of: Any, name: str) -> None:
+    whole = rows_of(sft.run, answers(**OBJECTIVES[name], batch={"size": 8, "micro_size": 8}), "whole")
+    small = rows_of(sft.run, answers(**OBJECTIVES[name], batch={"size": 8, "micro_size": 2}), "small")
+    packed = rows_of(sft.run, answers(**OBJECTIVES[name], batch={"packing": True}), "packed")
+    for rows in (small, packed):
+        for row, other in zip(rows, whole, strict=True):
+            for key in ("loss", "grad_norm", "token_weight"):
+                assert row[key] == pytest.approx(other[key], rel=2e-4), (row["step"], key)
+
+
+def test_action_weights_by_hand(answers: Any, rows_of: Any) -> None:
+    """Trained: <think> i . </think> <answer> i+1 </answer> EOS. A factor 3 on the digits inside the answer only."""
+    row = rows_of(sft.run, answers(**OBJECTIVES["action_aware"], run={"steps": 1}, data={"shuffle": False}), "one")[0]
+    # rows 0..7: 8 tokens each (characters as tokens), of which one is a digit inside the answer: (7 + 3) / 8
+    assert row["token_weight"] == pytest.approx(10 / 8)
+
+
+def test_the_authors_log_probs_are_computed_once(answers: Any, rows_of: Any, tmp_path: Path) -> None:
+    """The author is the model that is trained, so in the first step every ratio is 1: with gamma 1, plain SFT."""
+    objective = {"use": "pear", "behavior_model": "tiny", "gamma": 1.0}
+    first = rows_of(sft.run, answers(objective=objective), "first")
+    assert first[0]["token_weight"] == pytest.approx(1, abs=1e-4)
+    assert first[-1]["token_weight"] != pytest.approx(1, abs=1e-3)
+    assert list(tmp_path.rglob(BEHAVIOR))
+
+
+def test_messages_that_are_not_to_be_learnt(answers: Any, tmp_path: Path, rows_of: Any) -> None:
+    """Two assistant turns of one token, the first with `train: false`: its token and end of turn are not trained on."""
+    turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    for name, flag in (("both", {}), ("one", {"train": False})):
+        messages = [{"role": role, "content": text, **(flag if text == "2" else {})} for role, text in turns]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    batch, run = {"size": 1, "micro_size": 1}, {"steps": 1}
+    found = {
+        name: rows_of(
+            sft.run,
+            answers(data={"source": f"{name}.jsonl", "train_on": "assistant"}, batch=batch, run=run),
+            name,
+        )[0]
+        for name in ("both", "one")
+    }
+    assert found["one"]["trained_ratio"] == pytest.approx(found["both"]["trained_ratio"] / 2)
+    (tmp_path / "none.jsonl").write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "train": False}]}
+        )
+    )
+    with pytest.raises(DataError, match="no row is left"):
+        rows_of(sft.run, answers(data={"source": "none.jsonl"}, batch=batch, run=run), "none")
+
+
+def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
+    """10 steps, 4 of decay: constant for 6, continuous there, never rising, min_lr behind the end."""
+    from posttrain.recipe.sections import Optim
+
+    section = Optim(lr=1.0, schedule="stable_decay", decay_steps=4, min_lr=0.1)
+    rates = [optim.lr_factor(step, section, 10) for step in range(12)]
+    assert rates[:7] == [1.0] * 7 and rates[8] == pytest.approx(0.55) and rates[10:] == [0.1, 0.1]
+    assert rates == sorted(rates, reverse=True)
+    assert optim.stable_decay(3, stable_steps=3, decay_steps=0, lr=1.0, min_lr=0.5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"objective": {"use": "pear"}}, "write `behavior_model`"),
+        ({"objective": {"use": "dft", "behavior_model": "tiny"}}, "does nothing with dft"),
+        ({"objective": {"use": "dft", "divide_by": "weights"}}, "divide_by: tokens"),
+        ({"optim": {"min_lr": 0.1}}, "schedule: stable_decay"),
+        ({"objective": {"use": "dtf"}}, "did you mean `dft`"),
+    ],
+)
+def test_what_does_nothing_or_is_missing_is_told(answers: Any, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        answers(**changes)
