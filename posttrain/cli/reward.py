@@ -39,7 +39,8 @@ def group() -> None:
 def test(target: Target, overrides: Overrides = None, as_json: Json = False, timeout: Timeout = 10.0) -> None:
     """Run a script's EXAMPLES; with a recipe, also try its rewards on right and wrong completions of its own rows.
 
-    Exit code 2 when an example fails, a call raises or times out, or gold does not score best.
+    Exit code 2 when an example fails, a call raises or times out, gold does not score best, or a trick pays as much as
+    gold: gold only in the thought, every answer named, an injection for judges, and others.
     """
     script = _script(target)
     if script:
@@ -161,9 +162,10 @@ def _try(
 
     trial = try_rewards(rewards, scoring, base_dir, load_rows(data, base_dir))
     too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
+    tricked = trial.knows_gold and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.tricks.values())
     if not quiet:
         _print_trial(stage, trial)
-    return {**as_json(trial), "ok": not trial.failures and not too_many_bad}
+    return {**as_json(trial), "ok": not trial.failures and not too_many_bad and not tricked}
 
 
 def _print_trial(stage: str, trial: Trial) -> None:
@@ -183,6 +185,10 @@ def _print_trial(stage: str, trial: Trial) -> None:
         typer.echo(f"gold scores best on {trial.rows - len(trial.bad_gold)} of {trial.rows} rows ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
             typer.echo(f"  row {uid}: {wrong}")
+        tricks = [f"{name} pays on {paid} of {rows} rows" for name, (paid, rows) in trial.paying.items()]
+        tried = ", ".join(trial.tricks)
+        typer.echo(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
+    typer.echo(f"{trial.calls_per_second:,.0f} calls a second with {trial.workers} workers")
     if trial.first_traceback:
         typer.echo(f"the first error:\n{trial.first_traceback}")
 

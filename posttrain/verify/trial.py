@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from posttrain.errors import DataError
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
 from posttrain.verify.load import check_columns
+from posttrain.verify.probes import Probe, pays, probes, samples_of
 from posttrain.verify.score import Scorer, score_of
-from posttrain.verify.variants import Row, variants
+from posttrain.verify.variants import Row, Writer, variants
 from posttrain.verify.worker import Result
 
 
@@ -29,7 +31,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trial:
-    """table: component -> variant -> cell. bad_gold: uid -> what is wrong with the correctness component there."""
+    """table: component -> variant -> cell. bad_gold: uid -> what is wrong with the correctness component there.
+
+    tricks: name of a probe -> (rows on which it pays, rows on which it was tried), by the correctness component.
+    calls_per_second: of all components together, with `workers` processes.
+    """
 
     rows: int
     writer: str
@@ -40,6 +46,14 @@ class Trial:
     bad_gold: dict[str, str]
     knows_gold: bool  # the correctness component reads a data column
     first_traceback: str | None
+    tricks: dict[str, tuple[int, int]]
+    calls_per_second: float
+    workers: int
+
+    @property
+    def paying(self) -> dict[str, tuple[int, int]]:
+        """The tricks that pay on some row."""
+        return {name: counts for name, counts in self.tricks.items() if counts[0]}
 
     @property
     def failures(self) -> int:
@@ -59,7 +73,11 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
                 "no row has an `answer`, so there is no gold to try", hint="map it: data.columns: {answer: NAME}"
             )
         samples = [sample for by_name in written.values() for sample in by_name.values()]
+        scorer.results(samples[:1])  # the workers are up before the clock runs
+        started = time.monotonic()
         results = scorer.results(samples)
+        seconds = time.monotonic() - started
+        tricks = _tricks(scorer, {i: chosen[i] for i in written}, write)
     kinds = list(next(iter(written.values())))
     columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
     correctness = scorer.rewards[scorer.correctness]
@@ -75,7 +93,24 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         bad_gold=_bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
         knows_gold=correctness.reads_data,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
+        tricks=tricks,
+        calls_per_second=len(samples) * len(results) / max(seconds, 1e-9),
+        workers=scoring.workers,
     )
+
+
+def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
+    """Probe -> (rows on which it pays, rows tried), by the correctness component; gold is scored beside them."""
+    tried = {i: {"gold": Probe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
+    samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
+    scores = iter([score_of(result) for result in scorer.results(samples, only=[scorer.correctness])[0]])
+    counts: dict[str, tuple[int, int]] = {}
+    for found in tried.values():
+        gold = next(scores)
+        for name, probe in list(found.items())[1:]:
+            paid, total = counts.get(name, (0, 0))
+            counts[name] = (paid + pays(probe, next(scores), gold), total + 1)
+    return counts
 
 
 def _cell(results: Sequence[Result]) -> Cell:
@@ -116,5 +151,8 @@ def as_json(trial: Trial) -> dict[str, Any]:
             for name, cells in trial.table.items()
         },
         "bad_gold": trial.bad_gold if trial.knows_gold else None,
+        "tricks": {name: {"pays": paid, "rows": total} for name, (paid, total) in trial.tricks.items()},
+        "calls_per_second": trial.calls_per_second,
+        "workers": trial.workers,
         "first_traceback": trial.first_traceback,
     }

@@ -1,0 +1,73 @@
+"""Bad rewards are found out: each pays for a trick, and the trial names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.recipe.sections import Reward, Scoring
+from posttrain.verify.probes import Probe, mutations, pays, probes
+from posttrain.verify.trial import Trial, as_json, try_rewards
+from posttrain.verify.variants import WRITERS
+
+ROWS: list[dict[str, Any]] = [{"uid": f"r{n}", "prompt": "q", "answer": str(n)} for n in (7, 12, -3, 45)]
+HEAD = "import re\ndef last(text):\n    found = re.findall(r'-?[0-9]+', text.rpartition('</think>')[2])\n"
+HEAD += "    return found[-1] if found else ''\n"
+
+
+def tried(use: str, **params: Any) -> Trial:
+    return try_rewards([Reward(use=use, params=params)], Scoring(workers=1), None, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("body", "paying"),
+    [
+        (
+            "float(answer in completion)",
+            {"gold in the thought": 4, "every answer": 4, "wrong sign": 3, "wrong size": 4},
+        ),
+        ("float(last(completion).lstrip('-') == answer.lstrip('-'))", {"wrong sign": 4}),
+        ("float(last(completion).startswith(answer))", {"wrong size": 4}),
+        ("float('correct' in completion or last(completion) == answer)", {"injection": 4}),
+        ("float(completion.count(answer)) if last(completion) == answer else 0.0", {"repeated": 4}),
+        ("float(last(completion) == answer)", {}),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_named(script: Callable[..., Path], body: str, paying: dict[str, int]) -> None:
+    path = script(f"{HEAD}\ndef score(completion, answer):\n    return {body}\n")
+    trial = tried(f"{path}:score")
+    found = {name: paid for name, (paid, _) in trial.paying.items()}
+    assert paying.items() <= found.items()
+    if not paying:
+        assert found == {}
+
+
+def test_the_shipped_accuracy_pays_for_no_trick() -> None:
+    trial = tried("math.accuracy")
+    assert trial.paying == {}
+    assert trial.tricks["wrong sign"] == (0, 4)
+    assert trial.calls_per_second > 0 and trial.workers == 1
+    assert as_json(trial)["tricks"]["repeated"] == {"pays": 0, "rows": 4}
+
+
+def test_mutations() -> None:
+    assert mutations("7") == {"sign": "-7", "size": "70"}
+    assert mutations(-2.5) == {"sign": "2.5", "size": "-20.5"}
+    assert mutations("(1, 2)") == {"order": "(2, 1)"}
+    assert mutations("0") == mutations("Oslo") == mutations({"a": 1}) == mutations("(1, 1)") == {}
+
+
+def test_probes_hold_gold_where_it_must_not_count() -> None:
+    found = probes(ROWS[0], WRITERS["boxed"])
+    assert r"\boxed{7}" not in found["gold in the thought"].text.rpartition("</think>")[2]
+    assert found["every answer"].text.split() == [rf"\boxed{{{n}}}" for n in ("7", "-7", "70", "8")]
+    assert probes({"answer": " "}, WRITERS["boxed"]) == {}
+
+
+def test_only_repetition_may_score_as_much_as_gold() -> None:
+    assert pays(Probe("x"), 1.0, 1.0) and not pays(Probe("x"), 0.9, 1.0)
+    assert pays(Probe("x", may_equal=True), 1.1, 1.0) and not pays(Probe("x", may_equal=True), 1.0, 1.0)
+    assert not pays(Probe("x"), None, 1.0)
