@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from posttrain.cli.app import app
 from posttrain.errors import UserError
 from posttrain.recipe import presets
 from posttrain.recipe.load import load_dict
@@ -54,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def recipe_of(name: str, folder: Path) -> RlRecipe:
+def values_of(name: str) -> dict[str, Any]:
     """`algorithm: NAME` with the rewards that it reads, as ones that an untrained model gets now and then."""
     named = [{**reward} for reward in presets.preset(name).rewards]
     for number, reward in enumerate(named):
@@ -64,7 +70,7 @@ def recipe_of(name: str, folder: Path) -> RlRecipe:
     rewards = named or [{"use": "rewards.py:digits"}, {"use": "rewards.py:lower", "weight": 0.1}]
     rewards[0]["correct"] = True
     changes = SMALLER.get(name, {})
-    values = {
+    return {
         "stage": "rl",
         "algorithm": name,
         "model": {"path": "tiny"},
@@ -76,7 +82,10 @@ def recipe_of(name: str, folder: Path) -> RlRecipe:
         "run": {"steps": 3, "save_every": 2},
         **{key: value for key, value in changes.items() if key != "rollout"},
     }
-    recipe = load_dict(values, base_dir=folder, where="test").recipe
+
+
+def recipe_of(name: str, folder: Path) -> RlRecipe:
+    recipe = load_dict(values_of(name), base_dir=folder, where="test").recipe
     assert isinstance(recipe, RlRecipe)
     return recipe
 
@@ -108,20 +117,43 @@ def test_there_are_presets() -> None:
     assert len(NAMES) >= 60
 
 
+def command(name: str, folder: Path, *options: str) -> list[str]:
+    """The arguments of `posttrain` that train a preset; the recipe is written where it is looked for."""
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(json.dumps(values_of(name)))  # JSON is YAML
+    return ["rl", str(recipe), "--output", str(folder / name), *options]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_it_trains_and_resumes_exactly(name: str, folder: Path, opened: Opened, called: set[str]) -> None:
-    """Three steps with a checkpoint after the second; then the third again, from that checkpoint."""
+def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]) -> None:
+    """Three steps through the command line, a checkpoint after the second; then the third again from there."""
     recipe = recipe_of(name, folder)
-    with opened(name) as directory:
-        rl.run(recipe, directory)
+    done = CliRunner().invoke(app, command(name, folder))
+    assert done.exit_code == 0, done.output
     whole = rows_of(folder / name)
     named = {key for key, _ in used(recipe) if not key.startswith("controllers.")}
     assert named <= called
     assert all(f"control/{key}" in row for key in recipe.controllers for row in whole)
     assert len(whole) == 3 and any(row["grad_norm"] > 0 for row in whole)
-    with opened(name, resume=True) as directory:
-        rl.run(recipe, directory)
+    shutil.rmtree(folder / name / "checkpoints" / "step-00000003")
+    (folder / name / "summary.json").unlink()
+    done = CliRunner().invoke(app, command(name, folder, "--resume"))
+    assert done.exit_code == 0, done.output
+    assert "resumed after step 2" in done.output
     assert rows_of(folder / name) == whole
+
+
+# clipped surrogate, sequence ratio, whole groups, value head, engine correction, length rewards, token selection
+@pytest.mark.parametrize("name", ["grpo", "gspo", "disco", "ppo", "tis", "dler", "high_entropy_tokens"])
+def test_one_preset_a_family_as_a_process(name: str, folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "posttrain", *command(name, folder, "run.steps=2")],
+        env=environment, capture_output=True, text=True, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(folder / name)
+    assert len(rows) == 2 and any(row["grad_norm"] > 0 for row in rows)
 
 
 def test_a_reward_that_a_preset_reads_and_the_recipe_lacks_is_told_before_the_model_loads(
