@@ -39,27 +39,36 @@ KINDS = {
 
 # Names of papers and of the field for what has a plainer name here.
 OTHER_NAMES = {
+    "action_aware_sft": "token_weight/action_aware",
     "adhint_adv": "advantage/adhint",
     "batch_norm": "advantage/batch",
     "cosine_length": "reward/length.cosine",
+    "dare": "merge/dare_linear",
     "dart_step_entropy": "select/step_entropy",
     "decs_curriculum": "controller/redundancy",
+    "dler_merge": "merge/update_selective",
     "dr_grpo_adv": "advantage/group",
     "dr_mas": "advantage/agent",
     "duration_aware": "factor/duration",
     "duration_weights": "factor/duration",
+    "four_habits": "reward/countdown.expression",
     "grpo_norm": "advantage/group",
     "hybrid_reward": "group_reward/hybrid",
     "igpo": "advantage/information_gain",
     "kl_estimators": "kl/k3",
+    "linear_merge": "merge/linear",
     "loss_aggregation": "loss/clip",
     "ngram_repetition": "reward/length.ngram_repetition",
     "proact_mc_critic": "advantage/mc_critic",
+    "ram_merge": "merge/ram",
+    "random_calculation": "reward/numeric.distance",
     "reinforce_pp_adv": "advantage/reinforce_pp",
     "rloo_adv": "advantage/rloo",
     "scma": "reward/efficiency.segment_importance",
+    "sft_completion_only": "token_weight/ce",
     "soft_overlong": "reward/length.soft_overlong",
     "thurstone_rank": "group_reward/thurstone",
+    "update_selective_merge": "merge/update_selective",
     "vl_dac": "advantage/step_gae",
 }
 
@@ -132,8 +141,9 @@ def _users() -> dict[tuple[str, str], list[str]]:
 
 
 def _component(kind: str, name: str, described: Entry) -> Entry:
+    names = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
     keys = {
-        key: {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
+        names.get(key, key): {"type": known[0], **({"default": known[1]} if len(known) > 1 else {})}
         for key, known in described["params"].items()
     }
     return {
