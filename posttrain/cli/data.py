@@ -1,8 +1,9 @@
-"""`posttrain data inspect`: rows as the model sees them."""
+"""`posttrain data`: rows as the model sees them, and preference pairs from graded completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,13 +15,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="See rows as the model sees them, token by token.",
+    help="See rows as the model sees them; make preference pairs.",
 )
 
 
 @app.callback()
 def root() -> None:
-    """See rows as the model sees them, token by token."""
+    """See rows as the model sees them; make preference pairs."""
 
 
 @app.command()
@@ -53,6 +54,65 @@ def inspect(
         print_json(report)
         return
     show(report)
+
+
+@app.command("pairs")
+def make_pairs(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The eval recipe that the completions are of.")],
+    completions: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, metavar="FILE", help="completions.jsonl of its run.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")
+    ] = None,
+    builder: Annotated[
+        str, typer.Option("--builder", metavar="NAME", help="right_wrong, short_long or best_worst.")
+    ] = "right_wrong",
+    max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, metavar="N", help="Pairs a prompt at most.")] = 10,
+    balance: Annotated[
+        bool, typer.Option("--balance-lengths", help="As many pairs with a longer chosen side as with a shorter one.")
+    ] = False,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--not-in", exists=True, dir_okay=False, metavar="FILE", help="Pairs of an earlier round, not made again."
+        ),
+    ] = None,
+) -> None:
+    """Preference pairs from the completions of `posttrain eval`, as JSON lines on stdout.
+
+    right_wrong: right answers over wrong ones of similar length. short_long: the shortest right answer over the
+    longest. best_worst: the best reward over the worst. Prompts whose completions are all alike make no pair. What was
+    left out is told on stderr. Train on them with the same `data.system` and `data.prompt_template` as the recipe.
+    """
+    import json
+    import typing
+
+    from posttrain.data.pair_rows import Builder, pair_rows
+    from posttrain.data.rows import load_rows
+    from posttrain.errors import UserError
+    from posttrain.recipe.load import load
+    from posttrain.run.jsonl import read_rows
+
+    if builder not in typing.get_args(Builder):
+        raise UserError(f"no builder `{builder}`", allowed=", ".join(typing.get_args(Builder)))
+    loaded: Any = load(recipe, overrides or [], stage="eval").recipe
+    sources = {row["uid"]: row for row in load_rows(loaded.data, loaded.base_dir)}
+    before = [row for path in earlier or [] for row in read_rows(path)]
+    records = read_rows(completions)
+    found = pair_rows(
+        sources,
+        records,
+        typing.cast(Builder, builder),
+        max_pairs=max_pairs,
+        balance_lengths=balance,
+        earlier=before,
+    )
+    for row in found.rows:
+        typer.echo(json.dumps(row, ensure_ascii=False))
+    left = "".join(f"; {count} {cause}" for cause, count in found.dropped.items())
+    counts = f"{len(found.rows)} pairs from {len(records)} completions"
+    typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
 
 
 def show(report: Mapping[str, Any], console: Console | None = None) -> None:

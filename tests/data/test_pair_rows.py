@@ -1,0 +1,87 @@
+"""Preference rows from graded completions, and the command that makes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+from posttrain.data.pair_rows import pair_rows
+from posttrain.data.rows import load_rows
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+
+SOURCES = {"1": {"uid": "1", "prompt": "1+1", "answer": "2"}, "2": {"uid": "2", "prompt": "2+2", "answer": "4"}}
+
+
+def record(uid: str, completion: str, reward: float | None, **changes: Any) -> dict[str, Any]:
+    graded = {"reward": reward, "correct": None if reward is None else reward > 0}
+    return {"uid": uid, "completion": completion, "finish": "stop", "tokens": len(completion), **graded, **changes}
+
+
+GRADED = [record("1", "2", 1), record("1", "two", 1), record("1", "3", 0), record("1", "?", None), record("2", "4", 1)]
+
+
+def test_right_over_wrong() -> None:
+    """Two pairs of prompt 1, the nearer in length first; win rates among rewards 1, 1, 0: (1/2 + 1/2 + s(1)) / 3."""
+    found = pair_rows(SOURCES, GRADED)
+    assert [(r["prompt"], r["chosen"], r["rejected"]) for r in found.rows] == [("1+1", "2", "3"), ("1+1", "two", "3")]
+    first = found.rows[0]
+    assert (first["answer"], first["chosen_score"], first["rejected_score"]) == ("2", 1, 0)
+    assert first["chosen_win"] == pytest.approx((1 + 0.7310585786) / 3)
+    assert "uid" not in first
+    assert found.dropped == {"prompts without a pair": 1}
+    assert found.longer_chosen == 0.5
+
+
+def test_other_builders() -> None:
+    assert [(r["chosen"], r["rejected"]) for r in pair_rows(SOURCES, GRADED, "short_long").rows] == [("2", "two")]
+    rows = [*GRADED, record("2", "44", 0.5), record("2", "444", -1, finish="length")]
+    found = pair_rows(SOURCES, rows, "best_worst").rows
+    assert [(r["chosen"], r["rejected"]) for r in found] == [("2", "3"), ("4", "44")]
+
+
+def test_rules() -> None:
+    """A repeated completion makes no second pair; earlier rounds count; lengths are balanced."""
+    rows = [*GRADED, record("1", "3 ", 0)]
+    assert pair_rows(SOURCES, rows).dropped["pairs: repeated"] == 2
+    earlier = [{"prompt": "1+1", "chosen": "2", "rejected": "3"}]
+    assert [r["chosen"] for r in pair_rows(SOURCES, GRADED, earlier=earlier).rows] == ["two"]
+    balanced = pair_rows(SOURCES, GRADED, balance_lengths=True)
+    assert [r["chosen"] for r in balanced.rows] == ["2"]
+    assert balanced.dropped["pairs left out to balance lengths"] == 1
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        (GRADED[4:], "no pair is left: 1 prompts without a pair"),
+        ([{"uid": "1", "completion": "2", "finish": "stop", "tokens": 1}], "needs `correct`"),
+        ([record("9", "2", 1)], "no row `9`"),
+    ],
+)
+def test_what_makes_no_pairs(records: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        pair_rows(SOURCES, records)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (tmp_path / "r.yaml").write_text(
+        "stage: eval\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrewards: [{use: math.accuracy}]\n"
+    )
+    uid = load_rows(Data(source="rows.jsonl"), tmp_path)[0]["uid"]
+    (tmp_path / "completions.jsonl").write_text(
+        "".join(json.dumps({**row, "uid": uid}) + "\n" for row in GRADED if row["uid"] == "1")
+    )
+    result = CliRunner().invoke(app, ["data", "pairs", "r.yaml", "completions.jsonl", "--max-pairs", "1"])
+    assert result.exit_code == 0, result.stderr
+    assert [json.loads(line)["chosen"] for line in result.stdout.splitlines()] == ["2"]
+    assert result.stderr.strip() == "1 pairs from 4 completions, 0% with a longer chosen side"
+    refused = CliRunner().invoke(app, ["data", "pairs", "r.yaml", "completions.jsonl", "--builder", "best"])
+    assert (refused.exit_code, "right_wrong, short_long, best_worst" in refused.stderr) == (2, True)
