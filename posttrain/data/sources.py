@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import hub
-from posttrain.data import gym
+from posttrain.data import accepted, gym
 from posttrain.errors import DataError, MissingExtra, nearest
 from posttrain.places import candidates, split_function
 from posttrain.recipe.sections import Source
@@ -30,6 +30,8 @@ def records(section: Source, base_dir: Path) -> list[Record]:
     stop = None if section.size is None else section.skip + section.size
     if name.startswith("gym:"):
         found = _made(name, gym.rows(name[4:], _needed(section), section.seed, section.params))
+    elif name.startswith("accepted:"):
+        found = _made(name, accepted.rows(name[9:], base_dir, section.params))
     elif split_function(name) is not None:
         found = _made(name, _call(section, name, base_dir))
     else:
@@ -54,7 +56,7 @@ def _made(name: str, rows: list[dict[str, Any]]) -> list[Record]:
 
 def _refuse_params(section: Source) -> None:
     if section.params:
-        raise DataError(f"{section.source} takes no `params`; only gym: tasks and file.py:function do")
+        raise DataError(f"{section.source} takes no `params`; only gym:, accepted: and file.py:function do")
 
 
 def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:

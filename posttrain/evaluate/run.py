@@ -12,7 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.batch import Rollout
+from posttrain.batch import Prompt, Rollout
+from posttrain.data.render import prompt_messages
 from posttrain.errors import RecipeError
 from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
@@ -55,7 +56,9 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
         probe = settings.contamination
         seen = contamination(recipe, probe, directory, prepared.items, graded) if probe else None
-    write_text(directory.path / PROBLEMS, to_lines(problem_rows(records)))
+    asked = [{"prompt": problem(prompt, recipe)} for prompt in prepared.items]
+    rows = [{**row, **own} for row, own in zip(problem_rows(records), asked, strict=True)]
+    write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {
         "model": recipe.model.path,
@@ -74,6 +77,11 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
     show(summary)
     return summary
+
+
+def problem(prompt: Prompt, recipe: EvalRecipe) -> Any:
+    """What was asked, as a data row holds it: messages, or the text where no chat template is used."""
+    return prompt_messages(prompt.row, recipe.data) if recipe.data.chat else prompt.text
 
 
 def against_baseline(

@@ -47,7 +47,8 @@ class Source(Section):
 
     source: str | None = Field(
         None,
-        description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, or file.py:function",
+        description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, file.py:function, or "
+        "accepted:EVAL_RUN (its right completions)",
     )
     split: str = "train"
     config: str | None = Field(None, description="hub configuration name")

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from posttrain.data import random_calculation
-from posttrain.errors import RecipeError
+from posttrain.data.rows import load_rows
+from posttrain.errors import DataError, RecipeError
 from posttrain.evaluate.consensus import arm_consensus
 from posttrain.evaluate.contamination import contamination_check, probe, shown_and_hidden
 from posttrain.evaluate.efficiency import accuracy_capability, efficiency_metrics
 from posttrain.evaluate.habits import habit_rates, habits
+from posttrain.recipe.sections import Data
 
 Evaluate = Callable[..., dict[str, Any]]
 
@@ -125,3 +127,27 @@ def test_a_contamination_probe_and_habits(scripted: Any, evaluate: Evaluate, fol
     assert (most["completion_rate"], most["problems"]) == (0, 3)
     assert summary["habits"]["backtracking"]["share"] == 1
     assert (folder / "run" / "contamination.jsonl").is_file()
+
+
+def test_right_completions_become_rows_to_train_on(scripted: Any, evaluate: Evaluate, folder: Path) -> None:
+    """Problems 1+1 .. 1+3: two right samples, the first longer by a dot; 1+4 .. 1+6: none."""
+
+    def answer(prompt: str, i: int) -> str:
+        total = sum(map(int, prompt.split("+")))
+        right = i < 2 and total <= 4
+        return f"<answer>{total}</answer>" + "." * (1 - i) if right else "0"
+
+    scripted(answer)
+    evaluate("before")
+    section = Data(source="accepted:before", params={"max_per_prompt": 1, "max_pass_rate": 0.5})
+    rows = load_rows(section, folder)
+    assert [row["completion"] for row in rows] == [f"<answer>{n}</answer>" for n in (2, 3, 4)]
+    assert rows[0]["prompt"] == [{"role": "user", "content": "1+1"}]
+    assert len(load_rows(Data(source="accepted:before", params={"max_per_prompt": 4}), folder)) == 6
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(section.model_copy(update={"params": {"max_pass_rate": 0.25}}), folder)
+    for params, match in (({"picks": "first"}, "no parameter picks"), ({"pick": "best"}, "cannot use pick")):
+        with pytest.raises(DataError, match=match):
+            load_rows(section.model_copy(update={"params": params}), folder)
+    with pytest.raises(DataError, match="not found"):
+        load_rows(Data(source="accepted:nowhere"), folder)

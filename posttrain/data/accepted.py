@@ -1,0 +1,57 @@
+"""`accepted:RUN`: the right completions of an evaluation as rows to train on (rejection sampling, RFT)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.sft_rows import accepted
+from posttrain.errors import DataError
+from posttrain.places import find
+
+PARAMS: dict[str, Any] = {"pick": str, "max_per_prompt": int, "max_pass_rate": (int, float)}
+_PICKS = ("shortest", "longest", "first")
+
+
+def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of prompt and completion from the run directory of an `eval`, in the order of its problems.
+
+    params: pick (shortest, longest or first), max_per_prompt, max_pass_rate: problems that are solved more often give
+    none. Truncated and unjudged completions are never kept. Raises DataError for a directory without an evaluation or
+    parameters that do not fit.
+    """
+    _check(params)
+    folder = find(run, base_dir, "evaluation", DataError)
+    problems = _lines(folder / "problems.jsonl")
+    by_problem: dict[int, list[dict[str, Any]]] = {}
+    for record in _lines(folder / "completions.jsonl"):
+        by_problem.setdefault(record["problem"], []).append(record)
+    found = [sorted(by_problem[i], key=lambda r: r["sample"]) for i in sorted(by_problem)]
+    if len(found) != len(problems) or any("prompt" not in problem for problem in problems):
+        raise DataError("not the run of a finished evaluation", where=str(folder))
+    kept = accepted(
+        [[r["completion"] for r in samples] for samples in found],
+        [[r["correct"] for r in samples] for samples in found],
+        [[r["tokens"] for r in samples] for samples in found],
+        [[r["finish"] == "length" for r in samples] for samples in found],
+        **params,
+    )
+    return [{"prompt": problems[p]["prompt"], "completion": found[p][i]["completion"]} for p, i in kept]
+
+
+def _check(params: dict[str, Any]) -> None:
+    for key, value in params.items():
+        if key not in PARAMS:
+            raise DataError(f"accepted: has no parameter {key}", allowed=f"it has: {', '.join(PARAMS)}")
+        right = isinstance(value, PARAMS[key]) and not isinstance(value, bool)
+        if not right or (key == "pick" and value not in _PICKS) or (key != "pick" and value <= 0):
+            raise DataError(
+                f"accepted: cannot use {key} {value!r}", allowed=f"pick: {', '.join(_PICKS)}; numbers above 0"
+            )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise DataError(f"no finished evaluation: {path.name} is missing", where=str(path.parent))
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
