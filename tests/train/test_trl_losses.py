@@ -1,0 +1,111 @@
+"""Our pair losses and those of TRL's DPOTrainer on one batch and a policy moved away from its reference."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl import DPOConfig, DPOTrainer
+
+from posttrain import registry
+from posttrain.batch import PairBatch
+from posttrain.data.prepare import prepare_pairs
+from posttrain.models import load as models
+from posttrain.train import preference
+from posttrain.train.hf_trainer import Job
+
+# ours, its keys, TRL's settings, and what TRL's number is times ours.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    "robust": (
+        "dpo",
+        {"variant": "robust", "label_smoothing": 0.2},
+        {"loss_types": ["robust"], "label_smoothing": 0.2},
+        1,
+    ),
+    "ipo, by token": ("ipo", {}, {"loss_types": ["ipo"]}, 1),
+    "nca_pair": ("nca_pair", {}, {"loss_types": ["nca_pair"]}, 1),
+    "sppo: TRL leaves out the half": ("sppo", {"targets": "hard"}, {"loss_types": ["sppo_hard"]}, 2),
+    "a likelihood by token": (
+        "dpo",
+        {"nll_weight": 0.7, "nll_reduction": "token"},
+        {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.7]},
+        1,
+    ),
+    "js": ("f_dpo", {"divergence": "js"}, {"f_divergence_type": "js_divergence"}, 1),
+    "forward_kl": ("f_dpo", {"divergence": "forward_kl"}, {"f_divergence_type": "forward_kl"}, 1),
+    "alpha: TRL's is 1 - ours": (
+        "f_dpo",
+        {"divergence": "alpha", "alpha": 0.7},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},
+        1,
+    ),
+}  # fmt: skip
+
+
+class Stock(DPOTrainer):
+    """TRL's trainer as it comes, but for tokenisation, which our renderer did."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+
+def test_losses_and_gradients_are_those_of_trl(dpo_recipe: Any, opened: Any, tmp_path: Any) -> None:
+    recipe = dpo_recipe(batch={"size": 6, "micro_size": 6})
+    loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
+    pairs = prepare_pairs(recipe.data, loaded.tokenizer, tmp_path).items
+    reference = copy.deepcopy(loaded.model)
+    args = DPOConfig(
+        output_dir=str(tmp_path / "trl"), beta=0.3, per_device_train_batch_size=6, max_length=None,
+        report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
+    )  # fmt: skip
+    with opened() as directory:
+        job = Job.of(recipe, directory, loaded, len(pairs))
+        ours = preference.make_trainer(job, pairs, lambda batch: batch)
+        ours.use_reference(pairs, tmp_path / "reference.safetensors")
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for p in loaded.model.parameters():
+                p.add_(0.02 * torch.randn_like(p))
+        rows = preference.dataset(pairs)
+        theirs = Stock(
+            copy.deepcopy(loaded.model), reference, args, train_dataset=rows, processing_class=loaded.tokenizer
+        )
+        batch = ours.data_collator([ours.train_dataset[n] for n in range(6)])
+        plain = {name: getattr(theirs, name) for _, _, settings, _ in CASES.values() for name in settings}
+        for name, (use, keys, settings, factor) in CASES.items():
+            loss = registry.get("pair_loss", use).function
+            ours.pair_loss = lambda made, loss=loss, keys=keys: loss(made, beta=0.3, **keys)
+            for key, value in {**plain, "loss_weights": [1.0], **settings}.items():
+                setattr(theirs, key, value)
+            ours.sums = {}
+            mine, expected = step(ours, batch), step(theirs, batch)
+            assert factor * mine[0] == pytest.approx(expected[0], rel=1e-5), name
+            torch.testing.assert_close(factor * mine[1], expected[1], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of one batch."""
+    trainer.model.zero_grad()
+    value = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(6))
+    value.backward()
+    return value.item(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+def test_losses_without_a_reference_are_those_of_trl() -> None:
+    """ORPO's term (TRL takes means by token, in float32, and adds the likelihood elsewhere) and CPO's without it."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    theirs: Any = SimpleNamespace(
+        beta=0.3, alpha=0.0, label_smoothing=0.1, loss_type="sigmoid", accelerator=SimpleNamespace(device="cpu")
+    )
+    chosen, rejected, lengths = torch.tensor([-4.0, -9.0]), torch.tensor([-7.0, -3.0]), torch.tensor([4, 3])
+    made = PairBatch(chosen, rejected, lengths, lengths)
+    orpo = registry.get("pair_loss", "orpo").function(made, beta=0.3)
+    term = ORPOTrainer.odds_ratio_loss(theirs, chosen / lengths, rejected / lengths)[0]
+    torch.testing.assert_close(orpo.losses, -chosen / lengths - term)
+    cpo = registry.get("pair_loss", "cpo").function(made, beta=0.3, alpha=0.0, label_smoothing=0.1)
+    torch.testing.assert_close(cpo.losses, CPOTrainer.cpo_loss(theirs, chosen, rejected)[0])
