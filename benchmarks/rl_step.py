@@ -187,7 +187,7 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
     from posttrain.run.metrics import MetricsLog, read_metrics
-    from posttrain.train import rl
+    from posttrain.train import distributed, rl
 
     times: list[float] = []
     write = MetricsLog.write
@@ -201,8 +201,11 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     make = rl.make_engine
     rl.make_engine = lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)  # type: ignore[assignment]
     loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
-    opened = RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
-    with opened as directory:
+
+    def open_it() -> RunDirectory:
+        return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
+
+    with distributed.open_directory(open_it) as directory:
         rl.run(loaded.recipe, directory)
         rows = read_metrics(directory.path)
     counts = [row["num_tokens"] for row in rows]

@@ -1,0 +1,216 @@
+"""One saved rollout batch, trained on by 1, 2 and 4 GPUs: the losses and gradient norms of five updates are the same.
+
+    python benchmarks/replay_ranks.py --lora --out benchmarks/results/replay_lora.json
+    python benchmarks/replay_ranks.py --out benchmarks/results/replay_full.json
+    python benchmarks/replay_ranks.py --smoke             # tiny, on a CPU
+
+The model is that of work B (`rl_step.py`), the batch 64 x 8 rollouts of seeded tokens and lengths with the reward of
+the benchmark, the objective GRPO with a mean over tokens and a KL term. Exit code 1 if a number differs by more than
+--tolerance of the one of the first run (gradient norms, losses), or if the losses are all 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import folders
+import sides
+from even import even_share
+from rl_step import GROUP, seeded_lengths
+
+from posttrain.run import ranks
+
+UPDATES = 5
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        replay(json.loads(args.worker.read_text()))
+        return
+    counts = args.ranks or ([1, 2] if args.smoke else [1, 2, 4])
+    lib = None if args.smoke else sides.nvml()
+    with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
+        spec = specification(args, Path(scratch))
+        record: dict[str, Any] = {"lora": args.lora, **sides.environment(lib, 0), "tolerance": args.tolerance}
+        record["ranks"] = {str(n): measured(spec, n, Path(scratch)) for n in counts}
+    record["largest_gap"] = largest_gap(record["ranks"])
+    for count, found in record["ranks"].items():
+        print(f"{count} ranks  loss {numbers(found['loss'])}  gradient norm {numbers(found['grad_norm'])}")
+    print(f"largest gap {record['largest_gap']:.2e} of the value, {args.tolerance:.0e} allowed")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    flat = not any(record["ranks"][str(counts[0])]["loss"])
+    sys.exit(flat or not record["largest_gap"] <= args.tolerance)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", help="numbers of processes (default: 1 2 4)")
+    parser.add_argument("--lora", action="store_true", help="train a rank-16 adapter on all linear layers")
+    parser.add_argument("--micro-tokens", type=int, default=8192, help="batch.micro_tokens")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What every worker reads; the rollouts are in a file of their own."""
+    model = folders.tiny(folder / "model") if args.smoke else folders.smollm2(folder / "model")
+    if not args.smoke:
+        model = folders.random_qwen2(folder / "qwen2", model)
+    prompts, new = (5, 24) if args.smoke else (64, 512)
+    rollouts = folder / "rollouts.json"
+    rollouts.write_text(json.dumps(made_up(prompts, new)))
+    recipe = {
+        "stage": "rl",
+        "algorithm": "grpo",
+        "model": {"path": str(model), **({"lora": {}} if args.lora else {})},
+        "data": {"source": "none"},
+        "rewards": [{"use": "even.py:even_share"}],
+        "rollout": {"prompts_per_step": prompts, "group_size": GROUP, "max_new_tokens": new},
+        "loss": {"aggregation": "token_mean"},  # of advantages with mean 0 by row, which leaves a loss to compare
+        "kl": {"coef": 0.01},
+        "batch": {"epochs": UPDATES, "micro_tokens": args.micro_tokens},
+        "optim": {"lr": args.lr},
+        "run": {"steps": 1},
+    }
+    return {"recipe": recipe, "rollouts": str(rollouts), "folder": str(folder)}
+
+
+def made_up(prompts: int, new: int) -> list[dict[str, Any]]:
+    """Prompts and completions of seeded tokens, ids that every tokenizer here has."""
+    draw = random.Random("replay/rollouts")
+    (lengths,) = seeded_lengths(1, prompts * GROUP, new)
+    rows = []
+    for group in range(prompts):
+        prompt = [draw.randrange(20, 100) for _ in range(draw.randrange(8, 40))]
+        for length in lengths[group * GROUP : (group + 1) * GROUP]:
+            rows.append({"group": group, "prompt": prompt, "ids": [draw.randrange(20, 100) for _ in range(length)]})
+    return rows
+
+
+def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, list[float]]:
+    """Losses and gradient norms with `count` processes."""
+    out = folder / f"ranks-{count}.json"
+    path = folder / f"spec-{count}.json"
+    path.write_text(json.dumps({**spec, "out": str(out)}))
+    code = ranks.launch([sys.executable, __file__, "--worker", str(path)], count)
+    if code:
+        sys.exit(code)
+    return json.loads(out.read_text())
+
+
+def largest_gap(found: dict[str, dict[str, list[float]]]) -> float:
+    """The largest difference to the first run, as a share of its value."""
+    first, *others = found.values()
+    gaps = [
+        abs(a - b) / max(abs(a), 1e-12)
+        for other in others
+        for name in first
+        for a, b in zip(first[name], other[name], strict=True)
+    ]
+    return max(gaps, default=0.0)
+
+
+def numbers(values: list[float]) -> str:
+    return " ".join(f"{value:.6g}" for value in values)
+
+
+# In each process
+
+
+def replay(spec: dict[str, Any]) -> None:
+    """Five updates on the saved rollouts; rank 0 writes what they gave."""
+    ranks.claim_gpu()
+    from posttrain.train import distributed
+
+    with distributed.joined():
+        found = updates(spec)
+        if distributed.is_main():
+            Path(spec["out"]).write_text(json.dumps(found))
+
+
+def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
+    import torch
+
+    from posttrain.train.policy import measure
+    from posttrain.train.update import Tally, update_once
+
+    p, batch, sequences = pieces(spec)
+    p.loaded.model.train()
+    batch = p.objective.assign(batch)
+    batch = measure(p, batch, sequences, range(len(batch)), p.objective.needs | {"old_logp"})
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for _ in range(UPDATES):
+        tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
+        update_once(p, batch, sequences, list(range(len(batch))), 0, tally)
+        found["loss"].append(tally.sums["loss"])
+        found["grad_norm"] += tally.norms
+    return found
+
+
+def pieces(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """What an update works with, the scored batch, and its tokens."""
+    from posttrain.models import load as models
+    from posttrain.recipe.load import load_dict
+    from posttrain.run.watchdog import Watchdog
+    from posttrain.train import distributed, optim
+    from posttrain.train.attention import use_packed_attention
+    from posttrain.train.collate import rollout_batch, sequences_of
+    from posttrain.train.controls import Controls
+    from posttrain.train.objective import Objective
+    from posttrain.train.pieces import Pieces
+    from posttrain.train.reference import reference_policy
+
+    recipe: Any = load_dict(spec["recipe"], base_dir=Path(__file__).parent, where="benchmark").recipe
+    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    distributed.same_weights(loaded.model)
+    rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
+    nobody = cast(Any, None)  # nothing is sampled
+    p = Pieces(
+        recipe=recipe,
+        loaded=loaded,
+        engine=nobody,
+        scorer=nobody,
+        sampler=nobody,
+        prompts=[],
+        objective=Objective.from_recipe(recipe),
+        controls=Controls.from_recipe(recipe),
+        optimizer=optim.build(loaded.model, recipe.optim),
+        steps=1,
+        reference=reference_policy(loaded),
+        critic=None,
+        packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
+        watchdog=Watchdog(Path(spec["folder"]), None),
+        dump=Path(spec["folder"]),
+    )
+    return p, rollout_batch(rollouts).to(loaded.device), sequences_of(rollouts)
+
+
+def scored(rows: list[dict[str, Any]]) -> list[Any]:
+    from posttrain.batch import Prompt, Rollout, Segment
+
+    prompts: dict[int, Any] = {}
+    rollouts = []
+    for row in rows:
+        prompt = prompts.setdefault(row["group"], Prompt(str(row["group"]), {}, "", tuple(row["prompt"])))
+        reward = even_share("", row["ids"])
+        segment = Segment("model", tuple(row["ids"]), None)
+        one = Rollout(prompt, row["group"], (segment,), "", "length", 0, {"even_share": reward}, reward, reward == 1.0)
+        rollouts.append(one)
+    return rollouts
+
+
+if __name__ == "__main__":
+    main()

