@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +48,8 @@ def inspect(
     section: Any = loaded
     tokenizer = load_tokenizer(section.model, loaded.base_dir)
     eos_ids = load_eos_ids(section.model, loaded.base_dir, tokenizer)
-    report = look(loaded.verb, section.data, tokenizer, loaded.base_dir, eos_ids, rows)
+    weigh, single = _weigh(loaded, tokenizer), loaded.verb == "dpo" and "labels" in section.loss.needs
+    report = look(loaded.verb, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single)
     if as_json:
         from posttrain.cli.show import print_json
 
@@ -115,6 +117,18 @@ def make_pairs(
     typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
 
 
+def _weigh(recipe: Any, tokenizer: Any) -> Any:
+    """What each token of an example counts, where the recipe's objective says so without the model."""
+    if recipe.verb != "sft" or recipe.objective.use == "ce":
+        return None
+    from posttrain.train.sft_objective import example_weights
+
+    found = example_weights(recipe, tokenizer)
+    if found is None:
+        print(f"the weights of {recipe.objective.use} follow the model: they are not shown", file=sys.stderr)
+    return found
+
+
 def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     """The report as text and tables on stdout."""
     from rich.console import Console
@@ -148,6 +162,8 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
             written = _visible(run["text"])
             trained = run["fate"] == "trained"
             marked = f"»{written}«" if trained and not coloured else written
+            if trained and run.get("weight", 1.0) != 1.0:
+                marked += f"[x{run['weight']:g}]"
             text.append(marked, style="green" if trained else "dim")
         console.print(text, soft_wrap=True)
         count = sum(t["fate"] == "trained" for t in part["tokens"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from posttrain.batch import Prompt
 
 Report = dict[str, Any]
+Weigh = Callable[[Example], Sequence[float]]
 STAGES = ("sft", "dpo", "rl", "eval", "generate")
 PROMPT, TRAINED = "prompt", "trained"
 
@@ -26,16 +28,26 @@ CHECKED_ROWS = 500  # rows whose text is compared with what the template made of
 
 
 def inspect(
-    stage: str, section: Data, tokenizer: Any, base_dir: Path, eos_ids: Sequence[int], samples: int = 3
+    stage: str,
+    section: Data,
+    tokenizer: Any,
+    base_dir: Path,
+    eos_ids: Sequence[int],
+    samples: int = 3,
+    weigh: Weigh | None = None,
+    *,
+    single: bool = False,
 ) -> Report:
     """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
     Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut {cause: uids}, lengths {part: {min, median, p95,
     max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}]. Raises
-    DataError as training would.
+    DataError as training would. weigh: what each token of an sft example counts; its tokens and runs have a `weight`.
+    single: the rows of a dpo recipe are answers with labels.
     """
     check_stage(stage)
-    describe = {"sft": _examples, "dpo": _pairs}.get(stage, _prompts)
+    examples, pairs = functools.partial(_examples, weigh=weigh), functools.partial(_pairs, single=single)
+    describe = {"sft": examples, "dpo": pairs}.get(stage, _prompts)
     prepared, report = describe(section, tokenizer, base_dir, tuple(eos_ids), samples)
     return {
         "stage": stage,
@@ -56,7 +68,7 @@ def check_stage(stage: str) -> None:
 
 
 def _examples(
-    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int
+    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int, weigh: Weigh | None = None
 ) -> tuple[Prepared[Any], Report]:
     prepared = prepare.prepare_examples(section, tokenizer, base_dir)
     items: list[Example] = prepared.items
@@ -74,14 +86,17 @@ def _examples(
             _check_unknown([e.ids for e in items], tokenizer),
             _check_doubles([e.ids for e in items]),
         ],
-        "samples": [{"uid": e.uid, "parts": {"sequence": _part(e.ids, e.trained, tokenizer)}} for e in items[:samples]],
+        "samples": [
+            {"uid": e.uid, "parts": {"sequence": _part(e.ids, e.trained, tokenizer, weigh and weigh(e))}}
+            for e in items[:samples]
+        ],
     }
 
 
 def _pairs(
-    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int
+    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int, *, single: bool
 ) -> tuple[Prepared[Any], Report]:
-    prepared = prepare.prepare_pairs(section, tokenizer, base_dir)
+    prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single)
     items: list[Pair] = prepared.items
     return prepared, {
         "lengths": {
@@ -130,12 +145,19 @@ def spread(lengths: Sequence[int]) -> dict[str, float]:
     return {"min": ordered[0], "median": at(0.5), "p95": at(0.95), "max": ordered[-1]}
 
 
-def _part(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any) -> dict[str, list[dict[str, Any]]]:
-    """Single tokens, and runs of one fate decoded together (a character may consist of several tokens)."""
-    fates = [TRAINED if t else PROMPT for t in trained]
-    tokens = [{"id": i, "text": tokenizer.decode([i]), "fate": f} for i, f in zip(ids, fates, strict=True)]
-    runs = [(f, [t["id"] for t in run]) for f, run in itertools.groupby(tokens, key=lambda t: t["fate"])]
-    return {"tokens": tokens, "runs": [{"text": tokenizer.decode(run), "fate": fate} for fate, run in runs]}
+def _part(
+    ids: Sequence[int], trained: Sequence[bool], tokenizer: Any, weights: Sequence[float] | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Single tokens, and runs of one fate (and weight) decoded together: a character may consist of several tokens."""
+    marks: list[dict[str, Any]] = [{"fate": TRAINED if t else PROMPT} for t in trained]
+    for mark, weight in zip(marks, weights or (), strict=False):
+        mark["weight"] = weight
+    tokens = [{"id": i, "text": tokenizer.decode([i]), **mark} for i, mark in zip(ids, marks, strict=True)]
+    runs = itertools.groupby(zip(ids, marks, strict=True), key=lambda pair: pair[1])
+    return {
+        "tokens": tokens,
+        "runs": [{"text": tokenizer.decode([i for i, _ in run]), **mark} for mark, run in runs],
+    }
 
 
 def _pair_parts(pair: Pair, tokenizer: Any) -> dict[str, Any]:

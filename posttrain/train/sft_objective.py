@@ -72,6 +72,23 @@ class Weighing:
         return found
 
 
+def example_weights(recipe: SftRecipe, tokenizer: Any) -> Callable[[Example], list[float]] | None:
+    """What each token of an example counts, 0 where nothing is trained on; None where weights depend on the model, or
+    are all alike."""
+    weighing = Weighing.of(recipe, tokenizer)
+    if weighing is None or "logp" in weighing.needs:
+        return None
+
+    def weigh(example: Example) -> list[float]:
+        labels = [i if on else IGNORED for i, on in zip(example.ids, example.trained, strict=True)]
+        batch = {"labels": torch.tensor([labels])}
+        found = torch.zeros(len(labels))
+        found[1:][trained(batch)[0]] = weighing.weights(batch)
+        return found.tolist()
+
+    return weigh
+
+
 def trained(batch: Batch) -> Tensor:
     """Which targets [B, T - 1] are trained on. The first position of a row has no predecessor to predict it from."""
     return batch["labels"][:, 1:] != IGNORED

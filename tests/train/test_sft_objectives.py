@@ -138,3 +138,22 @@ def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
 def test_what_does_nothing_or_is_missing_is_told(answers: Any, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(RecipeError, match=match):
         answers(**changes)
+
+
+def test_inspect_shows_what_a_token_counts(answers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The digit of the answer 1 counts three times, everything else once, and the prompt not at all."""
+    from posttrain.cli.data import show
+    from posttrain.data.inspect import inspect
+    from posttrain.models import tiny
+    from posttrain.train.sft_objective import example_weights
+
+    recipe = answers(**OBJECTIVES["action_aware"])
+    tokenizer = tiny.build_tokenizer()
+    report = inspect("sft", recipe.data, tokenizer, tmp_path, (2,), 1, example_weights(recipe, tokenizer))
+    runs = report["samples"][0]["parts"]["sequence"]["runs"]
+    weighted = [(run["text"], run["weight"]) for run in runs if run["fate"] == "trained"]
+    assert [weight for _, weight in weighted] == [1, 3, 1] and weighted[1][0] == "1"
+    assert runs[0]["weight"] == 0
+    show(report)
+    assert "[x3]" in capsys.readouterr().out
+    assert example_weights(answers(objective={"use": "dft"}), tokenizer) is None
