@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain import __version__
-from posttrain.cli import doctor, generate, methods, recipe, stage, whatif
+from posttrain.cli import doctor, generate, methods, plan, recipe, stage, whatif
 from posttrain.cli.guard import DEBUG, guarded
 
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
@@ -21,7 +21,7 @@ LAZY = {
 PANELS = {
     "Train": ("sft", "dpo", "rl", "merge", "run"),
     "Measure": ("eval", "generate"),
-    "Inspect": ("recipe", "methods", "whatif", "reward", "data", "doctor"),
+    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "data", "doctor"),
 }
 
 
@@ -85,6 +85,7 @@ def root(
 
 stage.register(app)
 generate.register(app)
+plan.register(app)
 whatif.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")
 app.add_typer(methods.app, name="methods", help="Which methods there are, and their formulas, papers and keys.")

@@ -106,6 +106,14 @@ def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, .
     return chat.eos_ids(tokenizer, generation, config)
 
 
+def config_of(section: Model, base_dir: Path) -> Any:
+    """The configuration of the dense base, without its weights. Raises ModelError."""
+    from transformers import AutoConfig
+
+    base = _base_of(_checked(section, locate(section.path, base_dir), base_dir), base_dir)
+    return tiny.build()[0].config if base.kind == "tiny" else _from_pretrained(AutoConfig, section, base, base_dir)
+
+
 def _checked(section: Model, place: Place, base_dir: Path) -> Place:
     """Refuse keys that this kind of place has no use for, and missing packages, before anything is read."""
     if section.revision and _base_of(place, base_dir).kind != "hub":

@@ -32,6 +32,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, distributed, optim
+from posttrain.train.plan import out_of_memory
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,16 @@ class Job:
     plan: Plan
     sampler: PromptSampler
     optimizer: Optimizer
+    longest: int = 0  # tokens of the longest row
     state: checkpoint.State = field(default_factory=checkpoint.State)
 
     @classmethod
-    def of(cls, recipe: SftRecipe | DpoRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int) -> Job:
+    def of(
+        cls, recipe: SftRecipe | DpoRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int, longest: int = 0
+    ) -> Job:
         planned = plan(recipe, n_rows)
         sampler = PromptSampler(n_rows, planned.size, recipe.run.seed, recipe.data.shuffle)
-        return cls(recipe, directory, loaded, planned, sampler, optim.build(loaded.model, recipe.optim))
+        return cls(recipe, directory, loaded, planned, sampler, optim.build(loaded.model, recipe.optim), longest)
 
     @property
     def finished(self) -> bool:
@@ -121,7 +125,7 @@ class RunLoop:
     def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
         self.metrics, self.progress, self.stop, self.watchdog = metrics, progress, stop, watchdog
 
-    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
+    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
         """What the summed loss of one optimiser step is divided by."""
         raise NotImplementedError
 
@@ -296,14 +300,8 @@ def explained_out_of_memory(job: Job) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as cause:
-        raise RunError(
-            f"step {job.state.step + 1}: the GPU has no memory left",
-            where=str(job.directory.path),
-            allowed=f"now: batch.micro_size {job.plan.micro}, data.max_length {job.recipe.data.max_length}, "
-            f"model.gradient_checkpointing {str(job.recipe.model.gradient_checkpointing).lower()}",
-            hint="lower batch.micro_size (the numbers stay the same), or switch gradient_checkpointing on, or lower "
-            "data.max_length; then start a new run",
-        ) from cause
+        where = str(job.directory.path)
+        raise out_of_memory(job.recipe, job.loaded.model, job.longest, job.state.step + 1, where) from cause
 
 
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:

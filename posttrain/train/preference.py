@@ -63,7 +63,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     longest = max(prepared.items, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
-    job = Job.of(recipe, directory, loaded, len(prepared.items))
+    job = Job.of(recipe, directory, loaded, len(prepared.items), pair_length(longest))
     pair_loss = functools.partial(component.function, **recipe.loss.params)
     trainer = make_trainer(job, prepared.items, pair_loss, columns)
     trainer.single = single

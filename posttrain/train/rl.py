@@ -42,6 +42,7 @@ from posttrain.train.critic import value_head
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
 from posttrain.train.pieces import Pieces
+from posttrain.train.plan import out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
 from posttrain.train.reference import reference_policy
@@ -121,7 +122,11 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
-        rollouts, values, saved = step(p.at(numbers), state)
+        try:
+            rollouts, values, saved = step(p.at(numbers), state)
+        except torch.OutOfMemoryError as cause:
+            longest = max(len(q.ids) for q in p.prompts)
+            raise out_of_memory(p.recipe, p.loaded.model, longest, state.step + 1, str(directory.path)) from cause
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= p.watchdog.times()
         values["time/step"] = time.perf_counter() - started

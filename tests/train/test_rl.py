@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
-from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError
+from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.rollout.hf import TransformersEngine
@@ -339,3 +340,19 @@ def test_engine_logprobs_are_asked_for_where_they_are_read(
         rl.run(recipe(run={"steps": 1}, corrections=corrections), directory)
         assert "mismatch/mean" in read_metrics(directory.path)[0]
     assert asked == [expected]
+
+
+def test_a_gpu_without_memory_is_told_with_predicted_peaks(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rl, "update", fail)
+    with opened() as directory, pytest.raises(RunError, match="step 1: the GPU has no memory left") as told:
+        rl.run(recipe(), directory)
+    hint = str(told.value).partition("hint:")[2]
+    assert re.findall(r"([a-z_.]+)=\w+ \(\d+\.\d GiB\)", hint)[:2] == [
+        "batch.micro_tokens",
+        "model.gradient_checkpointing",
+    ]

@@ -309,4 +309,6 @@ def test_a_gpu_without_memory_is_told_with_what_to_change(sft_recipe, opened, mo
     monkeypatch.setattr(sft.Sft, "denominator", fail)
     with opened() as directory, pytest.raises(RunError, match="step 1: the GPU has no memory left") as told:
         sft.run(sft_recipe(), directory)
-    assert "batch.micro_size 4" in str(told.value)
+    text = str(told.value)
+    assert "predicted peak of this recipe" in text
+    assert "batch.micro_size=2 (" in text and "model.gradient_checkpointing=true (" in text

@@ -1,0 +1,73 @@
+"""`posttrain plan`: what a recipe will need, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from posttrain.cli.guard import say
+from posttrain.cli.show import print_json
+from posttrain.cli.stage import Json, Overrides, Recipe
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("plan")(plan)
+
+
+def plan(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Memory by phase, batch arithmetic, and what to change if it does not fit; for rl, sft and dpo recipes.
+
+    No weights are loaded. Where there is a GPU, two micro-batches of an rl recipe are run for its seconds an update.
+    """
+    from posttrain.cli import preflight
+    from posttrain.recipe.load import load
+
+    loaded = load(recipe, overrides or [])
+    preflight.check(loaded)
+
+    import torch
+
+    from posttrain.recipe.stages import RlRecipe
+    from posttrain.train import plan as planning
+    from posttrain.train.quiet import quiet
+
+    quiet()
+    found = planning.plan(loaded.recipe)
+    if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"]:
+        from posttrain.train.calibrate import calibrate
+
+        batch = found["batch"]
+        found["measured"] = calibrate(
+            loaded.recipe, prompt=batch["longest prompt"], tokens_a_step=batch["tokens a step at most"]
+        )
+    if as_json:
+        print_json(found)
+    else:
+        _print(found)
+    if not torch.cuda.is_available():
+        say("no GPU here: seconds are not measured, and the engine's share is that of the card named above")
+
+
+def _print(found: dict[str, Any]) -> None:
+    """Text for people: arithmetic, memory by phase, changes."""
+    trained = found["trained"] / found["parameters"]
+    typer.echo(
+        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} as many are trained; on {found['machine']}\n"
+    )
+    for name, number in found["batch"].items():
+        typer.echo(f"  {name:28}{number:>12,}")
+    typer.echo("\npredicted memory in GiB")
+    phases = found["memory_gib"]
+    typer.echo(f"  {'':28}" + "".join(f"{phase:>10}" for phase in phases))
+    for part in dict.fromkeys(part for parts in phases.values() for part in parts if part != "sum"):
+        cells = (f"{parts[part]:>10.2f}" if part in parts else f"{'':10}" for parts in phases.values())
+        typer.echo(f"  {part:28}" + "".join(cells))
+    typer.echo(f"  {'sum':28}" + "".join(f"{parts['sum']:>10.2f}" for parts in phases.values()))
+    verdict = "fits" if found["fits"] else "does NOT fit"
+    typer.echo(f"\npeak {found['peak_gib']} GiB in `{found['peak_phase']}`: {verdict} in {found['card_gib']} GiB")
+    for edit in found["edits"]:
+        typer.echo(f"  {edit['change']:40} peak {edit['peak_gib']} GiB")
+    for name, number in found.get("measured", {}).items():
+        typer.echo(f"measured {name}: {number:.2f}")

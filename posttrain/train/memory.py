@@ -1,0 +1,136 @@
+"""How much memory a run needs, by phase: formulas over the shape of a model. Bytes everywhere; no torch.
+
+Written for decoder blocks of the Llama kind (two RMS norms, grouped attention, a gated MLP) trained as posttrain trains
+them: trained weights in float32, products in bfloat16, log-probs in chunks. What autograd keeps of a block was counted
+tensor by tensor and is held to what it really keeps by a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+GIB = 1 << 30
+CONTEXT = GIB // 2  # CUDA context and libraries of a process
+CELL = 18  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-softmax, probabilities, their gradient
+FULL_CELL = 12  # of full logits in TRL's loss: bf16, float32, and their gradient
+NF4 = 0.53  # bytes of a 4-bit weight with its scales
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the formulas read of a model."""
+
+    parameters: int  # tied weights counted once
+    linear: int  # of them in matrices of the blocks: what is quantised, and cast under autocast
+    layers: int
+    hidden: int
+    heads: int  # query heads x head size
+    kv_heads: int  # key/value heads x head size
+    intermediate: int
+    vocabulary: int
+    adapter: int = 0  # parameters of the adapter; 0 = all weights are trained
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a recipe decides the memory. `half`: products in bfloat16 (a GPU), else all in float32."""
+
+    micro_tokens: int  # tokens of one forward and backward pass
+    quantized: bool = False
+    half: bool = True
+    checkpointing: bool = False
+    reference_copy: bool = False  # full training with a term that needs the reference
+    full_logits: bool = False  # sft and dpo
+    engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
+    engine_sleeps: bool = False  # it gives them back for the update
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Bytes by part in each phase of a step."""
+
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def total(self, phase: str) -> int:
+        return sum(self.parts[phase].values())
+
+    @property
+    def peak(self) -> int:
+        return max(map(self.total, self.parts))
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.parts, key=self.total)
+
+
+def weights(shape: Shape, s: Settings) -> dict[str, int]:
+    """The model between steps: float32 where trained; a frozen base in bfloat16 or 4 bits, and its adapter."""
+    if not shape.adapter:
+        return {"weights (float32)": 4 * shape.parameters}
+    half = 2 if s.half else 4
+    rest = shape.parameters - shape.linear
+    base = int(NF4 * shape.linear) + half * rest if s.quantized else half * shape.parameters
+    return {"frozen base": base, "adapter (float32)": 4 * shape.adapter}
+
+
+def trained(shape: Shape) -> int:
+    return shape.adapter or shape.parameters
+
+
+def optimizer(shape: Shape) -> dict[str, int]:
+    """AdamW: two float32 moments."""
+    return {"AdamW moments": 8 * trained(shape)}
+
+
+def block_bytes(shape: Shape, s: Settings) -> int:
+    """What autograd keeps of one block for one token (a few bytes of softmax and norm statistics are left out).
+
+    Trained weights: the float32 residual and the normalised rows of two norms (16 h), a bfloat16 cast for each of five
+    projections (10 h), query, key, value (repeated to all heads) and output of attention (8 heads), gate, up, their
+    activation and product (8 m). Under an adapter the norms keep only a float32 input (8 h), and the output projection
+    casts its input once more (2 heads). In float32 nothing is cast: the residuals, normalised and scaled rows (24 h),
+    attention with a copy of its output (20 heads), the MLP (16 m).
+    """
+    h, heads, m = shape.hidden, shape.heads, shape.intermediate
+    if not s.half:
+        return 24 * h + 20 * heads + 16 * m
+    return 18 * h + 10 * heads + 8 * m if shape.adapter else 26 * h + 8 * heads + 8 * m
+
+
+def activations(shape: Shape, s: Settings) -> int:
+    """Of one micro-batch. With checkpointing: the input of each block, and one block in full."""
+    if s.checkpointing:
+        return s.micro_tokens * (4 * shape.hidden * shape.layers + block_bytes(shape, s))
+    return s.micro_tokens * block_bytes(shape, s) * shape.layers
+
+
+def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
+    """A chunk of at most `chunk_cells` (rl), or all of a micro-batch (sft and dpo, whose loss is TRL's)."""
+    cells = s.micro_tokens * shape.vocabulary
+    return FULL_CELL * cells if s.full_logits else CELL * min(cells, chunk_cells)
+
+
+def kv_bytes(shape: Shape, s: Settings) -> int:
+    """Keys and values of one token in all layers; transformers keeps keys in float32 behind float32 weights."""
+    key = 2 if s.half and shape.adapter else 4
+    return shape.layers * shape.kv_heads * (key + (2 if s.half else 4))
+
+
+def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
+    """Bytes of rollout (if there is an engine), update and sync. A phase's peak is its sum."""
+    kept = {**weights(shape, s), **optimizer(shape), "CUDA context": CONTEXT if s.half else 0}
+    if s.reference_copy:
+        kept["reference copy"] = 4 * shape.parameters
+    update = {
+        **kept,
+        "gradients": 4 * trained(shape),
+        "activations": activations(shape, s),
+        "logits": logits(shape, s, chunk_cells),
+    }
+    if s.half and not shape.adapter:
+        update["bfloat16 casts of weights"] = 2 * shape.parameters
+    parts = {"update": update}
+    if s.engine:
+        update["engine"] = 0 if s.engine_sleeps else s.engine
+        parts = {"rollout": {**kept, "engine": s.engine}, "update": update, "sync": {**kept, "engine": s.engine}}
+    return Phases({name: {k: v for k, v in part.items() if v} for name, part in parts.items()})

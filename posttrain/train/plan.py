@@ -1,0 +1,272 @@
+"""What a recipe will need before it runs: memory by phase, batch arithmetic, and what to change where it does not fit.
+
+Weights are never loaded: the model is built without storage, from its configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.errors import RecipeError, RunError
+from posttrain.models import load as models
+from posttrain.recipe.sections import Lora
+from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
+from posttrain.train.logprobs import CHUNK_CELLS
+from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
+from posttrain.train.objective import Objective
+from posttrain.train.policy import BY_REFERENCE
+
+Recipe = RlRecipe | SftRecipe | DpoRecipe
+ASSUMED_GIB = 80  # of a card that is not there
+
+
+def shape_of(model: Any, lora: Lora | None) -> Shape:
+    """The shape of a causal language model; weights may be on the meta device or loaded, with or without an adapter."""
+    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    config = base.config.get_text_config()
+    head = base.get_output_embeddings()
+    matrices = {
+        n: m for n, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n
+    }
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    adapted = [m for n, m in matrices.items() if lora and _is_target(n.removesuffix(".base_layer"), lora.targets)]
+    return Shape(
+        parameters=sum(_numel(p) for n, p in base.named_parameters() if "lora_" not in n),
+        linear=sum(m.in_features * m.out_features for m in matrices.values()),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads * size,
+        kv_heads=(getattr(config, "num_key_value_heads", None) or heads) * size,
+        intermediate=config.intermediate_size,
+        vocabulary=head.weight.shape[0],
+        adapter=sum(lora.rank * (m.in_features + m.out_features) for m in adapted) if lora else 0,
+    )
+
+
+def _numel(parameter: Any) -> int:
+    """4-bit weights are stored two in a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+
+
+def _is_target(name: str, targets: str | list[str]) -> bool:
+    if isinstance(targets, str):
+        return targets == "all-linear" or name.endswith(targets)
+    return name.rpartition(".")[2] in targets
+
+
+def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card: int) -> Settings:
+    """longest: tokens of the longest prompt (rl) or row; card: bytes of the GPU, of which vLLM takes a share."""
+    model = recipe.model
+    common: dict[str, Any] = {
+        "quantized": model.quantize is not None,
+        "half": half,
+        "checkpointing": model.gradient_checkpointing,
+    }
+    if not isinstance(recipe, RlRecipe):
+        rows = recipe.batch.micro_size or recipe.batch.size
+        pair = 2 if isinstance(recipe, DpoRecipe) else 1
+        return Settings(micro_tokens=rows * pair * longest, full_logits=True, **common)
+    rollout = recipe.rollout
+    needs = Objective.from_recipe(recipe).needs
+    row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
+    settings = Settings(
+        micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
+        reference_copy=bool(needs & set(BY_REFERENCE)) and not shape.adapter,
+        **common,
+    )
+    if rollout.engine == "vllm":
+        return replace(settings, engine=int(rollout.vllm.gpu_memory * card), engine_sleeps=rollout.vllm.sleep)
+    rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
+    engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
+    return replace(settings, engine=engine, engine_sleeps=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the recipe runs, or would."""
+
+    card: int  # bytes
+    half: bool
+    name: str
+
+    @classmethod
+    def here(cls) -> Machine:
+        if torch.cuda.is_available():
+            found = torch.cuda.get_device_properties(0)
+            return cls(found.total_memory, True, found.name)
+        return cls(ASSUMED_GIB * GIB, True, f"a GPU of {ASSUMED_GIB} GiB (none is here)")
+
+
+def predicted(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:
+    """Memory by phase; `shape` may be that of another training mode (with or without adapter)."""
+    half = machine.half and recipe.model.dtype != "float32" and recipe.model.device != "cpu"
+    settings = settings_of(recipe, shape, half=half, longest=longest, card=machine.card)
+    return phases(shape, settings, chunk_cells=CHUNK_CELLS)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of a recipe, and the peak in bytes that it leads to."""
+
+    text: str
+    peak: int
+    recipe: Any
+
+
+def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3) -> list[Edit]:
+    """The changes that lower the peak, those that leave every number of the run as it is before those that do not."""
+    before = predicted(recipe, shape, longest, machine).peak
+    found = []
+    now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
+    for key, change in _changes(recipe, shape, now.micro_tokens):
+        changed = _set(recipe, key, change)
+        peak = predicted(changed, shape, longest, machine).peak
+        if peak < before:
+            found.append(Edit(f"{key}={_text(change)}", peak, changed))
+    return found[:count]
+
+
+def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str, Any]]:
+    """Candidates in the order in which they are worth trying; micro_tokens: those that a forward pass really has."""
+    changes: list[tuple[str, Any]] = []
+    if isinstance(recipe, RlRecipe):
+        changes.append(("batch.micro_tokens", micro_tokens // 2))
+    elif (rows := recipe.batch.micro_size or recipe.batch.size) > 1:
+        changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
+    if not recipe.model.gradient_checkpointing:
+        changes.append(("model.gradient_checkpointing", True))
+    if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm":
+        if not recipe.rollout.vllm.sleep:
+            changes.append(("rollout.vllm.sleep", True))
+        changes.append(("rollout.vllm.gpu_memory", round(recipe.rollout.vllm.gpu_memory / 2, 3)))
+    elif isinstance(recipe, RlRecipe):
+        changes.append(("rollout.batch_size", max(1, recipe.rollout.batch_size // 2)))
+    if isinstance(recipe, RlRecipe):
+        changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))
+    elif recipe.data.max_length:
+        changes.append(("data.max_length", recipe.data.max_length // 2))
+    if shape.adapter and recipe.model.quantize is None:
+        changes.append(("model.quantize", "nf4"))
+    return changes
+
+
+def _set(recipe: Any, key: str, value: Any) -> Any:
+    """The recipe with one key changed."""
+    head, _, rest = key.partition(".")
+    return recipe.model_copy(update={head: _set(getattr(recipe, head), rest, value) if rest else value})
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: str) -> RunError:
+    """What a run says when the GPU has no memory left: three changes with the peaks that they are predicted to have."""
+    machine, shape = Machine.here(), shape_of(model, recipe.model.lora)
+    before = predicted(recipe, shape, longest, machine)
+    tried = [f"{e.text} ({e.peak / GIB:.1f} GiB)" for e in edits(recipe, shape, longest, machine)]
+    return RunError(
+        f"step {step}: the GPU has no memory left",
+        where=where,
+        allowed=f"predicted peak of this recipe: {before.peak / GIB:.1f} GiB in the phase `{before.peak_phase}`, of "
+        f"{machine.card / GIB:.1f} GiB on the card",
+        hint=f"any of these needs less: {'; '.join(tried)}; add it to the command and start a new run; "
+        "`posttrain plan` shows all parts",
+    )
+
+
+def skeleton(recipe: Recipe) -> Any:
+    """The recipe's model without storage. Raises ModelError where its configuration cannot be read."""
+    from transformers import AutoModelForCausalLM
+
+    config = models.config_of(recipe.model, recipe.base_dir)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
+    """All that `posttrain plan` prints, in GiB and plain numbers."""
+    if not isinstance(recipe, RlRecipe | SftRecipe | DpoRecipe):
+        raise RecipeError(f"`plan` is for stages that train; this is a recipe for `{recipe.verb}`")
+    machine = machine or Machine.here()
+    shape = shape_of(skeleton(recipe), recipe.model.lora)
+    counts, longest = arithmetic(recipe)
+    found = predicted(recipe, shape, longest, machine)
+    return {
+        "machine": machine.name,
+        "parameters": shape.parameters,
+        "trained": shape.adapter or shape.parameters,
+        "batch": counts,
+        "memory_gib": {
+            name: {part: round(size / GIB, 2) for part, size in {**parts, "sum": sum(parts.values())}.items()}
+            for name, parts in found.parts.items()
+        },
+        "peak_gib": round(found.peak / GIB, 2),
+        "peak_phase": found.peak_phase,
+        "card_gib": round(machine.card / GIB, 1),
+        "fits": found.peak < machine.card,
+        "edits": [
+            {"change": e.text, "peak_gib": round(e.peak / GIB, 2)} for e in edits(recipe, shape, longest, machine)
+        ],
+    }
+
+
+def arithmetic(recipe: Recipe) -> tuple[dict[str, int], int]:
+    """(counts of rows, steps, updates and tokens, the longest prompt or row), from the prepared data."""
+    return _rl_arithmetic(recipe) if isinstance(recipe, RlRecipe) else _rows_arithmetic(recipe)
+
+
+def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
+    from posttrain.data.prepare import prepare_prompts
+    from posttrain.train.rl import total_steps
+
+    prompts = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir).items
+    longest = max(len(p.ids) for p in prompts)
+    rollout, batch = recipe.rollout, recipe.batch
+    steps, rows = total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
+    mean = sum(len(p.ids) for p in prompts) / len(prompts)
+    return {
+        "prompts": len(prompts),
+        "longest prompt": longest,
+        "steps": steps,
+        "rollouts a step": rows,
+        "updates a step": batch.epochs * batch.minibatches,
+        "updates": steps * batch.epochs * batch.minibatches,
+        "rollouts an update": rows // batch.minibatches,
+        "tokens a step at most": round(rows * (mean + rollout.max_new_tokens)),
+    }, longest
+
+
+def _rows_arithmetic(recipe: SftRecipe | DpoRecipe) -> tuple[dict[str, int], int]:
+    from posttrain.data import prepare
+    from posttrain.train import hf_trainer
+
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    kind: Callable[..., Any] = prepare.prepare_pairs if isinstance(recipe, DpoRecipe) else prepare.prepare_examples
+    items = kind(recipe.data, tokenizer, recipe.base_dir).items
+    lengths = [_length(item) for item in items]
+    cut = hf_trainer.plan(recipe, len(items))
+    return {
+        "rows": len(items),
+        "longest row": max(lengths),
+        "steps": cut.steps,
+        "rows a step": cut.size,
+        "rows a forward pass": cut.micro,
+        "forward passes a step": cut.size // cut.micro,
+        "tokens a step on average": round(cut.size * sum(lengths) / len(lengths)),
+    }, max(lengths)
+
+
+def _length(item: Any) -> int:
+    """Of an example; of a pair, the longer of its two rows."""
+    if hasattr(item, "ids"):
+        return len(item.ids)
+    return len(item.prompt_ids) + max(len(item.chosen_ids), len(item.rejected_ids))

@@ -1,0 +1,27 @@
+import json
+
+import pytest
+
+
+def test_memory_arithmetic_and_changes_are_printed(call):
+    done = call("plan", "r.yaml", "batch.size=8", "batch.micro_size=4", "model.device=cpu")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    counts = {line[:30].strip(): line[30:].strip() for line in lines}
+    assert (counts["rows"], counts["steps"], counts["forward passes a step"]) == ("1", "3", "2")
+    assert any(line.split()[:1] == ["update"] for line in lines)
+    assert any("fits in" in line for line in lines)
+    assert any(line.strip().startswith("batch.micro_size=2") for line in lines)
+
+
+def test_json_adds_up(call):
+    found = json.loads(call("plan", "r.yaml", "--json").stdout)
+    parts = found["memory_gib"]["update"]
+    assert sum(v for k, v in parts.items() if k != "sum") == pytest.approx(parts["sum"], abs=0.05)
+    assert found["peak_gib"] == parts["sum"] and found["peak_phase"] == "update"
+
+
+def test_what_trains_nothing_is_refused(call, folder):
+    (folder / "merge.yaml").write_text("stage: merge\nmerge_method: linear\nmodels: [{model: a}]\n")
+    done = call("plan", "merge.yaml")
+    assert done.exit_code == 2 and "stages that train" in done.stderr

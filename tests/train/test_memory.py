@@ -1,0 +1,196 @@
+"""The memory formulas against counts by hand, and against what autograd really keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from posttrain.models import tiny
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Lora
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.calibrate import calibrate
+from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases
+from posttrain.train.plan import Machine, edits, plan, predicted, settings_of, shape_of, skeleton
+
+SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_heads=5, intermediate=30, vocabulary=50)
+CHUNK = 1 << 26
+
+
+def test_full_training_by_hand() -> None:
+    """Float32 weights and gradients (4 a parameter each), two moments (8), bfloat16 casts (2); 26*10 + 8*10 + 8*30 =
+    580 bytes a token and block; logits 18 a cell."""
+    found = phases(SHAPE, Settings(micro_tokens=100), chunk_cells=CHUNK).parts["update"]
+    assert found == {
+        "weights (float32)": 4000,
+        "AdamW moments": 8000,
+        "CUDA context": GIB // 2,
+        "gradients": 4000,
+        "activations": 100 * 580 * 2,
+        "logits": 18 * 100 * 50,
+        "bfloat16 casts of weights": 2000,
+    }
+
+
+def test_an_adapter_has_moments_and_gradients_of_its_own_only() -> None:
+    shape = replace(SHAPE, adapter=60)
+    found = phases(shape, Settings(micro_tokens=1), chunk_cells=CHUNK).parts["update"]
+    assert (found["frozen base"], found["adapter (float32)"]) == (2000, 240)
+    assert (found["AdamW moments"], found["gradients"]) == (480, 240)
+    assert "bfloat16 casts of weights" not in found
+    four_bit = phases(shape, Settings(micro_tokens=1, quantized=True), chunk_cells=CHUNK).parts["update"]
+    assert four_bit["frozen base"] == int(0.53 * 800) + 2 * 200
+
+
+def test_the_engine_counts_while_it_is_awake() -> None:
+    settings = Settings(micro_tokens=1, engine=7000, reference_copy=True)
+    awake = phases(SHAPE, settings, chunk_cells=CHUNK)
+    asleep = phases(SHAPE, replace(settings, engine_sleeps=True), chunk_cells=CHUNK)
+    assert awake.parts["update"]["engine"] == 7000 == asleep.parts["rollout"]["engine"]
+    assert "engine" not in asleep.parts["update"]
+    assert awake.total("update") - asleep.total("update") == 7000
+    assert awake.parts["sync"]["reference copy"] == 4000
+    assert awake.peak_phase == "update" and awake.peak == awake.total("update")
+
+
+def test_logits_are_a_chunk_in_rl_and_whole_in_sft() -> None:
+    chunked = phases(SHAPE, Settings(micro_tokens=100), chunk_cells=1000).parts["update"]["logits"]
+    whole = phases(SHAPE, Settings(micro_tokens=100, full_logits=True), chunk_cells=1000).parts["update"]["logits"]
+    assert (chunked, whole) == (18 * 1000, 12 * 5000)
+
+
+@pytest.mark.parametrize(("half", "lora"), [(False, False), (True, False), (True, True)])
+def test_activations_are_what_autograd_keeps(half: bool, lora: bool) -> None:
+    """Of four blocks less two, without parameters and their casts, on the packed path.
+
+    On a CPU the attention of trained weights copies its output once more than the GPU's kernel: 2 bytes a head cell.
+    """
+    shape = shape_of(llama(4, lora), Lora(rank=4) if lora else None)
+    settings = Settings(micro_tokens=TOKENS, half=half)
+    expected = block_bytes(shape, settings) + (2 * shape.heads if half and not lora else 0)
+    measured = (kept(llama(4, lora), half) - kept(llama(2, lora), half)) / 2 / TOKENS
+    assert measured == pytest.approx(expected, rel=0.05)
+
+
+def test_checkpointing_keeps_the_inputs_of_blocks() -> None:
+    settings = Settings(micro_tokens=TOKENS, checkpointing=True)
+    assert activations(SHAPE, settings) == TOKENS * (4 * 10 * 2 + block_bytes(SHAPE, settings))
+
+
+TOKENS = 300
+
+
+def llama(layers: int, lora: bool) -> Any:
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=384,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model.to(torch.bfloat16), LoraConfig(r=4, target_modules="all-linear"))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    use_packed_attention(model)
+    return model
+
+
+def kept(model: Any, half: bool) -> int:
+    """Bytes of distinct storages that autograd holds after a forward pass, but for those of weights and their casts."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
+    held: list[torch.Tensor] = []
+    sequences = Sequences((tuple(i % 400 for i in range(TOKENS)),), (1,))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t),  # type: ignore[func-returns-value]
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=half),
+    ):
+        completion_logprobs(model, sequences, TOKENS - 1, packed=True)
+    held = [t for t in held if t.untyped_storage().data_ptr() not in weights and tuple(t.shape) not in shapes]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+
+# The recipe's side
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+1="}}\n' for i in range(40)))
+    (tmp_path / "r.py").write_text("def r(completion):\n    return 1.0\n")
+
+    def make(**changes: Any) -> Any:
+        values = {
+            "stage": "rl",
+            "model": {"path": "tiny"},
+            "data": {"source": "rows.jsonl"},
+            "rollout": {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 16},
+            "rewards": [{"use": "r.py:r"}],
+            "batch": {"minibatches": 2},
+            "run": {"epochs": 1},
+            **changes,
+        }
+        return load_dict(values, base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=8), Lora(rank=8, targets=["q_proj", "v_proj"])])
+def test_the_shape_is_that_of_the_loaded_model(recipe: Any, lora: Lora | None) -> None:
+    shape = shape_of(skeleton(recipe()), lora)
+    model: Any = tiny.build()[0]
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    if lora is not None:
+        from posttrain.models import adapters
+
+        model = adapters.add(model, lora, quantized=False, seed=0)
+        assert shape.adapter == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert shape_of(model, lora) == shape
+
+
+def test_the_arithmetic_of_a_step(recipe: Any) -> None:
+    """40 prompts in steps of 4; 32 rollouts a step, 2 updates on 16 each."""
+    found = plan(recipe())["batch"]
+    assert found["prompts"] == 40 and found["steps"] == 10
+    assert (found["rollouts a step"], found["updates a step"], found["updates"]) == (32, 2, 20)
+    assert found["rollouts an update"] == 16
+    assert 32 * 16 < found["tokens a step at most"] <= 32 * (16 + found["longest prompt"])
+
+
+def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
+    machine = Machine(80 * GIB, True, "test")
+    asked = recipe(
+        rollout={"engine": "vllm", "vllm": {"gpu_memory": 0.5}, "group_size": 64, "max_new_tokens": 512},
+        kl={"coef": 0.1},
+    )
+    shape = replace(shape_of(skeleton(asked), None), layers=24, hidden=1024, heads=1024, intermediate=4096)
+    before = predicted(asked, shape, 20, machine)
+    assert before.parts["update"]["engine"] == 40 * GIB and "reference copy" in before.parts["rollout"]
+    found = edits(asked, shape, 20, machine)
+    assert [e.text for e in found] == [
+        "batch.micro_tokens=8192",
+        "model.gradient_checkpointing=true",
+        "rollout.vllm.sleep=true",
+    ]
+    for edit in found:
+        assert edit.peak == predicted(edit.recipe, shape, 20, machine).peak < before.peak
+
+
+def test_a_micro_batch_holds_no_more_than_an_update(recipe: Any) -> None:
+    """16 rollouts of at most 16 new tokens behind the longest prompt, 20: less than the 16384 tokens that may be."""
+    asked = recipe()
+    assert settings_of(asked, SHAPE, half=True, longest=20, card=GIB).micro_tokens == 16 * 36
+    assert settings_of(asked, SHAPE, half=True, longest=30000, card=GIB).micro_tokens == 30016
+
+
+def test_calibration_runs_the_update(recipe: Any) -> None:
+    found = calibrate(recipe(batch={"micro_tokens": 128}), prompt=8, tokens_a_step=1000)
+    rows = 128 // 24
+    assert found["update_s"] == pytest.approx(found["micro_batch_s"] / (rows * 24) * 1000)
