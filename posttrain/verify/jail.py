@@ -7,8 +7,8 @@ mounts of the interpreter and the system's libraries, and one small tmpfs that c
 privileges. The first process of the process namespace watches the memory of all others and the clock; when it ends,
 the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel.
 
-It writes `ended CODE` (of the program, 128 + n for signal n), `timeout`, `memory`, or `failed WHY` into REPORT_FD. The
-program does not have that: it cannot say that the sandbox failed.
+It writes `ended CODE` (of the program, 128 + n for signal n), `timeout`, `memory`, `processes`, or `failed WHY` into
+REPORT_FD. The program does not have that: it cannot say that the sandbox failed.
 """
 
 from __future__ import annotations
@@ -142,20 +142,21 @@ def become_program(spec: dict, uid: int | None) -> None:
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
-def resident_bytes() -> int:
-    """Memory of all processes of this namespace but the first."""
-    total = 0
+def usage() -> tuple[int, int]:
+    """(processes, bytes of memory) of this namespace but for its first process."""
+    total, count = 0, 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
+            count += 1
             try:
                 with open(f"/proc/{name}/statm") as file:
                     total += int(file.read().split()[1])
             except (OSError, IndexError):
                 continue  # it has just ended
-    return total * resource.getpagesize()
+    return count, total * resource.getpagesize()
 
 
-def supervise(child: int, spec: dict, *, watch_memory: bool) -> str:
+def supervise(child: int, spec: dict, *, watch: bool) -> str:
     """What became of the program `child`, once it has ended or was over a limit."""
     give_up = time.monotonic() + spec["seconds"]
     while True:
@@ -165,8 +166,11 @@ def supervise(child: int, spec: dict, *, watch_memory: bool) -> str:
             return f"ended {code if code >= 0 else 128 - code}"
         if time.monotonic() > give_up:
             return "timeout"
-        if watch_memory and resident_bytes() > spec["memory_mb"] << 20:
+        count, memory = usage() if watch else (0, 0)
+        if memory > spec["memory_mb"] << 20:
             return "memory"
+        if count > spec["processes"]:  # the kernel does not count those of the machine's root
+            return "processes"
         if pid == 0:
             time.sleep(POLL_SECONDS)
 
@@ -190,7 +194,7 @@ def first_process(spec: dict, uid: int) -> str:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     build_root(spec["root"], spec)
-    return supervise(fork_program(spec, uid), spec, watch_memory=True)
+    return supervise(fork_program(spec, uid), spec, watch=True)
 
 
 def in_namespaces(spec: dict, report: int) -> None:
@@ -208,7 +212,7 @@ def with_limits(spec: dict) -> str:
     os.chdir(spec["root"])
     with open("main.py", "w", encoding="utf-8", errors="replace") as out:
         out.write(spec["code"])
-    return supervise(fork_program(spec, None), spec, watch_memory=False)
+    return supervise(fork_program(spec, None), spec, watch=False)
 
 
 def tell(report: int, work: Callable[[], str | None]) -> None:

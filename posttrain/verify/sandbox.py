@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 Isolation = Literal["namespaces", "limits"]
-Status = Literal["ended", "timeout", "memory", "output"]
+Status = Literal["ended", "timeout", "memory", "processes", "output"]
 
 JAIL = Path(__file__).with_name("jail.py")
 GRACE_SECONDS = 2.0  # that the jail itself may take beyond the program's time
+_SAID: dict[str, Status] = {"ended": "ended", "timeout": "timeout", "memory": "memory", "processes": "processes"}
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -158,10 +159,10 @@ def _run(code: str, stdin: str, limits: Limits, level: Isolation) -> Finished:
             _end(process)
         report.seek(0)
         said, _, detail = report.read().decode(errors="replace").partition(" ")
-    if status == "ended" and said not in ("ended", "timeout", "memory"):
-        raise SandboxError(f"the sandbox could not be set up: {detail or 'it was ended from outside'}")
-    if status == "ended" and said != "ended":
-        status = "timeout" if said == "timeout" else "memory"
+    if status == "ended":
+        if said not in _SAID:
+            raise SandboxError(f"the sandbox could not be set up: {detail or 'it was ended from outside'}")
+        status = _SAID[said]
     text = [data.decode(errors="replace") for data in (out, err)]
     return Finished(status, int(detail) if status == "ended" else -1, text[0], text[1], time.monotonic() - started)
 
