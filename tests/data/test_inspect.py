@@ -109,3 +109,11 @@ def test_the_command_prints_json_for_programs(tmp_path: Path, jsonl: Write) -> N
 def test_a_stage_without_data_is_refused(tiny: Any) -> None:
     with pytest.raises(DataError, match="a recipe for `merge` has no data of its own"):
         inspect("merge", Data(source="x"), tiny, Path.cwd(), [2])
+
+
+def test_answers_with_labels(tiny, tmp_path: Path) -> None:
+    """Rows of kto: the other side is another row's answer."""
+    rows = [{"prompt": f"{i}?", "completion": str(i), "label": i > 1} for i in range(1, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = inspect("dpo", Data(source="rows.jsonl"), tiny, tmp_path, (2,), single=True)
+    assert (report["rows"], report["items"]) == (3, 3)
