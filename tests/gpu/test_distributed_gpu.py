@@ -43,19 +43,19 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds rows that serve every stage, and a reward."""
+    """Holds rows for every stage, and a reward."""
     (tmp_path / "even.py").write_text(EVEN)
-    with (tmp_path / "rows.jsonl").open("w") as file:
+    with (tmp_path / "rows.jsonl").open("w") as rows, (tmp_path / "pairs.jsonl").open("w") as pairs:
         for i in range(64):
-            row = {"prompt": f"{i}+{i}" + "=" * (i % 4), "chosen": str(2 * i), "rejected": "no" * (1 + i % 4)}
-            file.write(json.dumps(row) + "\n")
+            prompt, right, wrong = f"{i}+{i}" + "=" * (i % 4), str(2 * i), "no" * (1 + i % 4)
+            rows.write(json.dumps({"prompt": prompt, "completion": right}) + "\n")
+            pairs.write(json.dumps({"prompt": prompt, "chosen": right, "rejected": wrong}) + "\n")
     return tmp_path
 
 
 def trained(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, Any]]:
     """The metrics of a run with so many GPUs."""
-    columns = {"completion": "chosen"} if recipe["stage"] == "sft" else {}
-    data = {"source": "rows.jsonl", "columns": columns}
+    data = {"source": "pairs.jsonl" if recipe["stage"] == "dpo" else "rows.jsonl"}
     (folder / "recipe.yaml").write_text(json.dumps({"data": data, **recipe}))
     name = f"gpus-{gpus}"
     command = [sys.executable, "-m", "posttrain", recipe["stage"], "recipe.yaml", "--gpus", str(gpus), "--output", name]
