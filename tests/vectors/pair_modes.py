@@ -5,6 +5,7 @@ As in mechanics.py, only shapes and names: no formula lives here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def pairs(
         fields = {name: tensor(value) for name, value in renamed(given(case["inputs"]), inputs).items()}
         batch = PairBatch(**{**sides, **fields})
         leaves = {name: getattr(batch, field).requires_grad_() for name, field in (grads or SIDES).items()}
-        written = translated(case["params"], words or {})
+        written = {n: numbers(v) for n, v in translated(case["params"], words or {}).items()}
         result = function(batch, **{**(start or {}), **renamed(written, params or {})})
         loss = mean(result.losses)
         return {
@@ -66,6 +67,11 @@ def pairs(
         }
 
     return adapter
+
+
+def numbers(value: Any) -> Any:
+    """A list as a tensor, anything else as it is."""
+    return tensor(value) if isinstance(value, list) else value
 
 
 def by_inputs(adapters: Mapping[str, Adapter], drops: Mapping[str, Sequence[str]] | None = None) -> Adapter:
@@ -90,15 +96,17 @@ def tensors(
     grads: Mapping[str, Sequence[str]] | None = None,
     flags: Sequence[str] = (),
     counts: Sequence[str] = (),
+    tables: Sequence[str] = (),
 ) -> Adapter:
-    """One call with the inputs as tensors, those that are null left out; `flags` as bool, `counts` as int64.
+    """One call with the inputs as tensors, those that are null left out; `flags` as bool, `counts` as int64; a row of
+    `tables` that is null is one of nulls.
 
     outputs: output -> path in the result; averaged: output -> path of what it is the mean of. grads: output -> (input,
     output that is differentiated).
     """
 
     def adapter(case: Case) -> dict[str, Any]:
-        values = {n: tensor(v) if isinstance(v, list) else v for n, v in given(arguments(case)).items()}
+        values = {n: numbers(rowed(v) if n in tables else v) for n, v in given(arguments(case)).items()}
         values |= {n: values[n].bool() for n in flags} | {n: values[n].long() for n in counts}
         leaves = {n: values[n].requires_grad_() for n in {pair[0] for pair in (grads or {}).values()}}
         result = function(**renamed({**values, **leaves}, names or {}))
@@ -109,6 +117,12 @@ def tensors(
         return {**{n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in found.items()}, **slopes}
 
     return adapter
+
+
+def rowed(table: Sequence[Any]) -> list[list[Any]]:
+    """A table whose rows are all there."""
+    width = max((len(row) for row in table if row is not None), default=0)
+    return [list(itertools.repeat(None, width)) if row is None else row for row in table]
 
 
 def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Names, *, group_size: str) -> Adapter:

@@ -299,7 +299,11 @@ ADAPTERS = {
         },
         drops={"margins": ["beta"], "group_rewards": ["soft", "log_prior"]},
     ),
-    "urpo": tensors(reward_model.urpo, {"judge_rewards": "judge_rewards", "player_rewards": "player_rewards"}),
+    "urpo": tensors(
+        reward_model.urpo,
+        {"judge_rewards": "judge_rewards", "player_rewards": "player_rewards"},
+        tables=["referee_scores"],
+    ),
     "accel_po": by_inputs(
         {
             "theta_hat_new": tensors(
