@@ -90,8 +90,9 @@ def token_loss(weigh: Callable[..., Tensor], loss: Callable[..., Tensor], rows: 
         inputs = {name: value if name == "tokens" else tensor(value) for name, value in given(case["inputs"]).items()}
         logp, mask, params = inputs["logp"].requires_grad_(), inputs["mask"].bool(), dict(case["params"])
         known = {*taken(weigh, params), *taken(loss, params)}
-        if params.keys() != known:
-            raise TypeError(f"neither function takes {sorted(params.keys() ^ known)}")
+        unknown = sorted(set(params).difference(known))
+        if unknown:
+            raise TypeError(f"neither function takes {unknown}")
         made = rows(logp.detach(), mask, inputs.get("behavior_logp"), inputs.get("tokens"))
         weights = weigh(made, **taken(weigh, params))
         value = loss(logp, mask, weights, **taken(loss, params))

@@ -19,24 +19,28 @@ METHODS = sorted(p.stem for p in HERE.glob("*.json") if p.name != "interface.jso
 
 
 def numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every number inside a JSON value."""
+    """The path of every number and text inside a JSON value."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from numbers(item, (*path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from numbers(item, (*path, index))
-    elif isinstance(value, (int, float)):
+    elif isinstance(value, (int, float, str)):
         yield path
 
 
 def changed(value: Any, path: tuple[Any, ...]) -> Any:
-    """A copy with the number at `path` 1% off; 0 and what is as good as 0 becomes 0.01."""
+    """A copy with the number at `path` 1% off; 0 and what is as good as 0 becomes 0.01. A text gets another end."""
     value = copy.deepcopy(value)
     holder = value
     for step in path[:-1]:
         holder = holder[step]
-    holder[path[-1]] = holder[path[-1]] * 1.01 if abs(holder[path[-1]]) > 1e-6 else 0.01
+    old = holder[path[-1]]
+    if isinstance(old, str):
+        holder[path[-1]] = old + "x"
+    else:
+        holder[path[-1]] = old * 1.01 if abs(old) > 1e-6 else 0.01
     return value
 
 

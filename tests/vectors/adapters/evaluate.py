@@ -1,7 +1,8 @@
 """Estimators of evaluation."""
 
-from mechanics import call, parts, reward
-from model_modes import listed
+from mechanics import call, reward
+from model_modes import listed, on_states
+from step_modes import chosen
 
 from posttrain.evaluate import consensus, contamination, efficiency, estimators
 
@@ -49,13 +50,16 @@ ADAPTERS = {
         "rewards",
         names={"responses": "completion", "targets": "target", "numbers": "numbers"},
     ),
-    "random_calculation": parts(
+    "random_calculation": chosen(
         {
             "reward": listed(reward("numeric.closeness"), "rewards", names={"answer": "value", "truth": "truth"}),
-            "contamination": call(
+            "contamination": on_states(
                 contamination.probe,
-                outputs={"shown_words": "shown_words", "rouge_l": "rouge_l", "exact_match": "exact_match"},
+                {"shown_words": "shown_words", "rouge_l": "rouge_l", "exact_match": "exact_match"},
             ),
-        }
+        },
+        by="part",
+        default="reward",
+        drops={"reward": ["fraction"], "contamination": ["eps"]},
     ),
 }
