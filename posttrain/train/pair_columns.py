@@ -77,6 +77,20 @@ def _number(row: Row, field: str, use: str) -> Any:
     return [float(n) for n in numbers] if field.startswith("history") else float(value)
 
 
+def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
+    """How many answers are good and bad, and whether their weights balance them as KTO's authors advise, in a line."""
+    good = sum(label > 0.5 for label in given)
+    bad = len(given) - good
+    counts = f"{good} good answers, {bad} bad ones"
+    if not good or not bad:
+        return f"{counts}: nothing shows the model the other kind"
+    if "desirable_weight" not in params or "undesirable_weight" not in params:
+        return counts
+    ratio = params["desirable_weight"] * good / (params["undesirable_weight"] * bad)
+    advice = "" if 1 <= ratio <= 4 / 3 else "; 1 to 1.33 is advised"
+    return f"{counts}; weighted, {ratio:.2f} good to 1 bad{advice}"
+
+
 def origin(wanted: frozenset[str], columns: Columns, source: str) -> str:
     """Where the log-probs of other policies come from, in one line."""
     parts = []

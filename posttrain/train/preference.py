@@ -73,6 +73,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     notes = [
         hf_trainer.rows_note(prepared, "rows" if single else "pairs"),
         pair_columns.origin(wanted, columns, loaded.source),
+        pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths(prepared.items),
     ]
     return hf_trainer.train(trainer, job, COLUMNS, notes)
 
@@ -293,6 +294,16 @@ def fingerprint(pairs: Sequence[Pair]) -> Tensor:
     """A hash of all token ids in order, [32] uint8."""
     tokens = [[list(p.prompt_ids), list(p.chosen_ids), list(p.rejected_ids)] for p in pairs]
     return torch.tensor(list(hashlib.sha256(json.dumps(tokens).encode()).digest()), dtype=torch.uint8)
+
+
+def lengths(pairs: Sequence[Pair]) -> str:
+    """How far length alone tells the sides apart, in one line."""
+    chosen, rejected = (
+        [len(ids) for ids in side] for side in zip(*((p.chosen_ids, p.rejected_ids) for p in pairs), strict=True)
+    )
+    longer = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
+    means = f"{sum(chosen) / len(pairs):.1f} tokens chosen, {sum(rejected) / len(pairs):.1f} rejected on average"
+    return f"{means}; the chosen side is longer in {longer:.0%} of the pairs"
 
 
 def pair_length(pair: Pair) -> int:

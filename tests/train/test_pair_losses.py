@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain import registry
+from posttrain.data.render import Pair
 from posttrain.errors import DataError
 from posttrain.recipe import presets
 from posttrain.train import pair_columns, preference
@@ -119,3 +120,15 @@ def test_kto_takes_answers_with_labels(dpo_recipe: Any, rows_of: Any, tmp_path: 
     assert found[0]["loss/kl"] == 0
     assert found[-1]["rewards/margins"] > 0.01
     assert "logps/rejected" not in found[0]
+
+
+def test_what_is_told_of_lengths_and_labels() -> None:
+    pairs = [Pair("1", (1,), (1, 2), (1,)), Pair("2", (1,), (1,), (1, 2, 3, 4))]
+    told = "1.5 tokens chosen, 2.5 rejected on average; the chosen side is longer in 50% of the pairs"
+    assert preference.lengths(pairs) == told
+    weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
+    assert pair_columns.labels([1.0, 1.0, 0.0], weights) == (
+        "2 good answers, 1 bad ones; weighted, 2.00 good to 1 bad; 1 to 1.33 is advised"
+    )
+    assert pair_columns.labels([1.0, 0.0], weights) == "1 good answers, 1 bad ones; weighted, 1.00 good to 1 bad"
+    assert pair_columns.labels([1.0], weights).endswith("nothing shows the model the other kind")
