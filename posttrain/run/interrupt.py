@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -37,4 +38,5 @@ class GracefulStop:
             raise KeyboardInterrupt
         self.requested = True
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # whoever read our lines may be gone, and that must not end the run here
+            print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)

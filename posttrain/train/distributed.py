@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,9 +87,15 @@ def _told() -> Iterator[None]:
     except RuntimeError as cause:
         time.sleep(PATIENCE_S)
         raise PeerLost(
-            f"rank {ranks.rank()} lost the others: {str(cause).splitlines()[0]}",
+            f"rank {ranks.rank()} lost the others: {_reason(cause)}",
             hint="the first message of another rank says why",
         ) from cause
+
+
+def _reason(cause: RuntimeError) -> str:
+    """The first sentence of a library's message, without the line of its source."""
+    first = (str(cause).splitlines() or [type(cause).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first).split(". ")[0]
 
 
 def gather(value: T) -> list[T]:
