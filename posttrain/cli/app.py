@@ -15,7 +15,7 @@ from posttrain.cli.guard import DEBUG, guarded
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
 LAZY = {
     "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
-    "data": ("posttrain.cli.data", "See rows as the model sees them, token by token."),
+    "data": ("posttrain.cli.data", "See rows as the model sees them; make preference pairs."),
 }
 
 PANELS = {

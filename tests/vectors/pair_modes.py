@@ -131,6 +131,8 @@ def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Nam
 
     def adapter(case: Case) -> dict[str, Any]:
         values, params = given(case["inputs"]), dict(case["params"])
+        if strange := set(values).difference({*inputs, "mask", "logp", "ref_logp"}):
+            raise KeyError(f"no place for {sorted(strange)}")
         batch = PairBatch(**{field: tensor(values[name]) for name, field in inputs.items()})
         mask, logp = tensor(values["mask"]).bool(), tensor(values["logp"]).requires_grad_()
         rows = torch.arange(len(mask))
