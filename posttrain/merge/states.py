@@ -121,7 +121,6 @@ def model_soup(
     """
     kept = list(range(len(models)))
     if mode == "greedy":
-        assert val_scores is not None
         if val_scores is None or table is None:
             raise MergeError("a greedy soup needs the validation scores of the models and of their sets")
         kept = greedy_soup(val_scores, lambda indices: table[",".join(map(str, indices))])

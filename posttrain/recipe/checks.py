@@ -13,7 +13,7 @@ from posttrain.errors import Problem
 from posttrain.places import split_function
 from posttrain.recipe import merging, objective_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.sections import Critic, Reward
+from posttrain.recipe.sections import Critic, EvalSettings, Reward
 from posttrain.recipe.tree import Node, dotted, follow
 
 Found = Iterator[tuple[str, str, str]]
@@ -117,6 +117,10 @@ def _kl_place(recipe: Any) -> Found:
 
 def _eval_settings(recipe: Any) -> Found:
     if isinstance(recipe, st.EvalRecipe):
+        if recipe.eval.baseline is None:
+            for key in ("aes", "edges"):
+                if getattr(recipe.eval, key) != getattr(EvalSettings(), key):
+                    yield f"eval.{key}", "does nothing without a run to compare with", "write `eval.baseline`"
         for position, k in enumerate(recipe.eval.k):
             if k > recipe.eval.samples:
                 what = f"pass@{k} needs {k} completions a prompt; eval.samples is {recipe.eval.samples}"

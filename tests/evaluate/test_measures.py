@@ -19,6 +19,7 @@ from posttrain.evaluate.consensus import arm_consensus
 from posttrain.evaluate.contamination import contamination_check, probe, shown_and_hidden
 from posttrain.evaluate.efficiency import accuracy_capability, efficiency_metrics
 from posttrain.evaluate.habits import habit_rates, habits
+from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Data
 
 Evaluate = Callable[..., dict[str, Any]]
@@ -151,3 +152,11 @@ def test_right_completions_become_rows_to_train_on(scripted: Any, evaluate: Eval
             load_rows(section.model_copy(update={"params": params}), folder)
     with pytest.raises(DataError, match="not found"):
         load_rows(Data(source="accepted:nowhere"), folder)
+
+
+@pytest.mark.parametrize("key", ["aes", "edges"])
+def test_weights_of_a_comparison_without_a_baseline_are_refused(folder: Path, key: str) -> None:
+    values = {"stage": "eval", "model": {"path": "tiny"}, "data": {"source": "problems.jsonl"}}
+    values |= {"rewards": [{"use": "score.py:exact"}], "eval": {key: [0.1, 0.2, 0.3]}}
+    with pytest.raises(RecipeError, match=f"eval.{key}: does nothing without a run to compare with"):
+        load_dict(values, base_dir=folder, where="test")
