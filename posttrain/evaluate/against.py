@@ -33,8 +33,12 @@ def efficiency(records: Sequence[Record], base: Mapping[str, float] | None, weig
 
 
 def located(baseline: str, base_dir: Path) -> Path:
-    """The baseline's run directory: beside the recipe, or from here. Raises RecipeError if it holds no evaluation."""
-    for folder in (base_dir / baseline, Path(baseline)):
+    """The baseline's run directory, given as that or as its problems.jsonl: beside the recipe, or from here.
+
+    Raises RecipeError if it holds no evaluation.
+    """
+    for place in (base_dir / baseline, Path(baseline)):
+        folder = place.parent if place.name == PROBLEMS else place
         if (folder / PROBLEMS).is_file():
             return folder
     raise RecipeError(f"{baseline} holds no finished evaluation ({PROBLEMS})", where="eval.baseline")

@@ -378,7 +378,9 @@ class EvalSettings(Section):
     bootstrap: Positive = Field(10000, description="resamples of the interval")
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
     baseline: str | None = Field(
-        None, description="run directory of an evaluation of the same problems (the start model) to compare with"
+        None,
+        description="run directory of an evaluation of the same problems (the start model) to compare with; in a "
+        "pipeline stage:NAME/problems.jsonl",
     )
     aes: list[NonNegative] = Field(
         default_factory=lambda: [1.0, 3.0, 5.0],

@@ -113,6 +113,8 @@ def test_an_evaluation_against_its_baseline(scripted: Any, evaluate: Evaluate) -
     assert found["capability"]["capability_gain"] == 0
     assert found["capability"]["buckets"] == {"1": {"count": 6, "before": 0.25, "after": 0.75}}
     assert summary["efficiency"]["tokens_per_correct"] == pytest.approx(4 / 0.75)
+    again = evaluate("again", eval={"samples": 4, "bootstrap": 200, "baseline": "before/problems.jsonl"})
+    assert again["against"]["difference"]["diff"] == found["difference"]["diff"]
     with pytest.raises(RecipeError, match="no finished evaluation"):
         evaluate("third", eval={"baseline": "nowhere"})
 
