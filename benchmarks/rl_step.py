@@ -263,7 +263,7 @@ def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
         requests, engine.last_requests = engine.last_requests, None
         if requests:
             engine.wake()
-            result["generate_alone_s"] = [generation_alone(engine.llm, *requests) for _ in range(2)]
+            result["generate_alone_s"] = [generation_alone(engine, *requests) for _ in range(2)]
         close()
 
     engine.last_requests = None
@@ -271,21 +271,22 @@ def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
 
     def remembering(prompts: Any, params: Any) -> Any:
         if isinstance(params, list):  # a generation, not the probe
-            engine.last_requests = (prompts, params, engine.adapter)
+            engine.last_requests = (prompts, params)
         return run(prompts, params)
 
     engine._run, engine.close = remembering, measure_and_close
     return engine
 
 
-def generation_alone(llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any], adapter: Any) -> float:
+def generation_alone(engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> float:
     """Seconds of the last step's requests without log-probs, weights in place and caches empty."""
     plain = [one.clone() for one in params]
     for one in plain:
         one.logprobs = None
-    llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache()
     started = time.perf_counter()
-    llm.generate([{"prompt_token_ids": list(p)} for p in prompts], plain, use_tqdm=False, lora_request=adapter)
+    requests = [{"prompt_token_ids": list(p)} for p in prompts]
+    engine.llm.generate(requests, plain, use_tqdm=False, lora_request=engine.adapter)
     return time.perf_counter() - started
 
 
