@@ -126,6 +126,8 @@ def as_rollouts(
     """Completions in group-major order as rollouts; text is decoded without special tokens. share: they are only of
     these prompts."""
     numbers = range(len(prompts)) if share is None else share
+    if not completions:  # batch_decode makes one text of no rows
+        return []
     texts = tokenizer.batch_decode(
         [list(c.ids) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )

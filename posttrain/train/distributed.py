@@ -66,8 +66,9 @@ def joined() -> Iterator[None]:
             f"{len(have)} processes want a GPU each, but only {sum(have)} found one", hint="start fewer processes"
         )
     yield
-    barrier()  # rank 0 holds the store that the others still talk to
-    dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+    if dist.is_initialized():  # an engine that closes may have ended it
+        barrier()  # rank 0 holds the store that the others still talk to
+        dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
 
 
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:

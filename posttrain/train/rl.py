@@ -205,7 +205,8 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
                 share=distributed.share(len(drawn)),
             )
         with p.watchdog.phase("score"):
-            _score(p, fresh, state.step, gathered)
+            if fresh:  # a rank without a share has none
+                _score(p, fresh, state.step, gathered)
         fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
         kept = accumulator.add(batch_of(p, fresh, state))
         rollouts += [r for r in fresh if r.group in kept]
