@@ -1,7 +1,9 @@
 r"""Text-to-SQL with partial credit: does the query run, give the right rows, and look like the gold query?
 
 rewards:
-  - use: sql.reasoning_sql        # `answer`: the gold query; `db`: an SQLite file, or the statements that build one
+  - use: sql.execution            # right or wrong, by the rows alone; `answer`: the gold query
+    weight: 0
+  - use: sql.reasoning_sql        # `db`: an SQLite file, or the statements that build one
     params: {db_root: data/databases}
 
 "Reasoning-SQL", 2503.23157. Queries are run on a read-only copy of the database in memory. There is no judge model
@@ -11,6 +13,20 @@ here: a query with the right rows earns the judge's part too, another does not.
 from collections.abc import Mapping, Sequence
 
 from posttrain.verify.sql import sql_reward
+
+
+def execution(
+    completion: str,
+    answer: str | None,
+    db: str | Sequence[str],
+    *,
+    order_sensitive: bool = False,
+    timeout_s: float = 2.0,
+    db_root: str | None = None,
+) -> float | None:
+    """1 if the query gives the rows of the gold query, else 0; None if the gold query does not run."""
+    found = reasoning_sql(completion, answer, db, order_sensitive=order_sensitive, timeout_s=timeout_s, db_root=db_root)
+    return None if found is None else found["execution"]
 
 
 def reasoning_sql(
@@ -51,18 +67,27 @@ _DB = [
 _GOLD = "SELECT name FROM emp WHERE pay > 15"
 _ROW = {"answer": _GOLD, "db": _DB}
 
-EXAMPLES = [
-    (f"<think>look</think>\n<answer>\n```sql\n{_GOLD};\n```\n</answer>", _ROW, 8.0),
-    ("SELECT name FROM emp WHERE pay >= 20", _ROW, {"execution": 1.0, "ngram": 5 / 9, "reward": 7 + 5 / 9}),
-    ("SELECT name FROM emp WHERE pay > 25", _ROW, {"reward": 2.75, "execution": 0.0, "syntax": 1.0}),
-    ("SELEC name FROM emp", _ROW, {"reward": 2 / 3 + 0.25, "syntax": 0.0}),
-    ("DELETE FROM emp", _ROW, {"reward": 1 / 3 + 1 / 8, "syntax": 0.0}),
-    (
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n",
-        _ROW,
-        {"reward": 0.0, "syntax": 0.0},
-        {"timeout_s": 0.05},
-    ),
-    ("", _ROW, 0.0),
-    (_GOLD, {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),
-]
+EXAMPLES = {
+    "execution": [
+        ("SELECT name FROM emp WHERE pay >= 20", _ROW, 1.0),
+        ("SELECT name FROM emp WHERE pay > 25", _ROW, 0.0),
+        ("SELEC name", _ROW, 0.0),
+        ("", _ROW, 0.0),
+        ("", {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),
+    ],
+    "reasoning_sql": [
+        (f"<think>look</think>\n<answer>\n```sql\n{_GOLD};\n```\n</answer>", _ROW, 8.0),
+        ("SELECT name FROM emp WHERE pay >= 20", _ROW, {"execution": 1.0, "ngram": 5 / 9, "reward": 7 + 5 / 9}),
+        ("SELECT name FROM emp WHERE pay > 25", _ROW, {"reward": 2.75, "execution": 0.0, "syntax": 1.0}),
+        ("SELEC name FROM emp", _ROW, {"reward": 2 / 3 + 0.25, "syntax": 0.0}),
+        ("DELETE FROM emp", _ROW, {"reward": 1 / 3 + 1 / 8, "syntax": 0.0}),
+        (
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n",
+            _ROW,
+            {"reward": 0.0, "syntax": 0.0},
+            {"timeout_s": 0.05},
+        ),
+        ("", _ROW, 0.0),
+        (_GOLD, {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),
+    ],
+}
