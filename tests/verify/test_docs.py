@@ -1,0 +1,33 @@
+"""The scripts in docs/rewards.md do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from posttrain.recipe import tree, yaml
+from posttrain.recipe.sections import Reward
+from posttrain.verify.examples import run_examples
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_there_are_scripts() -> None:
+    assert len(SCRIPTS) == 2
+
+
+@pytest.mark.parametrize("text", SCRIPTS, ids=["one_row", "many_rows"])
+def test_the_examples_of_the_page_hold(text: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    outcomes = run_examples(tmp_path / "script.py")
+    assert len(outcomes) >= 2
+    assert [o.got for o in outcomes if not o.ok] == []
+
+
+def test_the_recipe_of_the_page_is_one() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    rewards = [Reward.model_validate(entry) for entry in tree.plain(yaml.parse(block, "page").tree)["rewards"]]
+    assert rewards[1].condition is not None and rewards[1].condition.on == "accuracy"
