@@ -18,6 +18,7 @@ from posttrain.errors import Interrupted, MergeError, RunError
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Plan, make_plan
 from posttrain.merge.stream import Changes, Tally, compare_written, write_merged
+from posttrain.recipe.merging import ARGUMENTS
 from posttrain.recipe.sections import Filtered
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
@@ -192,9 +193,10 @@ def _defaults(plan: Plan) -> dict[str, Any]:
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON."""
+    """Settings as JSON, under the recipe's keys."""
+    names = {argument: key.strip("_") for key, argument in ARGUMENTS.items()}
     return {
-        key: [entry.model_dump() if isinstance(entry, Filtered) else entry for entry in value]
+        names.get(key, key): [entry.model_dump() if isinstance(entry, Filtered) else entry for entry in value]
         if isinstance(value, list)
         else value
         for key, value in settings.items()

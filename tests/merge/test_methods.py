@@ -55,6 +55,7 @@ def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
     listed, parameters = RUNS[method]
     summary = merge(merge_method=method, models=listed, base_model="base", parameters=parameters)
     assert summary["changed"] > 0
+    assert {key: summary["parameters"].get(key) for key in parameters} == parameters
     rule = registry.get("merge", method)
     base, inputs = written(models / "base"), [written(models / m["model"]) for m in listed]
     if method == "slerp":
