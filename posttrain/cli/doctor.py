@@ -59,6 +59,8 @@ def examine() -> dict[str, Any]:
     """What there is. Nothing is downloaded and no model is loaded."""
     from importlib.util import find_spec
 
+    from posttrain.verify import sandbox
+
     disk = shutil.disk_usage(Path.cwd())
     found: dict[str, Any] = {
         "posttrain": __version__,
@@ -67,6 +69,7 @@ def examine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": _memory_gib(),
         "disk_free_gib": round(disk.free / 2**30, 1),
+        "sandbox": sandbox.describe(),
         "gpus": [],
         "packages": {name: version(name) for name in PACKAGES},
     }

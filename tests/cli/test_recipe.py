@@ -155,6 +155,7 @@ def test_doctor(call: Call) -> None:
     told = json.loads(call("doctor", "--json").stdout)
     assert told["packages"]["torch"]
     assert told["cores"] >= 1 and told["disk_free_gib"] > 0
+    assert told["sandbox"].startswith(("namespaces", "limits only"))
     text = call("doctor").stdout
     assert "posttrain  " in text and "transformers" in text
 
