@@ -367,7 +367,8 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     logs: list[dict[str, float]] = []
 
     def note(self: Any, duration: float) -> None:
-        current[self.name] = current.get(self.name, 0.0) + duration
+        name = self.name.removeprefix("GRPOTrainer.")
+        current[name] = current.get(name, 0.0) + duration
 
     ProfilingContext._log_metrics = note
 
@@ -421,13 +422,13 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     trainer.train()
     logs = result.pop("logs", [])
     names = {"vLLM.generate": "generate", "transformers.generate": "generate", "sync_weights": "sync"}
-    names |= {"GRPOTrainer._calculate_rewards": "score"}
+    names |= {"_calculate_rewards": "score"}
     found = {
         ours: [step.get(theirs, 0.0) for step in phases]
         for theirs, ours in names.items()
         if any(theirs in s for s in phases)
     }
-    waiting = [step.get("GRPOTrainer._prepare_inputs", 0.0) for step in phases]
+    waiting = [step.get("_prepare_inputs", 0.0) for step in phases]
     found["update"] = [whole - part for whole, part in zip(steps, waiting, strict=True)]
     result |= {
         "step_s": steps,
