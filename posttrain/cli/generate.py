@@ -12,7 +12,7 @@ import typer
 
 from posttrain.cli.guard import DEBUG
 from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, execute, preview, report
-from posttrain.errors import UserError
+from posttrain.errors import Interrupted, UserError
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A user message; may be given again.")]
@@ -94,7 +94,10 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
 
         run = Path(folder) / "run"
         with RunDirectory.open(run, name="generate", text=json.dumps(recipe), resolved=loaded.resolved) as directory:
-            summary = run_stage(loaded.recipe, directory)
+            try:
+                summary = run_stage(loaded.recipe, directory)
+            except Interrupted as stopped:
+                raise Interrupted("stopped; completions of --prompt are not kept", hint="") from stopped
         lines = Path(summary["completions"]).read_text(encoding="utf-8").splitlines()
     if as_json:
         typer.echo("\n".join(lines))

@@ -30,7 +30,9 @@ TRAINING = ("sft", "dpo", "rl")  # what several GPUs can do together
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print what would run, run nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the recipe and its scripts, print what would run, run nothing.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output (default: the newest).")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run directory.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Processes, one a GPU (default: 1).")]

@@ -115,6 +115,13 @@ def _kl_place(recipe: Any) -> Found:
         yield "kl.use", f"{use} differs from k3 only in its gradient, and a reward has none", "use k1 or k3"
 
 
+def _seeds(recipe: Any) -> Found:
+    if isinstance(recipe, st.PipelineRecipe):
+        for seed, times in Counter(recipe.seeds).items():
+            if times > 1:
+                yield "seeds", f"{seed} is given {times} times: the same run is no second one", "write other seeds"
+
+
 def _eval_settings(recipe: Any) -> Found:
     if isinstance(recipe, st.EvalRecipe):
         if recipe.eval.baseline is None:
@@ -177,6 +184,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _idle_critic,
     _kl_place,
     _eval_settings,
+    _seeds,
     _objective,
     _merge_inputs,
 )

@@ -228,7 +228,7 @@ class PipelineRecipe(Stage):
         default_factory=dict, description="sections merged under every stage that takes them"
     )
     stages: list[dict[str, Any]] = Field(min_length=1, description="name, stage, and that stage's sections")
-    seeds: list[int] = Field(default_factory=lambda: [0], description="the whole pipeline once a seed")
+    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="the whole pipeline once a seed")
     parallel: s.Positive = Field(1, description="seeds run side by side, each with its share of the cores")
     table: list[str] = Field(default_factory=list, description="eval stages compared in the closing table, in order")
 

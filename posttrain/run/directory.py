@@ -78,7 +78,12 @@ class RunDirectory:
         path = output if output is not None else _default_path(name, resolved, resume)
         _refuse_unusable(path, resume)
         with told_when_full(path):
-            path.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as cause:
+                raise UserError(
+                    f"no directory can be made at {path}: {cause.strerror}", hint="name another --output"
+                ) from cause
             lock = _lock(path)
             try:
                 before = read_json(path / "resolved.json")

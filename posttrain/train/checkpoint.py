@@ -32,6 +32,7 @@ class State:
     tokens: int = 0  # prompt + completion tokens sampled
     seconds: float = 0.0  # spent in steps
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
+    last_metrics: dict[str, Any] | None = None  # of the newest step
     controllers: dict[str, Any] | None = None  # state of each controller; None = the run has not begun
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
 

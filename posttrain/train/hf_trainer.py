@@ -185,7 +185,7 @@ class RunLoop:
             return
         run, state = self.job.recipe.run, self.job.state
         self.watchdog.leave()
-        self.last_metrics = values = self._finish_step(logs["loss"], logs["grad_norm"])
+        values = self._finish_step(logs["loss"], logs["grad_norm"])
         over = distributed.any_rank(self.stop.requested) or self.job.finished
         if state.step % run.log_every == 0 or self.job.finished:
             self.metrics.write(state.step, values)
@@ -217,7 +217,7 @@ class RunLoop:
             "time/step": seconds,
             "time/tokens_per_s": sums["tokens"] / seconds,
         }
-        state.first_metrics = state.first_metrics or values
+        state.first_metrics, state.last_metrics = state.first_metrics or values, values
         return values
 
 
@@ -282,12 +282,11 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
                 trainer.train()
     if not job.finished:
         raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
-    last = getattr(trainer, "last_metrics", {})
     return {
         "steps": job.state.step,
         "train_seconds": job.state.seconds,
         "loss_first": (job.state.first_metrics or {}).get("loss"),
-        "loss_last": last.get("loss"),
+        "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
         "model": str(directory.final),
         "save": distributed.on_main(save, job.loaded, directory.final),

@@ -116,8 +116,6 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         check_start(p)
     if state.controllers is None:
         state.controllers = p.controls.start()
-    first: dict[str, Any] | None = state.first_metrics or None
-    last: dict[str, Any] = {}
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
@@ -134,8 +132,7 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         state.controllers = p.controls.update(state.controllers, values, state.step)
         state.step += 1
         state.seconds += values["time/step"]
-        first, last = first or values, values
-        state.first_metrics = first
+        state.first_metrics, state.last_metrics = state.first_metrics or values, values
         metrics.write(state.step, values)
         saved_rollouts.write(directory.path, state.step, saved, keep=settings.keep_rollouts)
         samples.write(state.step, sample_records(rollouts, settings.samples_per_step))
@@ -157,8 +154,8 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
-        "reward_first": (first or {}).get("reward"),
-        "reward_last": last.get("reward", (first or {}).get("reward")),
+        "reward_first": (state.first_metrics or {}).get("reward"),
+        "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
         "model": str(directory.final),
         "save": report,

@@ -126,7 +126,7 @@ BASES = {
     "sft": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "merge": {"models": [{"model": "a"}, {"model": "c"}], "base_model": "b"},
-    **dict.fromkeys(("slerp", "update_selective"), {"models": [{"model": "a"}], "base_model": "b"}),  # of two models
+    **{name: {"models": [{"model": "a"}], "base_model": "b"} for name in ("slerp", "update_selective")},  # two models
 }
 
 

@@ -157,6 +157,8 @@ def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("stage: pipeline\nstages: [{name: a, stage: sft, model: {path: tiny}, data: {source: x}, run: {steps: 1}}]\n"
+         "seeds: [1, 1]\n", "r.yaml:3:8  seeds: 1 is given 2 times"),
         (RL + "kl: {use: k1, coef: 0.1}\n", "r.yaml:6:11  kl.use: k1 in the loss has gradient 1 for every token"),
         (RL + "kl: {use: k3_is, coef: 0.1, where: reward}\n", "kl.use: k3_is differs from k3 only in its gradient"),
         (RL + "rollout: {group_size: 1}\n",

@@ -160,9 +160,12 @@ def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened
     with opened("interrupted") as directory, StopAfter(2), pytest.raises(Interrupted, match="step 2 of 4"):
         rl.run(recipe(**settings), directory)
     assert checkpoints.latest(directory.checkpoints) is not None
-    with opened("interrupted", resume=True) as directory:
-        rl.run(recipe(**settings), directory)
-        assert timeless(directory.path) == expected
+    for _ in range(2):  # the second time there is nothing left to do, and the summary stays what it was
+        with opened("interrupted", resume=True) as directory:
+            summary = rl.run(recipe(**settings), directory)
+            assert timeless(directory.path) == expected
+            assert summary["reward_last"] == expected[-1]["reward"]
+            assert summary["reward_first"] == expected[0]["reward"]
 
 
 def test_out_of_time_ends_the_run_as_if_it_were_done(recipe: Make, opened: Opened) -> None:
