@@ -80,6 +80,8 @@ def build_root(root: str, spec: dict) -> None:
     """A file system below `root` with what a program needs to run, and enter it."""
     mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    os.mkdir(root + "/tmp")  # before what is readable: an interpreter may live below /tmp
+    mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={spec['disk_mb']}m,nr_inodes=1000,mode=1777")
     for source in spec["readable"]:
         target = root + source
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -101,8 +103,6 @@ def build_root(root: str, spec: dict) -> None:
         mount(f"/dev/{name}", f"{root}/dev/{name}", "none", _MS_BIND)
     os.mkdir(root + "/proc")
     mount("proc", root + "/proc", "proc", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    os.mkdir(root + "/tmp")
-    mount("tmpfs", root + "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={spec['disk_mb']}m,nr_inodes=1000,mode=1777")
     with open(root + "/tmp/main.py", "w", encoding="utf-8", errors="replace") as out:
         out.write(spec["code"])
     read_only(root, recursive=False)

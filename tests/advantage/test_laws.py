@@ -22,8 +22,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "effective_rank": {"stride": 1},
     "confidence": {"skip_all_correct": True},
     "capo": {"learning_rate": 1e-6},
+    "per_turn": {"min_group": 2},
+    "meta_reasoning": {"tag": "thinks", "step_reward": "step"},
 }
 IN_ORDER = {"riskpo", "step_gae", "d3s"}  # bundles and episodes are made of rows in order; ties go to the first row
+RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning"}
 NO_BASELINE = {"batch", "reinforce_pp", "gae", "step_gae", "mc_critic"}  # these need no group, and use none
 
 COMPONENTS = ("step", "thinks", "necessary_prefix/start", "necessary_prefix/end")
@@ -85,7 +88,7 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
 
 def rewarded(name: str, rows: RolloutBatch) -> RolloutBatch:
     """Gains by token for the one that reads them, none for those that look at the row's reward."""
-    if name != "information_gain":
+    if name not in ("information_gain", "per_turn"):
         return rows
     assert rows.values is not None
     return rows.replace(token_rewards=rows.values)
@@ -170,9 +173,10 @@ def test_equal_rewards_in_the_whole_batch_give_zero(name: str) -> None:
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | {"copo", "riskpo", "beta_norm"}])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n not in NO_BASELINE | RAW_ALONE])
 def test_a_group_of_one_gets_zero(name: str) -> None:
-    """Not so for copo and riskpo, which compare prompts too, and for beta_norm, which takes 0 as the mean then."""
+    """Not so for those that compare prompts too (copo, riskpo), take 0 as the mean then (beta_norm), or keep what is
+    alone raw (meta_reasoning)."""
     rows = batch().select([0, 3, 6, 9])
     found = outcome("advantage", name, rows.replace(values=torch.zeros(4, 6).double()))
     assert not found.any()

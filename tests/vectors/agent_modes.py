@@ -73,6 +73,9 @@ def masked_rollouts(lay_out: Callable[..., Any], loss: Callable[..., Any], aggre
 
     def adapter(case: Case) -> dict[str, Any]:
         values = given(arguments(case))
+        strange = sorted(set(values).difference(("segments", "max_length", "logp", "advantages")))
+        if strange:
+            raise KeyError(f"no argument {strange}")
         rows = [lay_out(segments, values["max_length"]) for segments in values["segments"]]
         found = {
             "mask": [row.mask for row in rows],
