@@ -43,6 +43,7 @@ class Settings:
     full_logits: bool = False  # sft and dpo
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
+    measured: int = 0  # bytes a step of what components read besides log-probs: hidden states, the likeliest tokens
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         "gradients": 4 * trained(shape),
         "activations": activations(shape, s),
         "logits": logits(shape, s, chunk_cells),
+        "measured for components": s.measured,
     }
     if s.half and not shape.adapter:
         update["bfloat16 casts of weights"] = 2 * shape.parameters

@@ -6,7 +6,7 @@ Weights are never loaded: the model is built without storage, from its configura
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
 from posttrain.train.logprobs import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.objective import Objective
-from posttrain.train.policy import BY_REFERENCE
+from posttrain.train.policy import AT_ROLLOUT, BY_REFERENCE, TOP_K
 
 Recipe = RlRecipe | SftRecipe | DpoRecipe
 ASSUMED_GIB = 80  # of a card that is not there
@@ -80,6 +80,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     settings = Settings(
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not shape.adapter,
+        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden),
         **common,
     )
     if rollout.engine == "vllm":
@@ -87,6 +88,20 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
     return replace(settings, engine=engine, engine_sleeps=True)
+
+
+def measured_bytes(needs: Collection[str], hidden: int) -> int:
+    """Bytes of one completion token, on the GPU for a whole step, of what components need besides log-probs."""
+    likeliest = 5 * TOP_K if {"topk_logp", "topk_chosen"} & set(needs) else 0  # a float32 and a flag each
+    numbers = len(set(needs) & {"values", "new_values", "old_vocab_mean_logp", "vocab_mean_logp", "entropy"})
+    return likeliest + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
+
+
+def passes(recipe: RlRecipe) -> int:
+    """Passes without gradient over a step's rollouts: by the policy that sampled, by the reference, over prompts."""
+    needs = Objective.from_recipe(recipe).needs
+    several = recipe.batch.epochs * recipe.batch.minibatches > 1
+    return sum([several or bool(needs & set(AT_ROLLOUT)), bool(needs & set(BY_REFERENCE)), "prompt_logp" in needs])
 
 
 @dataclass(frozen=True)
@@ -241,6 +256,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
         "updates a step": batch.epochs * batch.minibatches,
         "updates": steps * batch.epochs * batch.minibatches,
         "rollouts an update": rows // batch.minibatches,
+        "passes without gradient a step": passes(recipe),
         "tokens a step at most": round(rows * (mean + rollout.max_new_tokens)),
     }, longest
 

@@ -17,7 +17,17 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.calibrate import calibrate
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases
-from posttrain.train.plan import Machine, edits, plan, predicted, settings_of, shape_of, skeleton
+from posttrain.train.plan import (
+    Machine,
+    edits,
+    measured_bytes,
+    passes,
+    plan,
+    predicted,
+    settings_of,
+    shape_of,
+    skeleton,
+)
 
 SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_heads=5, intermediate=30, vocabulary=50)
 CHUNK = 1 << 26
@@ -194,3 +204,24 @@ def test_calibration_runs_the_update(recipe: Any) -> None:
     found = calibrate(recipe(batch={"micro_tokens": 128}), prompt=8, tokens_a_step=1000)
     rows = 128 // 24
     assert found["update_s"] == pytest.approx(found["micro_batch_s"] / (rows * 24) * 1000)
+
+
+def test_what_components_need_is_told() -> None:
+    """Hidden states of 64 float32 numbers a token; 50 likeliest tokens, a float32 and a flag each; one number a value."""
+    assert measured_bytes({"hidden", "groups"}, 64) == 256
+    assert measured_bytes({"topk_logp", "topk_chosen"}, 64) == 250
+    assert measured_bytes({"values", "new_values"}, 64) == 8
+    assert measured_bytes({"groups", "ref_logp"}, 64) == 0
+    base = {
+        "stage": "rl", "model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "math.accuracy"}],
+        "run": {"steps": 1},
+    }  # fmt: skip
+    found = {
+        name: passes(load_dict({**base, **more}, base_dir=Path(), where="test").recipe)
+        for name, more in {
+            "one update": {},
+            "two updates": {"batch": {"minibatches": 2}},
+            "a reference too": {"batch": {"minibatches": 2}, "kl": {"coef": 0.1}},
+        }.items()
+    }
+    assert found == {"one update": 0, "two updates": 1, "a reference too": 2}
