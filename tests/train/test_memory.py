@@ -207,7 +207,7 @@ def test_calibration_runs_the_update(recipe: Any) -> None:
 
 
 def test_what_components_need_is_told() -> None:
-    """Hidden states of 64 float32 numbers a token; 50 likeliest tokens, a float32 and a flag each; one number a value."""
+    """Hidden states of 64 float32 numbers a token; 50 likeliest tokens, a float32 and a flag each."""
     assert measured_bytes({"hidden", "groups"}, 64) == 256
     assert measured_bytes({"topk_logp", "topk_chosen"}, 64) == 250
     assert measured_bytes({"values", "new_values"}, 64) == 8
