@@ -46,7 +46,7 @@ def record(**more):
     }
 
 
-@pytest.mark.parametrize("script", ["rl_step.py", "sft.py"])
+@pytest.mark.parametrize("script", ["rl_step.py", "sft.py", "dpo.py"])
 def test_a_committed_file_gives_its_ratios(tmp_path, script):
     """Two steps left out: 2.0 s against 4.0 s a step, 10 GiB against 20."""
     file = tmp_path / "x.json"

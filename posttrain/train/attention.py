@@ -30,11 +30,30 @@ class Packed:
 
     borders: Tensor  # [n+1] int32 on the model's device: 0, end of row 0, end of row 1, ...
     lengths: tuple[int, ...]
+    keys: Keys | None = None  # None: each row attends to itself
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(ends.to(device), tuple(lengths))
+        return cls(_ends(lengths, device), tuple(lengths))
+
+    @classmethod
+    def sharing(cls, lengths: list[int], keys: list[int], sources: Tensor, device: torch.device) -> Packed:
+        """Rows that also attend to tokens of other rows before their own: see Keys."""
+        found = Keys(_ends(keys, device), tuple(keys), sources.to(device))
+        return cls(_ends(lengths, device), tuple(lengths), found)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What each of n rows attends to: `lengths` tokens, the last of which are the row itself (causally)."""
+
+    borders: Tensor  # [n+1] int32
+    lengths: tuple[int, ...]
+    sources: Tensor  # [sum of lengths] place of each in the line
+
+
+def _ends(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
 def packed_attention(
@@ -53,19 +72,26 @@ def packed_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     repeats = query.shape[1] // key.shape[1]
+    seen = packed.keys or packed
+    if packed.keys:
+        key, value = key[:, :, packed.keys.sources], value[:, :, packed.keys.sources]
     dtype = _compute_dtype(query)
     if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
         q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         out = _varlen()(
-            q, k, v, packed.borders, packed.borders, max(packed.lengths), max(packed.lengths),
+            q, k, v, packed.borders, seen.borders, max(packed.lengths), max(seen.lengths),
             scale=scaling, **_causal(sliding_window),
         )  # fmt: skip
         return out[None], None
     rows = [
         _row(q, k, v, scaling, sliding_window, gqa=repeats > 1)
-        for q, k, v in zip(*(x.split(packed.lengths, dim=2) for x in (query, key, value)), strict=True)
+        for q, k, v in zip(
+            query.split(packed.lengths, dim=2),
+            *(x.split(seen.lengths, dim=2) for x in (key, value)),
+            strict=True,
+        )
     ]
     return torch.cat(rows, dim=2).transpose(1, 2), None
 
@@ -77,11 +103,12 @@ def _compute_dtype(query: Tensor) -> torch.dtype:
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, *, gqa: bool) -> Tensor:
-    length = q.shape[2]
-    if window is None or length <= window:
+    """Causal attention of the last tokens of a row [1,heads,L,dim] to all of it [1,kv_heads,S,dim], L <= S."""
+    own, length = q.shape[2], k.shape[2]
+    if own == length and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    near = (distance >= 0) & (distance < window)
+    distance = torch.arange(length - own, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    near = (distance >= 0) & (distance < (window or length))
     return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=gqa)
 
 

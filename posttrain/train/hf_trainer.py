@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,27 @@ def micro_size(size: int, most: int, ranks: int) -> int:
     return max(even or fitting)
 
 
+StepOrder = Callable[[list[int], int], list[int]]  # (row numbers of a step, rows a micro-batch) -> in their order
+
+
+def by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
+    """Longest first: micro-batches of rows of similar length, which need little padding."""
+    del micro
+    return sorted(rows, key=lambda row: -lengths[row])
+
+
+def balanced(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
+    """Micro-batches of about as many tokens each: the longest row goes to the lightest of them that has room."""
+    parts = [list[int]() for _ in range(0, len(rows), micro)]
+    room = [min(micro, len(rows) - start) for start in range(0, len(rows), micro)]
+    tokens = [0] * len(parts)
+    for row in by_length(lengths, rows, micro):
+        part = min((n for n in range(len(parts)) if len(parts[n]) < room[n]), key=lambda n: tokens[n])
+        parts[part].append(row)
+        tokens[part] += lengths[row]
+    return [row for part in parts for row in part]
+
+
 @dataclass
 class Job:
     """One run: its parts, and how far it has come."""
@@ -73,6 +94,7 @@ class Job:
     sampler: PromptSampler
     optimizer: Optimizer
     longest: int = 0  # tokens of the longest row
+    order: StepOrder | None = None  # of the rows within a step; None: as they are drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
 
     @classmethod
@@ -94,12 +116,13 @@ class Job:
 class RowOrder(torch.utils.data.Sampler[int]):
     """Row numbers of all steps after `start`, drawn from the endless stream of passes: a function of the seed alone."""
 
-    def __init__(self, sampler: PromptSampler, planned: Plan, start: int) -> None:
-        self.sampler, self.plan, self.start = sampler, planned, start
+    def __init__(self, sampler: PromptSampler, planned: Plan, start: int, order: StepOrder | None = None) -> None:
+        self.sampler, self.plan, self.start, self.order = sampler, planned, start, order
 
     def __iter__(self) -> Iterator[int]:
         for first in range(self.start * self.plan.size, self.plan.rows, self.plan.size):
-            yield from self.sampler.take(first, min(self.plan.size, self.plan.rows - first))
+            rows = list(self.sampler.take(first, min(self.plan.size, self.plan.rows - first)))
+            yield from self.order(rows, self.plan.micro) if self.order else rows
 
     def __len__(self) -> int:
         return self.plan.rows - self.start * self.plan.size
@@ -141,7 +164,7 @@ class RunLoop:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> RowOrder:
         del train_dataset
-        return RowOrder(self.job.sampler, self.job.plan, self.job.state.step)
+        return RowOrder(self.job.sampler, self.job.plan, self.job.state.step, self.job.order)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """An optimiser step's micro-batches and its denominator; its learning rate and random numbers are set here."""

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import add_fused_lm_head
 
 from posttrain import registry
 from posttrain.batch import PairBatch, PairLoss
@@ -34,7 +35,7 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import sync_file, told_when_full
 from posttrain.run.progress import Progress
-from posttrain.train import distributed, hf_trainer, pair_columns
+from posttrain.train import distributed, hf_trainer, pair_columns, pair_packing
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 
@@ -63,9 +64,12 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     longest = max(prepared.items, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
+    packed = not single and packs(loaded, prepared.items)
+    tokens = [packed_length(pair) if packed else pair_length(pair) for pair in prepared.items]
     job = Job.of(recipe, directory, loaded, len(prepared.items), pair_length(longest))
+    job.order = functools.partial(hf_trainer.balanced if packed else hf_trainer.by_length, tokens)
     pair_loss = functools.partial(component.function, **recipe.loss.params)
-    trainer = make_trainer(job, prepared.items, pair_loss, columns)
+    trainer = make_trainer(job, prepared.items, pair_loss, columns, packed=packed)
     trainer.single = single
     anchors = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
     if anchors:
@@ -78,13 +82,25 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     return hf_trainer.train(trainer, job, COLUMNS, notes)
 
 
+def packs(loaded: models.LoadedModel, pairs: Sequence[Pair]) -> bool:
+    """Whether pairs are laid in one line: on a GPU, where it saves time, if the architecture can take it."""
+    return loaded.device.type == "cuda" and pair_packing.exact(loaded, pairs)
+
+
 def make_trainer(
     job: Job,
     pairs: Sequence[Pair],
     pair_loss: Callable[..., PairLoss],
     columns: pair_columns.Columns | None = None,
+    *,
+    packed: bool = False,
 ) -> Preference:
-    """`pair_loss` takes a PairBatch; its keyword arguments are bound by the caller. columns: its fields, by pair."""
+    """`pair_loss` takes a PairBatch; its keyword arguments are bound by the caller. columns: its fields, by pair.
+
+    packed: pairs in one line without padding (the model was switched by `attention.use_packed_attention`).
+    """
+    padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
+    collate = pair_packing.packed(job.loaded.device) if packed else padded
     trainer = hf_trainer.make_trainer(
         Preference,
         DPOConfig,
@@ -96,8 +112,10 @@ def make_trainer(
             "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
         },
         train_dataset=dataset(pairs, columns or {}),
-        data_collator=functools.partial(collated, DataCollatorForPreference(pad_token_id=job.loaded.pad_id)),
+        data_collator=functools.partial(collated, collate),
     )
+    causal = job.loaded.model.get_base_model() if job.loaded.is_lora else job.loaded.model
+    add_fused_lm_head(causal, outputs=("log_probs",))  # TRL's own measures entropies and more at each token
     trainer.pair_loss = pair_loss
     if job.loaded.is_lora and "ref" in job.loaded.model.peft_config:
         job.loaded.model.delete_adapter("ref")  # TRL's copy of the starting adapter, not needed here
@@ -114,7 +132,7 @@ def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None =
 
 
 def collated(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """TRL's collator for the tokens; other columns become tensors [P], a history [J,P]."""
+    """`collate` for the tokens; other columns become tensors [P], a history [J,P]."""
     batch = collate([{name: row[name] for name in TOKENS} for row in rows])
     others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in TOKENS}
     return {**batch, **{name: value.mT if value.dim() == 2 else value for name, value in others.items()}}
@@ -150,12 +168,12 @@ class Preference(RunLoop, DPOTrainer):
                 self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
-        return sum(len(batch["input_ids"]) // 2 for batch in batches)
+        return sum(len(scored_lengths(batch)) // 2 for batch in batches)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As the loop's, and numbers of the whole step that losses read: micro-batches change none of them."""
         batches, pairs = super().get_batch_samples(epoch_iterator, num_batches, device)
-        lengths = sum(int(_side(batch, 0)["completion_mask"][:, 1:].sum()) for batch in batches)
+        lengths = sum(int(scored_lengths(batch).chunk(2)[0].sum()) for batch in batches)
         self.mean_chosen_length = max(lengths, 1) / int(pairs)
         if self.single:
             self.kl_baseline = self._mismatched(batches)
@@ -187,8 +205,9 @@ class Preference(RunLoop, DPOTrainer):
 
     def _gather(self, batch: PairBatch, result: PairLoss, inputs: Mapping[str, Tensor]) -> None:
         self.add("pairs", len(batch.chosen_logp))
-        self.add("tokens", inputs["attention_mask"].sum())
-        self.add("trained", inputs["completion_mask"].sum())
+        whole = inputs["row_tokens"] if "row_tokens" in inputs else inputs["attention_mask"]
+        self.add("tokens", whole.sum())
+        self.add("trained", scored_lengths(inputs).sum())
         self.add("logps/chosen", batch.chosen_logp.sum())
         if not self.single:
             self.add("logps/rejected", batch.rejected_logp.sum())
@@ -203,7 +222,7 @@ class Preference(RunLoop, DPOTrainer):
 def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
     """Policy log-probs of P pairs: `inputs` holds P chosen rows, then P rejected ones, as the collator lays them."""
     chosen, rejected = summed_logps(model, inputs).chunk(2)
-    lengths = inputs["completion_mask"][:, 1:].sum(1)
+    lengths = scored_lengths(inputs)
     return PairBatch(
         chosen_logp=chosen,
         rejected_logp=rejected,
@@ -234,8 +253,15 @@ def _side(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
     return {name: inputs[name].chunk(2)[number] for name in names}
 
 
+def scored_lengths(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Scored tokens of the completions [2P], chosen rows first. The first token of a row is not scored."""
+    return inputs["lengths"] if "lengths" in inputs else inputs["completion_mask"][:, 1:].sum(1)
+
+
 def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """Log-probs of the completions [2P], summed over their tokens in float32."""
+    if "packed" in inputs:
+        return pair_packing.summed_logps(model, inputs)
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     outputs = model(
         input_ids=inputs["input_ids"],
@@ -266,11 +292,16 @@ def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict
             numbers = order[start : start + job.plan.micro]
             batch = collate([rows[n] for n in numbers])
             with torch.no_grad(), job.loaded.autocast():
-                sums = summed_logps(model, {name: value.to(job.loaded.device) for name, value in batch.items()})
+                sums = summed_logps(model, on_device(batch, job.loaded.device))
             out[:, numbers] = sums.cpu().view(2, -1)
             progress.update(start + len(numbers), {})
     model.train(training)
     return dict(zip(SIDES, distributed.add_up(out).unbind(), strict=True))
+
+
+def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Its tensors on the device; the borders of packed rows are there already."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def cached_logps(cache: Path, pairs: Sequence[Pair]) -> dict[str, Tensor] | None:
@@ -309,3 +340,8 @@ def lengths(pairs: Sequence[Pair]) -> str:
 def pair_length(pair: Pair) -> int:
     """Tokens of the longer side."""
     return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
+
+
+def packed_length(pair: Pair) -> int:
+    """Tokens of both sides and their prompt in one line."""
+    return len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) + 1

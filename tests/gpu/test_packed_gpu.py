@@ -47,3 +47,37 @@ def test_packed_equals_padded_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == config.num_hidden_layers
     assert (packed - padded).abs().max() < 0.1
     assert torch.nn.functional.cosine_similarity(packed_gradient.flatten(), gradient.flatten(), dim=0) > 0.999
+
+
+def test_a_shared_prompt_is_seen_by_both_sides() -> None:
+    """Pairs in one line: the kernel aligns few queries with the end of many keys."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from posttrain.train import pair_packing
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).cuda().bfloat16()
+    keep_master_weights(model)
+    add_fused_lm_head(model)
+    draw = torch.Generator().manual_seed(1)
+    made = [[torch.randint(0, 512, (n,), generator=draw).tolist() for n in row] for row in ((40, 7, 100), (3, 64, 9))]
+    pairs = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)) for row in made]
+    rows = [p["prompt_ids"] + p[side] for side in ("chosen_ids", "rejected_ids") for p in pairs]
+    alone = []
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        for row, prompt in zip(rows, [p["prompt_ids"] for p in pairs] * 2, strict=True):
+            ids = torch.tensor([row], device="cuda")
+            logps = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+            alone.append(logps.gather(-1, ids[0, 1:, None])[len(prompt) - 1 :].sum())
+    assert attention.use_packed_attention(model)
+    batch = pair_packing.packed(torch.device("cuda"))(pairs)
+    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = pair_packing.summed_logps(model, batch)
+    found.sum().backward()
+    torch.testing.assert_close(found.detach(), torch.stack(alone), rtol=5e-3, atol=0.5)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,110 @@
+"""Pairs in one line with their prompt once: the numbers of padded rows, and rows of a step balanced by tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.data.render import Pair
+from posttrain.models import load as models
+from posttrain.recipe.sections import Model
+from posttrain.run.metrics import read_metrics
+from posttrain.train import hf_trainer, pair_packing, preference
+from posttrain.train.attention import _row
+from posttrain.train.hf_trainer import Job
+
+PAIRS = [
+    Pair("a", (5, 6, 7, 8), (9, 10, 11), (12, 13)),
+    Pair("b", (5,), (9, 10), (12, 13, 14, 15, 16)),  # nothing to share
+    Pair("c", (6, 7, 8, 9, 10, 11), (12,), (13,)),
+    Pair("d", (), (12, 14), (13, 15, 16)),  # the first token of a row has no predecessor
+]
+
+
+def trainer_of(dpo_recipe: Any, directory: Any, tmp_path: Any, model: Any, *, packed: bool) -> Any:
+    recipe = dpo_recipe(model=model, batch={"size": 4, "micro_size": 4})
+    loaded = models.load(recipe.model, tmp_path, seed=0, training=True)
+    if packed:
+        assert pair_packing.exact(loaded, PAIRS)
+    job = Job.of(recipe, directory, loaded, len(PAIRS))
+    return preference.make_trainer(job, PAIRS, lambda batch: batch, packed=packed)
+
+
+@pytest.mark.parametrize("model", [{"path": "tiny"}, {"path": "tiny", "lora": {"rank": 4}}], ids=["full", "lora"])
+def test_log_probs_and_gradients_are_those_of_padded_rows(dpo_recipe, opened, tmp_path, model):
+    """Different weights on all eight rows, so that a token that saw another row would move a gradient."""
+    weights = torch.arange(1.0, 9.0)
+    found = []
+    for packed in (False, True):
+        with opened(f"run{packed}") as directory:
+            trainer = trainer_of(dpo_recipe, directory, tmp_path, model, packed=packed)
+            batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+            logps = preference.summed_logps(trainer.model, batch)
+            (logps * weights).sum().backward()
+            lengths = preference.scored_lengths(batch).tolist()
+            grads = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+            found.append((logps.detach(), lengths, grads))
+            assert trainer.denominator([batch]) == 4
+    (padded, lengths, wanted), (line, own_lengths, grads) = found
+    torch.testing.assert_close(line, padded, rtol=1e-5, atol=1e-5)
+    assert own_lengths == lengths == [3, 2, 1, 1, 2, 5, 1, 2]
+    assert grads.keys() == wanted.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_prompt_is_in_the_line_once():
+    """Pair a: 4 + 3 tokens, then the prompt's last token again and 2: 10 instead of 13."""
+    batch = pair_packing.packed(torch.device("cpu"))([{f"{n}_ids": list(getattr(PAIRS[0], f"{n}_ids"))
+                                                       for n in ("prompt", "chosen", "rejected")}])  # fmt: skip
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 8, 12, 13]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 3, 4, 5]]
+    assert batch["labels"].tolist() == [[-100, -100, -100, -100, 9, 10, 11, -100, 12, 13]]
+    assert batch["packed"].keys.sources.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 7, 8, 9]
+    assert (batch["packed"].lengths, batch["packed"].keys.lengths) == ((7, 3), (7, 6))
+    assert batch["row_tokens"].tolist() == [7, 6]
+
+
+def test_a_sliding_window_counts_from_the_end_of_the_row():
+    """Keys of other rows beyond the window change nothing; those within it do."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4), torch.randn(1, 1, 5, 4)
+    before = _row(q, k, v, None, 3, gqa=False)
+    far, near = k.clone(), k.clone()
+    far[:, :, 0] += 1  # the first query is token 3 of 0 to 4 and sees 1, 2, 3
+    near[:, :, 1] += 1
+    torch.testing.assert_close(_row(q, far, v, None, 3, gqa=False), before)
+    assert not torch.allclose(_row(q, near, v, None, 3, gqa=False)[:, :, 0], before[:, :, 0])
+
+
+def test_an_architecture_that_leaks_is_padded(monkeypatch):
+    """A model that adds the mean of the line to every token is found out."""
+    loaded = models.load(Model(path="tiny"), Path.cwd(), seed=0, training=True)
+    assert pair_packing.exact(loaded, PAIRS[:1])
+    layer = loaded.model.model.layers[0]
+    original = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x, **kw: original(x + x.mean(1, keepdim=True), **kw))
+    assert not pair_packing.exact(loaded, PAIRS[:1])
+
+
+def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatch):
+    """The whole stage, as on a GPU: losses, margins and counts of six steps."""
+    with opened("padded") as directory:
+        preference.run(dpo_recipe(), directory)
+    monkeypatch.setattr(preference, "packs", lambda loaded, pairs: pair_packing.exact(loaded, pairs))
+    with opened("packed") as directory:
+        preference.run(dpo_recipe(), directory)
+    for padded, line in zip(read_metrics(tmp_path / "padded"), read_metrics(tmp_path / "packed"), strict=True):
+        for name in ("loss", "grad_norm", "rewards/margins", "logps/rejected", "num_tokens", "trained_ratio"):
+            assert line[name] == pytest.approx(padded[name], rel=5e-4, abs=2e-6), name
+
+
+def test_order_within_a_step():
+    """Longest first; or 9 | 8 | then 5 to 8's, 4 to 9's, 1 to the lighter."""
+    lengths = [1, 9, 4, 8, 5]
+    assert hf_trainer.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
+    assert hf_trainer.balanced(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
+    assert hf_trainer.balanced(lengths, [4], 3) == [4]
