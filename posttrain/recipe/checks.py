@@ -142,6 +142,10 @@ def _eval_settings(recipe: Any) -> Found:
 def _references(recipe: Any) -> Found:
     """`stage:NAME` means something in a pipeline only, which checks it and puts a path in its place."""
     paths = {"model.path": recipe.model.path} if hasattr(recipe, "model") else {}
+    if isinstance(recipe, st.DpoRecipe):
+        named = recipe.anchors
+        paths |= {"anchors.reference": named.reference or "", "anchors.previous": named.previous or ""}
+        paths |= {f"anchors.history.{i}": path for i, path in enumerate(named.history)}
     if isinstance(recipe, st.MergeRecipe):
         paths = {f"models.{i}.model": m.model for i, m in enumerate(recipe.models)} | {"base_model": recipe.base_model}
     for key, path in paths.items():
@@ -170,6 +174,16 @@ def _objective(recipe: Any) -> Found:
         yield "objective.divide_by", what, "write `divide_by: tokens`"
 
 
+def _anchors(recipe: Any) -> Found:
+    """A policy that the pair loss does not read."""
+    if not isinstance(recipe, st.DpoRecipe) or split_function(recipe.loss.use) is not None:
+        return
+    for key, need in (("reference", "ref_logp"), ("previous", "prev_logp"), ("history", "history")):
+        read = need in recipe.loss.needs and not (key == "reference" and recipe.loss.params.get("reference_free"))
+        if getattr(recipe.anchors, key) and not read:
+            yield f"anchors.{key}", f"does nothing: {recipe.loss.use} does not read it", "remove it"
+
+
 def _merge_inputs(recipe: Any) -> Found:
     if isinstance(recipe, st.MergeRecipe):
         yield from merging.problems(recipe)
@@ -186,5 +200,6 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _eval_settings,
     _seeds,
     _objective,
+    _anchors,
     _merge_inputs,
 )

@@ -259,6 +259,17 @@ class PairLossSection(ComponentSection):
     use: str = "dpo"
 
 
+class Anchors(Section):
+    """Other policies that the preference loss reads, as models (path or `stage:NAME`): their log-probs of every pair are
+    computed once, one model after the other, before the policy is loaded."""
+
+    reference: str | None = Field(None, description="the reference; default: the policy as it is loaded")
+    previous: str | None = Field(
+        None, description="the policy that the pairs were sampled from (dno, inpo, p3o_pair); default: as it is loaded"
+    )
+    history: list[str] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
+
+
 class SftObjective(ComponentSection):
     """How much each trained token counts: weights in one sum of negative log-probs."""
 

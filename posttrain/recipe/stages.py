@@ -88,6 +88,7 @@ class DpoRecipe(Stage):
     model: s.Model
     data: s.Data
     loss: s.PairLossSection = Field(default_factory=lambda: s.PairLossSection.model_validate({}))
+    anchors: s.Anchors = Field(default_factory=s.Anchors)
     batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
     optim: s.DpoOptim = Field(default_factory=s.DpoOptim)
 

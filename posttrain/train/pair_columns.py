@@ -9,6 +9,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.errors import DataError
 from posttrain.places import split_function
+from posttrain.recipe.sections import Anchors
 
 Row = Mapping[str, Any]
 Columns = dict[str, list[Any]]
@@ -91,14 +92,18 @@ def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
     return f"{counts}; weighted, {ratio:.2f} good to 1 bad{advice}"
 
 
-def origin(wanted: frozenset[str], columns: Columns, source: str) -> str:
-    """Where the log-probs of other policies come from, in one line."""
+def origin(wanted: frozenset[str], columns: Columns, source: str, named: Anchors) -> str:
+    """Where the log-probs of other policies come from, in one line. named: the models that the recipe names."""
     parts = []
-    for need, name in (("ref_logp", "reference"), ("prev_logp", "previous policy")):
+    for need, name, model in (
+        ("ref_logp", "reference", named.reference),
+        ("prev_logp", "previous policy", named.previous),
+    ):
         if need in wanted:
-            given = ANCHORS[need][0] in columns
-            parts.append(f"{name}: {'columns of the data' if given else f'the starting policy ({source})'}")
+            given = "columns of the data" if ANCHORS[need][0] in columns else f"the starting policy ({source})"
+            parts.append(f"{name}: {model or given}")
     past = columns.get(ANCHORS["history"][0])
     if "history" in wanted:
-        parts.append(f"history: {len(past[0])} policies of the data" if past else "history: none")
+        given = f"{len(past[0])} policies of the data" if past else "none"
+        parts.append(f"history: {', '.join(named.history) or given}")
     return "; ".join(parts) or "reference: none, the loss does without"

@@ -1,16 +1,14 @@
 """Preference optimisation: TRL's DPOTrainer around our own pair losses.
 
-The reference is the policy as it is loaded, unless the data brings log-probs of another one: its summed log-probs of
-every pair are computed once, before the first step, and kept in the run directory. No second model is ever in memory;
-a loss without reference costs nothing.
+The reference is the policy as it is loaded, unless the recipe names another one (`anchors`) or the data brings its
+log-probs: summed log-probs of every pair are computed once, before the first step, and kept in the run directory. No
+second model is ever in memory; a loss without reference costs nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -31,16 +28,16 @@ from posttrain.data.render import Pair
 from posttrain.errors import RecipeError, UserError
 from posttrain.loss.pair_labels import kl_baseline
 from posttrain.models import load as models
+from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import sync_file, told_when_full
 from posttrain.run.progress import Progress
-from posttrain.train import distributed, hf_trainer, pair_columns, pair_packing
+from posttrain.train import anchors, distributed, hf_trainer, pair_columns, pair_packing
+from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 
 COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
-SIDES = ("chosen", "rejected")
 REWARD_METRICS = {
     "chosen_rewards": "rewards/chosen",
     "rejected_rewards": "rewards/rejected",
@@ -61,6 +58,8 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single)
     rows = {row["uid"]: row for row in prepared.rows}
     columns = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
+    measure = functools.partial(measured, recipe, prepared.items)
+    columns |= anchors.columns(recipe, directory, prepared.items, columns, tokenizer, measure)
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     longest = max(prepared.items, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
@@ -71,18 +70,18 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     pair_loss = functools.partial(component.function, **recipe.loss.params)
     trainer = make_trainer(job, prepared.items, pair_loss, columns, packed=packed)
     trainer.single = single
-    anchors = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
-    if anchors:
-        trainer.use_reference(prepared.items, directory.path / "reference.safetensors", anchors)
+    missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
+    if missing:
+        trainer.use_reference(prepared.items, directory.path / "reference.safetensors", missing)
     notes = [
         hf_trainer.rows_note(prepared, "rows" if single else "pairs"),
-        pair_columns.origin(wanted, columns, loaded.source),
+        pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
         pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths(prepared.items),
     ]
     return hf_trainer.train(trainer, job, COLUMNS, notes)
 
 
-def packs(loaded: models.LoadedModel, pairs: Sequence[Pair]) -> bool:
+def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     """Whether pairs are laid in one line: on a GPU, where it saves time, if the architecture can take it."""
     return loaded.device.type == "cuda" and pair_packing.exact(loaded, pairs)
 
@@ -114,12 +113,17 @@ def make_trainer(
         train_dataset=dataset(pairs, columns or {}),
         data_collator=functools.partial(collated, collate),
     )
-    causal = job.loaded.model.get_base_model() if job.loaded.is_lora else job.loaded.model
-    add_fused_lm_head(causal, outputs=("log_probs",))  # TRL's own measures entropies and more at each token
+    add_log_probs(job.loaded)
     trainer.pair_loss = pair_loss
     if job.loaded.is_lora and "ref" in job.loaded.model.peft_config:
         job.loaded.model.delete_adapter("ref")  # TRL's copy of the starting adapter, not needed here
     return trainer
+
+
+def add_log_probs(loaded: LoadedModel) -> None:
+    """Have the model return log-probs of its labels alone: TRL's own head measures entropies and more at each token."""
+    causal = loaded.model.get_base_model() if loaded.is_lora else loaded.model
+    add_fused_lm_head(causal, outputs=("log_probs",))
 
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -154,17 +158,17 @@ class Preference(RunLoop, DPOTrainer):
     def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
         return dataset  # `use_reference` adds them, where the loss needs them
 
-    def use_reference(self, pairs: Sequence[Pair], cache: Path, anchors: Sequence[str] = ("ref_logp",)) -> None:
-        """Add the columns of `anchors` (ref_chosen_logp, ref_rejected_logp, ...), by the policy as it is now.
+    def use_reference(self, pairs: Sequence[Pair], cache: Path, needs: Sequence[str] = ("ref_logp",)) -> None:
+        """Add the columns of `needs` (ref_chosen_logp, ref_rejected_logp, ...), by the policy as it is now.
 
         Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
         """
-        logps = distributed.on_main(cached_logps, cache, pairs)
+        logps = distributed.on_main(anchors.cached_logps, cache, pairs)
         if logps is None:
-            logps = reference_logps(self.job, self.train_dataset, self.data_collator)
-            distributed.on_main(store_logps, cache, pairs, logps)
-        for anchor in anchors:
-            for side, field in zip(SIDES, pair_columns.ANCHORS[anchor], strict=True):
+            logps = reference_logps(self.job.loaded, self.job.plan.micro, self.train_dataset, self.data_collator)
+            distributed.on_main(anchors.store_logps, cache, pairs, logps)
+        for need in needs:
+            for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True):
                 self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
@@ -278,21 +282,30 @@ def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {REWARD_METRICS.get(name, f"loss/{name}"): value for name, value in stats.items()}
 
 
-def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """`chosen` and `rejected` [number of pairs], float32: forward passes in micro-batches of similar length."""
-    model = job.loaded.model
+def measured(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> dict[str, Tensor]:
+    """`reference_logps` of a model that is not trained here."""
+    add_log_probs(loaded)
+    collate = functools.partial(collated, DataCollatorForPreference(pad_token_id=loaded.pad_id))
+    return reference_logps(loaded, hf_trainer.plan(recipe, len(pairs)).micro, dataset(pairs), collate)
+
+
+def reference_logps(
+    loaded: LoadedModel, micro: int, rows: Dataset, collate: Callable[[list[Any]], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """`chosen` and `rejected` [number of pairs], float32: forward passes of `micro` pairs of similar length."""
+    model = loaded.model
     lengths = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
     order = sorted(range(len(rows)), key=lambda n: -lengths[n])
     out = torch.zeros(2, len(rows))
     training = model.training
     model.eval()
     with Progress("reference", len(order), ()) as progress:
-        for part in distributed.share(math.ceil(len(order) / job.plan.micro)):
-            start = part * job.plan.micro
-            numbers = order[start : start + job.plan.micro]
+        for part in distributed.share(math.ceil(len(order) / micro)):
+            start = part * micro
+            numbers = order[start : start + micro]
             batch = collate([rows[n] for n in numbers])
-            with torch.no_grad(), job.loaded.autocast():
-                sums = summed_logps(model, on_device(batch, job.loaded.device))
+            with torch.no_grad(), loaded.autocast():
+                sums = summed_logps(model, on_device(batch, loaded.device))
             out[:, numbers] = sums.cpu().view(2, -1)
             progress.update(start + len(numbers), {})
     model.train(training)
@@ -302,29 +315,6 @@ def reference_logps(job: Job, rows: Dataset, collate: Callable[[list[Any]], dict
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Its tensors on the device; the borders of packed rows are there already."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def cached_logps(cache: Path, pairs: Sequence[Pair]) -> dict[str, Tensor] | None:
-    """What `store_logps` wrote for these very pairs, or None."""
-    if not cache.exists():
-        return None
-    stored = load_file(cache)
-    return {side: stored[side] for side in SIDES} if torch.equal(stored["pairs"], fingerprint(pairs)) else None
-
-
-def store_logps(cache: Path, pairs: Sequence[Pair], logps: Mapping[str, Tensor]) -> None:
-    """Write in one step: a kill leaves no half-written file under this name."""
-    partial = cache.with_suffix(".partial")
-    with told_when_full(cache):
-        save_file({**{k: v.contiguous() for k, v in logps.items()}, "pairs": fingerprint(pairs)}, partial)
-        sync_file(partial)
-        partial.replace(cache)
-
-
-def fingerprint(pairs: Sequence[Pair]) -> Tensor:
-    """A hash of all token ids in order, [32] uint8."""
-    tokens = [[list(p.prompt_ids), list(p.chosen_ids), list(p.rejected_ids)] for p in pairs]
-    return torch.tensor(list(hashlib.sha256(json.dumps(tokens).encode()).digest()), dtype=torch.uint8)
 
 
 def lengths(pairs: Sequence[Pair]) -> str:

@@ -104,11 +104,11 @@ def test_the_reference_under_lora_is_the_base_without_adapter(dpo_recipe, opened
         trainer.use_reference(pairs, directory.path / "reference.safetensors")
         before = load_file(directory.path / "reference.safetensors")
         hf_trainer.train(trainer, job, preference.COLUMNS, [])
-        trained = preference.reference_logps(job, trainer.train_dataset, trainer.data_collator)
+        trained = preference.reference_logps(loaded, job.plan.micro, trainer.train_dataset, trainer.data_collator)
         with loaded.model.disable_adapter():
-            base = preference.reference_logps(job, trainer.train_dataset, trainer.data_collator)
+            base = preference.reference_logps(loaded, job.plan.micro, trainer.train_dataset, trainer.data_collator)
     assert not torch.allclose(trained["chosen"], before["chosen"], atol=1e-2)
-    for side in preference.SIDES:
+    for side in anchors.SIDES:
         torch.testing.assert_close(base[side], before[side], rtol=1e-5, atol=1e-5)
 
 
@@ -160,11 +160,11 @@ def test_a_resumed_run_reads_the_reference_of_the_start(dpo_recipe, opened, rows
 
 def test_a_stored_reference_of_other_pairs_is_not_used(dpo_recipe, tmp_path):
     _, pairs = prepared(dpo_recipe(), tmp_path)
-    logps = {side: torch.ones(len(pairs)) for side in preference.SIDES}
-    preference.store_logps(tmp_path / "cache", pairs, logps)
-    assert torch.equal(preference.cached_logps(tmp_path / "cache", pairs)["chosen"], logps["chosen"])
-    assert preference.cached_logps(tmp_path / "cache", pairs[1:]) is None
-    assert preference.cached_logps(tmp_path / "missing", pairs) is None
+    logps = {side: torch.ones(len(pairs)) for side in anchors.SIDES}
+    anchors.store_logps(tmp_path / "cache", pairs, logps)
+    assert torch.equal(anchors.cached_logps(tmp_path / "cache", pairs)["chosen"], logps["chosen"])
+    assert anchors.cached_logps(tmp_path / "cache", pairs[1:]) is None
+    assert anchors.cached_logps(tmp_path / "missing", pairs) is None
 
 
 CUSTOM = """
