@@ -260,7 +260,7 @@ class PairLossSection(ComponentSection):
 
 
 class Anchors(Section):
-    """Other policies that the preference loss reads, as models (path or `stage:NAME`): their log-probs of every pair are
+    """Other policies that the preference loss reads, as models (path or `stage:NAME`): the log-probs of every pair are
     computed once, one model after the other, before the policy is loaded."""
 
     reference: str | None = Field(None, description="the reference; default: the policy as it is loaded")

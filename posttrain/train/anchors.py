@@ -41,8 +41,8 @@ def columns(
 ) -> pair_columns.Columns:
     """field of a PairBatch -> its value for each pair, for every policy of the recipe's `anchors`.
 
-    given: columns of the data. Raises RecipeError where they hold what `anchors` names too, and for a model with another
-    vocabulary.
+    given: columns of the data. Raises RecipeError where they hold what `anchors` names too, and for a model with
+    another vocabulary.
     """
     named = recipe.anchors
     found: pair_columns.Columns = {}

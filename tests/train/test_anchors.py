@@ -39,9 +39,11 @@ def test_a_reference_by_name_is_that_model(dpo_recipe: Any, rows_of: Any, other:
 
 
 def test_previous_and_history(dpo_recipe: Any, rows_of: Any, other: str) -> None:
-    """dno reads the previous policy alone: DPO against it. mnpo with one opponent and no weight on the reference too."""
+    """dno reads the previous policy alone: DPO against it. mnpo with one opponent and no reference too."""
     start = {"run": {"steps": 1}, "batch": {"size": 20, "micro_size": 20}}
-    expected = first(rows_of, dpo_recipe(**start, loss={"use": "dpo", "beta": 0.5}, anchors={"reference": other}), "dpo")
+    expected = first(
+        rows_of, dpo_recipe(**start, loss={"use": "dpo", "beta": 0.5}, anchors={"reference": other}), "dpo"
+    )
     dno = dpo_recipe(**start, loss={"use": "dno", "eta": 0.5}, anchors={"previous": other})
     assert first(rows_of, dno, "dno") == pytest.approx(expected, rel=1e-4)
     mnpo = {"use": "mnpo", "eta": 0.5, "ratio": 0.0, "distance": "logistic", "length_normalize": False}

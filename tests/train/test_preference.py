@@ -16,7 +16,7 @@ from posttrain.data.prepare import prepare_pairs
 from posttrain.errors import Interrupted, RecipeError, UserError
 from posttrain.models import load as models
 from posttrain.run.metrics import read_metrics
-from posttrain.train import hf_trainer, preference
+from posttrain.train import anchors, hf_trainer, preference
 from posttrain.train.hf_trainer import Job
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
