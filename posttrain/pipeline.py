@@ -37,6 +37,7 @@ RUNNERS = {
     "merge": "posttrain.merge.run:run",
     "eval": "posttrain.evaluate.run:run",
     "generate": "posttrain.evaluate.generate:run",
+    "pairs": "posttrain.evaluate.pairs:run",
     "run": "posttrain.pipeline:run",
 }
 HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors")

@@ -20,7 +20,7 @@ LAZY = {
 
 PANELS = {
     "Train": ("sft", "dpo", "rl", "merge", "run"),
-    "Measure": ("eval", "generate"),
+    "Measure": ("eval", "generate", "pairs"),
     "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "data", "doctor"),
 }
 

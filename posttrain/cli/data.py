@@ -68,12 +68,16 @@ def make_pairs(
         list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")
     ] = None,
     builder: Annotated[
-        str, typer.Option("--builder", metavar="NAME", help="right_wrong, short_long or best_worst.")
+        str, typer.Option("--builder", metavar="NAME", help="right_wrong, short_long, best_worst, ...")
     ] = "right_wrong",
     max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, metavar="N", help="Pairs a prompt at most.")] = 10,
     balance: Annotated[
         bool, typer.Option("--balance-lengths", help="As many pairs with a longer chosen side as with a shorter one.")
     ] = False,
+    max_gap: Annotated[
+        float | None,
+        typer.Option("--max-gap", min=1, metavar="X", help="Leave out pairs with a side X times as long as the other."),
+    ] = None,
     earlier: Annotated[
         list[Path] | None,
         typer.Option(
@@ -86,13 +90,17 @@ def make_pairs(
     right_wrong: right answers over wrong ones of similar length. short_long: the shortest right answer over the
     longest. best_worst: the best reward over the worst. Prompts whose completions are all alike make no pair. What was
     left out is told on stderr. Train on them with the same `data.system` and `data.prompt_template` as the recipe.
+    `posttrain pairs` makes the same from a recipe, as a stage of a pipeline too, and with completions of other models.
     """
     import json
     import typing
 
-    from posttrain.data.pair_rows import Builder, pair_rows
+    from posttrain.data.account import told
+    from posttrain.data.pair_builders import Options
+    from posttrain.data.pair_rows import pair_rows
     from posttrain.data.rows import load_rows
     from posttrain.errors import UserError
+    from posttrain.recipe.building import Builder
     from posttrain.recipe.load import load
     from posttrain.run.jsonl import read_rows
 
@@ -106,13 +114,14 @@ def make_pairs(
         sources,
         records,
         typing.cast(Builder, builder),
-        max_pairs=max_pairs,
+        options=Options(max_pairs=max_pairs),
         balance_lengths=balance,
+        max_gap=max_gap,
         earlier=before,
     )
     for row in found.rows:
         typer.echo(json.dumps(row, ensure_ascii=False))
-    left = "".join(f"; {count} {cause}" for cause, count in found.dropped.items())
+    left = f"; left out: {told(found.dropped)}" if found.dropped else ""
     counts = f"{len(found.rows)} pairs from {len(records)} completions"
     typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
 

@@ -1,4 +1,4 @@
-"""The verbs that run a recipe: sft, dpo, rl, merge, eval, run."""
+"""The verbs that run a recipe: sft, dpo, rl, merge, eval, pairs, run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ VERBS = {
     "rl": "Reinforcement learning with verifier rewards.",
     "merge": "Merge models.",
     "eval": "Measure a model's accuracy on rows that reward scripts grade.",
+    "pairs": "Make preference pairs from the completions of an eval or a generate.",
     "run": "Run a pipeline of stages.",
 }
 

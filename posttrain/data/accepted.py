@@ -28,7 +28,8 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
     for record in _lines(folder / "completions.jsonl"):
         by_problem.setdefault(record["problem"], []).append(record)
     found = [sorted(by_problem[i], key=lambda r: r["sample"]) for i in sorted(by_problem)]
-    if len(found) != len(problems) or any("prompt" not in problem for problem in problems):
+    graded = all("correct" in record for samples in found for record in samples)
+    if len(found) != len(problems) or any("prompt" not in problem for problem in problems) or not graded:
         raise DataError("not the run of a finished evaluation", where=str(folder))
     kept = accepted(
         [[r["completion"] for r in samples] for samples in found],

@@ -1,31 +1,32 @@
-"""From graded completions of an evaluation to preference rows, with an account of what made no pair."""
+"""From graded completions to preference rows, with an account by row of what made no pair."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from posttrain.data import pairs
-from posttrain.data.pairs import Choice, Texts
+from posttrain.data.account import told
+from posttrain.data.pair_builders import Options, Record, build
+from posttrain.data.pairs import Texts
 from posttrain.errors import DataError
+from posttrain.recipe.building import NEEDS, READS, Builder
 
-Builder = Literal["right_wrong", "short_long", "best_worst"]
-Record = Mapping[str, Any]
+Row = dict[str, Any]
 
 
 @dataclass
 class PairRows:
-    """Rows for `posttrain dpo`, and how many prompts or pairs were left out by cause."""
+    """Rows for `posttrain dpo`; `dropped`: cause -> uids of the prompts (of its pairs, one uid a pair) left out."""
 
-    rows: list[dict[str, Any]]
-    dropped: dict[str, int] = field(default_factory=dict)
+    rows: list[Row]
+    dropped: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def longer_chosen(self) -> float:
-        """Share of pairs whose chosen side has more tokens: far from 1/2, length alone tells the sides apart."""
-        longer = sum(row["chosen_tokens"] > row["rejected_tokens"] for row in self.rows)
-        return longer / max(len(self.rows), 1)
+        """Share of pairs whose chosen side is longer: far from 1/2, length alone tells the sides apart."""
+        return sum(gap(row) > 0 for row in self.rows) / max(len(self.rows), 1)
 
 
 def pair_rows(
@@ -33,82 +34,116 @@ def pair_rows(
     records: Sequence[Record],
     builder: Builder = "right_wrong",
     *,
-    max_pairs: int = 10,
+    others: Mapping[str, Sequence[Record]] | None = None,
+    options: Options | None = None,
     balance_lengths: bool = False,
+    max_gap: float | None = None,
     earlier: Sequence[Mapping[str, Any]] = (),
 ) -> PairRows:
     """Pairs of each prompt's completions, as its source row with chosen and rejected.
 
-    sources: uid -> row. records: uid, completion, finish, tokens, reward and correct of each completion. right_wrong:
-    right over wrong ones, `max_pairs` a prompt; short_long: the shortest right one over the longest; best_worst: the
-    best reward over the worst. Truncated completions are never chosen, and best_worst leaves them out. Each row also
-    gets chosen_score and rejected_score (rewards), chosen_win and rejected_win (win rates among the prompt's rewards),
-    chosen_tokens and rejected_tokens. `earlier`: rows of earlier rounds, not to be made again.
+    sources: uid -> row. records: uid, completion, finish, tokens, reward and correct of each completion; `others`: the
+    same of other policies (past, future, teacher), for builders that read them. Truncated completions are never chosen.
+    Each row also gets, for both sides, _score (reward), _win (win rate among the policy's rewards for the prompt),
+    _tokens and _source, and for `versus_past` ref_sample_is_chosen. max_gap: pairs whose longer side has more than this
+    times the tokens of the other are left out. `earlier`: rows of earlier rounds, not to be made again.
+
+    Raises DataError where no pair is left, or a completion is of no row.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(str(record["uid"]), []).append(record)
     found = PairRows([])
-    for uid, group in groups.items():
-        if uid not in sources:
-            raise DataError(f"no row `{uid}` in the recipe's data", hint="give the recipe that the completions are of")
-        choices = _choices(group, builder, max_pairs)
-        if not choices:
-            _count(found, "prompts without a pair", 1)
-        found.rows += [_row(sources[uid], group, choice) for choice in choices]
-    found.rows = _distinct(found, earlier)
+    for uid, pool in _pools(sources, records, builder, others or {}).items():
+        made = build(pool, builder, options or Options())
+        if not made.choices:
+            found.dropped.setdefault(f"prompts: {made.why}", []).append(uid)
+        for chosen, rejected in made.choices:
+            found.rows.append({**_row(sources[uid], pool, chosen, rejected), "uid": uid})
+    _drop_empty(found)
+    _drop_known(found, earlier)
+    if max_gap is not None:
+        _keep(found, [row for row in found.rows if length_ratio(row) <= max_gap], "pairs: lengths too far apart")
     if balance_lengths:
-        kept = pairs.length_balanced(found.rows, lambda row: row["chosen_tokens"] - row["rejected_tokens"])
-        _count(found, "pairs left out to balance lengths", len(found.rows) - len(kept))
-        found.rows = kept
+        _keep(found, pairs.length_balanced(found.rows, gap), "pairs: left out to balance lengths")
     if not found.rows:
-        raise DataError("no pair is left: " + "; ".join(f"{count} {cause}" for cause, count in found.dropped.items()))
+        raise DataError(
+            f"no pair is left: {told(found.dropped) or 'there are no completions'}",
+            hint=_hint(found.dropped),
+        )
+    found.rows = [{key: value for key, value in row.items() if key != "uid"} for row in found.rows]
     return found
 
 
-def _choices(group: Sequence[Record], builder: Builder, max_pairs: int) -> list[Choice]:
-    """The pairs of one prompt."""
-    lengths = [[r["tokens"] for r in group]]
-    cut = [[r["finish"] == "length" for r in group]]
-    if builder == "best_worst":
-        votes = [[None if r["finish"] == "length" else _score(r, "reward", builder)] for r in group]
-        judged = pairs.best_worst([votes])
-        return [Choice(0, judged.chosen[0], judged.rejected[0])] if judged.keep[0] else []
-    correct = [[_score(r, "correct", builder) for r in group]]
-    if builder == "short_long":
-        return pairs.short_long(correct, lengths, cut)
-    return pairs.right_wrong(correct, lengths, cut, max_pairs=max_pairs)
+def gap(row: Mapping[str, Any]) -> float:
+    """Length of the chosen side less that of the rejected one: tokens, or characters where tokens are not known."""
+    chosen, rejected = _lengths(row)
+    return chosen - rejected
 
 
-def _score(record: Record, key: str, builder: str) -> Any:
-    if key not in record:
-        raise DataError(
-            f"builder {builder} needs `{key}` of every completion",
-            where=f"row {record['uid']}",
-            hint="completions of `posttrain eval` have it; those of `generate` are not graded",
-        )
-    return record[key]
+def length_ratio(row: Mapping[str, Any]) -> float:
+    """Length of the longer side by that of the shorter."""
+    lengths = _lengths(row)
+    return max(lengths) / max(min(lengths), 1)
 
 
-def _row(source: Mapping[str, Any], group: Sequence[Record], choice: Choice) -> dict[str, Any]:
-    scores = [r.get("reward") for r in group]
-    scored = [i for i, score in enumerate(scores) if score is not None]
-    wins = dict(zip(scored, pairs.win_rates([[scores[i] for i in scored]]).win[0], strict=True)) if scored else {}
+def _lengths(row: Mapping[str, Any]) -> tuple[float, float]:
+    tokens = row["chosen_tokens"], row["rejected_tokens"]
+    return tokens if None not in tokens else (len(row["chosen"]), len(row["rejected"]))
+
+
+def _pools(
+    sources: Mapping[str, Mapping[str, Any]],
+    records: Sequence[Record],
+    builder: Builder,
+    others: Mapping[str, Sequence[Record]],
+) -> dict[str, list[Record]]:
+    """uid -> all answers to that prompt, in the order of the policy's own."""
+    for needed in NEEDS.get(builder, ()):
+        if needed not in others:
+            raise DataError(f"builder {builder} needs completions of `{needed}`")
+    for source in others:
+        if source not in READS.get(builder, ()):
+            raise DataError(f"builder {builder} reads no completions of `{source}`")
+    pools: dict[str, list[Record]] = {}
+    for source, given in {"own": records, **others}.items():
+        for record in given:
+            uid = str(record["uid"])
+            if uid not in sources:
+                raise DataError(
+                    f"no row `{uid}` in the recipe's data", hint="give the recipe that the completions are of"
+                )
+            pools.setdefault(uid, []).append({**record, "source": source})
+    for uid, pool in pools.items():
+        if builder == "gold_vs_own" and isinstance(sources[uid].get("completion"), str):
+            gold = {"completion": sources[uid]["completion"], "finish": "stop", "tokens": None, "reward": None}
+            pool.append({**gold, "uid": uid, "source": "gold"})
+    return pools
+
+
+def _row(source: Mapping[str, Any], pool: Sequence[Record], chosen: int, rejected: int) -> Row:
+    scores = [r.get("reward") for r in pool]
+    rated = [i for i, score in enumerate(scores) if score is not None and pool[i]["source"] == "own"]
+    wins = dict(zip(rated, pairs.win_rates([[scores[i] for i in rated]]).win[0], strict=True)) if rated else {}
     row = {key: value for key, value in source.items() if key not in ("uid", "completion")}
-    for side, place in (("chosen", choice.chosen), ("rejected", choice.rejected)):
-        record = group[place]
+    for side, place in (("chosen", chosen), ("rejected", rejected)):
+        record = pool[place]
         row |= {side: record["completion"], f"{side}_tokens": record["tokens"]}
-        row |= {f"{side}_score": scores[place], f"{side}_win": wins.get(place)}
+        row |= {f"{side}_score": scores[place], f"{side}_win": wins.get(place), f"{side}_source": record["source"]}
+    if {"own", "past"} == {row["chosen_source"], row["rejected_source"]}:
+        row["ref_sample_is_chosen"] = row["chosen_source"] == "past"
     return row
 
 
-def _distinct(found: PairRows, earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows whose texts are new, each once."""
-    by_texts = {_texts(row): row for row in reversed(found.rows)}
-    kept, dropped = pairs.distinct([_texts(row) for row in found.rows], [_texts(row) for row in earlier])
-    for cause, count in dropped.items():
-        _count(found, f"pairs: {cause}", count)
-    return [by_texts[texts] for texts in kept]
+def _drop_empty(found: PairRows) -> None:
+    kept = [row for row in found.rows if row["chosen"].strip() and row["rejected"].strip()]
+    _keep(found, kept, "pairs: an empty side")
+
+
+def _drop_known(found: PairRows, earlier: Sequence[Mapping[str, Any]]) -> None:
+    """Leaves the rows whose texts are new, each once."""
+    causes = pairs.repeats([_texts(row) for row in found.rows], [_texts(row) for row in earlier])
+    for row, cause in zip(found.rows, causes, strict=True):
+        if cause:
+            found.dropped.setdefault(f"pairs: {cause}", []).append(row["uid"])
+    found.rows = [row for row, cause in zip(found.rows, causes, strict=True) if cause is None]
 
 
 def _texts(row: Mapping[str, Any]) -> Texts:
@@ -116,6 +151,19 @@ def _texts(row: Mapping[str, Any]) -> Texts:
     return Texts(str(prompt), row["chosen"], row["rejected"])
 
 
-def _count(found: PairRows, cause: str, number: int) -> None:
-    if number:
-        found.dropped[cause] = found.dropped.get(cause, 0) + number
+def _keep(found: PairRows, kept: list[Row], cause: str) -> None:
+    ids = {id(row) for row in kept}
+    left = [row["uid"] for row in found.rows if id(row) not in ids]
+    if left:
+        found.dropped.setdefault(cause, []).extend(left)
+    found.rows = kept
+
+
+def _hint(dropped: Mapping[str, Sequence[str]]) -> str:
+    worst = max(dropped, key=lambda cause: len(dropped[cause]), default="")
+    return {
+        "prompts: all answers truncated": "raise sampling.max_new_tokens",
+        "prompts: no wrong answer": "take harder prompts, or a higher temperature",
+        "prompts: no right answer": "take easier prompts, or more samples",
+        "prompts: all scores equal": "take more samples, or a reward with more values",
+    }.get(worst, "")

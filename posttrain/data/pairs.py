@@ -370,26 +370,23 @@ class Texts(NamedTuple):
     rejected: str
 
 
-def distinct(pairs: Iterable[Texts], earlier: Iterable[Texts] = ()) -> tuple[list[Texts], dict[str, int]]:
-    """Pairs whose sides differ, each once and none of `earlier` rounds, with the count of what was dropped by cause.
-
-    Texts are compared without outer white space. A pair whose reverse was kept contradicts it and is dropped.
-    """
+def repeats(pairs: Iterable[Texts], earlier: Iterable[Texts] = ()) -> list[str | None]:
+    """For each pair why it is left out, or None: sides that are equal, a pair that was there before or in `earlier`
+    rounds, or whose reverse was, which it contradicts. Texts are compared without outer white space."""
     seen = {_key(pair) for pair in earlier}
-    kept: list[Texts] = []
-    dropped = {"equal sides": 0, "repeated": 0, "contradicts a kept pair": 0}
+    causes: list[str | None] = []
     for pair in pairs:
         prompt, chosen, rejected = _key(pair)
         if chosen == rejected:
-            dropped["equal sides"] += 1
+            causes.append("equal sides")
         elif (prompt, chosen, rejected) in seen:
-            dropped["repeated"] += 1
+            causes.append("repeated")
         elif (prompt, rejected, chosen) in seen:
-            dropped["contradicts a kept pair"] += 1
+            causes.append("contradicts a kept pair")
         else:
             seen.add((prompt, chosen, rejected))
-            kept.append(pair)
-    return kept, dropped
+            causes.append(None)
+    return causes
 
 
 def _key(pair: Texts) -> tuple[str, str, str]:

@@ -163,6 +163,11 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     return [*prompt_messages(row, section), *chat.clean_messages(answer)]
 
 
+def asked(row: Row, text: str, section: Data) -> Any:
+    """What was asked, as a data row holds it: messages, or the prompt's text where no chat template is used."""
+    return prompt_messages(row, section) if section.chat else text
+
+
 def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
     """The conversation before the model's turn: the prompt, or the messages without the assistant's closing ones."""
     prompt = row.get("prompt")

@@ -10,11 +10,10 @@ from typing import Any
 from posttrain.errors import RecipeError
 from posttrain.evaluate.compare import compare
 from posttrain.evaluate.efficiency import Efficiency, accuracy_capability, efficiency_metrics
+from posttrain.evaluate.sampling import PROBLEMS
 from posttrain.evaluate.summary import Record, verdict
 from posttrain.recipe.sections import EvalSettings
 from posttrain.run.jsonl import read_rows
-
-PROBLEMS = "problems.jsonl"
 
 
 def efficiency(records: Sequence[Record], base: Mapping[str, float] | None, weights: Sequence[float]) -> Efficiency:
@@ -39,7 +38,7 @@ def located(baseline: str, base_dir: Path) -> Path:
     """
     for place in (base_dir / baseline, Path(baseline)):
         folder = place.parent if place.name == PROBLEMS else place
-        if (folder / PROBLEMS).is_file():
+        if "accuracy" in next(iter(read_rows(folder / PROBLEMS)), {}):
             return folder
     raise RecipeError(f"{baseline} holds no finished evaluation ({PROBLEMS})", where="eval.baseline")
 

@@ -12,14 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from posttrain.batch import Prompt, Rollout
-from posttrain.data.render import prompt_messages
+from posttrain.batch import Rollout
+from posttrain.data.render import asked
 from posttrain.errors import RecipeError
 from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.memory import contamination
-from posttrain.evaluate.sampling import COMPLETIONS, Record, prepare, sample
+from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.run.directory import RunDirectory
@@ -28,8 +28,6 @@ from posttrain.run.jsonl import to_lines
 from posttrain.verify.extract import Extractor
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
-
-PROBLEMS = "problems.jsonl"
 
 
 def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
@@ -56,8 +54,8 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
         probe = settings.contamination
         seen = contamination(recipe, probe, directory, prepared.items, graded) if probe else None
-    asked = [{"prompt": problem(prompt, recipe)} for prompt in prepared.items]
-    rows = [{**row, **own} for row, own in zip(problem_rows(records), asked, strict=True)]
+    prompts = [{"prompt": asked(p.row, p.text, recipe.data)} for p in prepared.items]
+    rows = [{**row, **own} for row, own in zip(problem_rows(records), prompts, strict=True)]
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {
@@ -77,11 +75,6 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
     show(summary)
     return summary
-
-
-def problem(prompt: Prompt, recipe: EvalRecipe) -> Any:
-    """What was asked, as a data row holds it: messages, or the text where no chat template is used."""
-    return prompt_messages(prompt.row, recipe.data) if recipe.data.chat else prompt.text
 
 
 def against_baseline(

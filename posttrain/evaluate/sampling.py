@@ -24,6 +24,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 
 COMPLETIONS = "completions.jsonl"
+PROBLEMS = "problems.jsonl"
 VLLM_CHUNK = 4096  # sequences: long chunks keep vLLM's batch full, and a stop loses at most one of them
 
 Record = dict[str, Any]

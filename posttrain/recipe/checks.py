@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.errors import Problem
 from posttrain.places import split_function
-from posttrain.recipe import merging, objective_checks
+from posttrain.recipe import building, merging, objective_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.sections import Critic, EvalSettings, Reward
 from posttrain.recipe.tree import Node, dotted, follow
@@ -184,6 +184,11 @@ def _anchors(recipe: Any) -> Found:
             yield f"anchors.{key}", f"does nothing: {recipe.loss.use} does not read it", "remove it"
 
 
+def _pairs(recipe: Any) -> Found:
+    if isinstance(recipe, st.PairsRecipe):
+        yield from building.problems(recipe)
+
+
 def _merge_inputs(recipe: Any) -> Found:
     if isinstance(recipe, st.MergeRecipe):
         yield from merging.problems(recipe)
@@ -201,5 +206,6 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _seeds,
     _objective,
     _anchors,
+    _pairs,
     _merge_inputs,
 )

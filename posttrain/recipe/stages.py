@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 
 from posttrain.recipe import merging
 from posttrain.recipe import sections as s
+from posttrain.recipe.building import Builder
 from posttrain.recipe.section import ComponentSection, Section, registered
 
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
@@ -216,6 +217,45 @@ class GenerateRecipe(Stage):
     samples: s.Positive = Field(1, description="completions a prompt")
 
 
+class PairsRecipe(Stage):
+    """Preference pairs from completions of prompts, graded by `eval` or here."""
+
+    verb: ClassVar = "pairs"
+    unused: ClassVar = {**_NO_TRAINING, "run.seed": "nothing here is drawn"}
+    stage: Literal["pairs"] = "pairs"
+    completions: str = Field(
+        description="the policy's: the run directory of an eval or a generate, or its completions.jsonl; in a pipeline "
+        "stage:NAME/completions.jsonl"
+    )
+    builder: Builder = Field("right_wrong", description="which answers make pairs: docs/preference.md")
+    past: str | None = Field(None, description="completions of an earlier policy (temporal, versus_past)")
+    future: str | None = Field(None, description="completions of the model of phase 1 (temporal)")
+    teacher: str | None = Field(None, description="completions of a teacher (verified, large_margin)")
+    max_pairs: s.Positive = Field(10, description="pairs a prompt at most, where a builder makes several")
+    prefer_teacher: bool = Field(True, description="verified: the teacher's answer before the policy's own right one")
+    min_positive: float = Field(5.0, description="large_margin: least score of a chosen answer")
+    margin: float = Field(2.0, description="large_margin: least gap of the scores")
+    margin_student: float = Field(1.0, description="large_margin: the same where the chosen answer is the policy's own")
+    min_length: s.NonNegative = Field(0.0, description="after_verification: tokens of a good answer at least")
+    flags: dict[Literal["consistent", "repetitive", "reflective"], str] = Field(
+        default_factory=dict, description="after_verification: the reward component that says it"
+    )
+    balance_lengths: bool = Field(False, description="as many pairs with a longer chosen side as with a shorter one")
+    max_gap: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="leave out pairs whose longer side has more than this times the tokens of the other"
+    )
+    not_in: list[str] = Field(
+        default_factory=list, description="pairs of earlier rounds (files or run directories), not to be made again"
+    )
+    separability: s.Share | None = Field(
+        0.9, description="warn when style alone tells unseen pairs apart more often than this; null = do not ask"
+    )
+    rewards: list[s.Reward] = Field(
+        default_factory=list, description="what grades completions of `generate`; those of `eval` keep their grades"
+    )
+    scoring: s.Scoring = Field(default_factory=s.Scoring)
+
+
 class PipelineRecipe(Stage):
     """Stages in order, each with the sections of its own verb; `stage:NAME` names the model of an earlier one.
 
@@ -235,5 +275,6 @@ class PipelineRecipe(Stage):
 
 
 STAGES: dict[str, type[Stage]] = {
-    c.verb: c for c in (SftRecipe, DpoRecipe, RlRecipe, MergeRecipe, EvalRecipe, GenerateRecipe, PipelineRecipe)
+    c.verb: c
+    for c in (SftRecipe, DpoRecipe, RlRecipe, MergeRecipe, EvalRecipe, GenerateRecipe, PairsRecipe, PipelineRecipe)
 }

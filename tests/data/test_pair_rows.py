@@ -34,7 +34,7 @@ def test_right_over_wrong() -> None:
     assert (first["answer"], first["chosen_score"], first["rejected_score"]) == ("2", 1, 0)
     assert first["chosen_win"] == pytest.approx((1 + 0.7310585786) / 3)
     assert "uid" not in first
-    assert found.dropped == {"prompts without a pair": 1}
+    assert found.dropped == {"prompts: no wrong answer": ["2"]}
     assert found.longer_chosen == 0.5
 
 
@@ -48,18 +48,18 @@ def test_other_builders() -> None:
 def test_rules() -> None:
     """A repeated completion makes no second pair; earlier rounds count; lengths are balanced."""
     rows = [*GRADED, record("1", "3 ", 0)]
-    assert pair_rows(SOURCES, rows).dropped["pairs: repeated"] == 2
+    assert pair_rows(SOURCES, rows).dropped["pairs: repeated"] == ["1", "1"]
     earlier = [{"prompt": "1+1", "chosen": "2", "rejected": "3"}]
     assert [r["chosen"] for r in pair_rows(SOURCES, GRADED, earlier=earlier).rows] == ["two"]
     balanced = pair_rows(SOURCES, GRADED, balance_lengths=True)
     assert [r["chosen"] for r in balanced.rows] == ["2"]
-    assert balanced.dropped["pairs left out to balance lengths"] == 1
+    assert balanced.dropped["pairs: left out to balance lengths"] == ["1"]
 
 
 @pytest.mark.parametrize(
     ("records", "told"),
     [
-        (GRADED[4:], "no pair is left: 1 prompts without a pair"),
+        (GRADED[4:], r"no pair is left: prompts: no wrong answer: 1 \(row 2\)"),
         ([{"uid": "1", "completion": "2", "finish": "stop", "tokens": 1}], "needs `correct`"),
         ([record("9", "2", 1)], "no row `9`"),
     ],

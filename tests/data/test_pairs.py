@@ -139,13 +139,11 @@ def test_generalisation_factor() -> None:
     assert pairs.generalisation_factor([1, 0], [2, 0]) == pytest.approx([5 / 3, 0])
 
 
-def test_distinct_pairs() -> None:
+def test_repeated_pairs() -> None:
     first = Texts("p", "a", "b")
     given = [first, Texts("p", "a ", "b"), Texts("p", "b", "a"), Texts("p", "a", " a"), Texts("q", "a", "b")]
-    kept, dropped = pairs.distinct(given)
-    assert kept == [first, Texts("q", "a", "b")]
-    assert dropped == {"equal sides": 1, "repeated": 1, "contradicts a kept pair": 1}
-    assert pairs.distinct(given, earlier=[first])[0] == [Texts("q", "a", "b")]
+    assert pairs.repeats(given) == [None, "repeated", "contradicts a kept pair", "equal sides", None]
+    assert pairs.repeats([first, given[-1]], earlier=[first]) == ["repeated", None]
 
 
 def test_length_balance() -> None:

@@ -1,0 +1,151 @@
+"""The pairs stage: preference pairs from the completions of an evaluation or a generation, in pairs.jsonl."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.account import told
+from posttrain.data.pair_builders import Options
+from posttrain.data.pair_rows import PairRows, pair_rows
+from posttrain.data.separability import FEWEST_PAIRS, separability, style
+from posttrain.errors import DataError
+from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS
+from posttrain.places import find
+from posttrain.recipe.stages import PairsRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.run.durable import write_text
+from posttrain.run.jsonl import read_rows, to_lines
+from posttrain.verify.load import check_columns, load_reward
+from posttrain.verify.score import Sample, Scorer
+
+PAIRS = "pairs.jsonl"
+PROBED = 300  # pairs that the style probe is asked about
+OTHERS = ("past", "future", "teacher")
+
+Row = dict[str, Any]
+
+
+def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Write pairs.jsonl and return counts. Raises DataError where no pair is left, saying why for how many prompts."""
+    sources, records = read(recipe.completions, recipe)
+    others = {name: read(path, recipe)[1] for name in OTHERS if (path := getattr(recipe, name)) is not None}
+    found = pair_rows(
+        sources,
+        records,
+        recipe.builder,
+        others=others,
+        options=options(recipe),
+        balance_lengths=recipe.balance_lengths,
+        max_gap=recipe.max_gap,
+        earlier=[row for path in recipe.not_in for row in earlier_pairs(path, recipe.base_dir)],
+    )
+    write_text(directory.path / PAIRS, to_lines(found.rows))
+    summary = {
+        "pairs": len(found.rows),
+        "completions": len(records),
+        "accuracy": rate([r.get("correct") for r in records]),
+        "longer_chosen": found.longer_chosen,
+        "score_gap": rate([_score_gap(row) for row in found.rows]),
+        "style_accuracy": style_accuracy(found.rows),
+        "dropped": {cause: len(uids) for cause, uids in found.dropped.items()},
+        "file": str(directory.path / PAIRS),
+    }
+    for line in remarks(found, summary, recipe.separability):
+        print(line, file=sys.stderr)
+    return summary
+
+
+def options(recipe: PairsRecipe) -> Options:
+    """What the builders are told."""
+    names = ("max_pairs", "prefer_teacher", "min_positive", "margin", "margin_student", "min_length", "flags")
+    return Options(**{name: getattr(recipe, name) for name in names})
+
+
+def read(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
+    """uid -> row of each prompt, and the graded completions, of an eval's or a generate's run directory."""
+    place = find(path, recipe.base_dir, "completions", DataError)
+    folder = place.parent if place.is_file() else place
+    file = place if place.is_file() else folder / COMPLETIONS
+    problems, records = read_rows(folder / PROBLEMS), read_rows(file)
+    if not problems or not records or "prompt" not in problems[0]:
+        raise DataError("not the run of a finished eval or generate", where=str(folder))
+    sources = {str(p["uid"]): {**p.get("row", {}), "uid": p["uid"], "prompt": p["prompt"]} for p in problems}
+    for row in sources.values():
+        row.pop("messages", None)  # the prompt holds them, without the answer
+    if "correct" not in records[0] and recipe.rewards:
+        records = graded(records, {str(p["uid"]): p["row"] for p in problems}, recipe)
+    return sources, records
+
+
+def graded(records: Sequence[Row], rows: Mapping[str, Row], recipe: PairsRecipe) -> list[Row]:
+    """The records of a generation with scores, reward and correct."""
+    rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
+    check_columns(rewards, {column for row in rows.values() for column in row})
+    samples = [
+        Sample(
+            completion=r["completion"],
+            row=rows[str(r["uid"])],
+            prompt=r["prompt"],
+            finish=r["finish"],
+            token_count=r["tokens"],
+            group=r["problem"],
+        )
+        for r in records
+    ]
+    with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
+        scores = scorer.score(samples)
+    return [
+        {
+            **record,
+            "scores": {name: column[i] for name, column in scores.components.items()},
+            "reward": scores.rewards[i],
+            "correct": scores.correct[i],
+        }
+        for i, record in enumerate(records)
+    ]
+
+
+def earlier_pairs(path: str, base_dir: Path) -> list[Row]:
+    """The pairs in a file, or in a run directory of this stage."""
+    place = find(path, base_dir, "pairs", DataError)
+    return read_rows(place / PAIRS if place.is_dir() else place)
+
+
+def style_accuracy(rows: Sequence[Row]) -> float | None:
+    """How often a linear probe on letter triples says of a pair that it has not seen which side is chosen."""
+    probed = rows[:: max(1, len(rows) // PROBED)][:PROBED]
+    if len(probed) < FEWEST_PAIRS:
+        return None
+    found = separability(*([style(row[side]) for row in probed] for side in ("chosen", "rejected")))
+    return None if found is None else found.loo_accuracy
+
+
+def rate(values: Sequence[float | bool | None]) -> float | None:
+    """Mean of what is there."""
+    there = [float(v) for v in values if v is not None]
+    return sum(there) / len(there) if there else None
+
+
+def _score_gap(row: Row) -> float | None:
+    scores = row["chosen_score"], row["rejected_score"]
+    return None if None in scores else scores[0] - scores[1]
+
+
+def remarks(found: PairRows, summary: Mapping[str, Any], threshold: float | None) -> list[str]:
+    """Sentences on what was made, what was left out, by row, and what to look at before training."""
+    lines = [
+        f"{summary['pairs']} pairs from {summary['completions']} completions, "
+        f"{summary['longer_chosen']:.0%} with a longer chosen side"
+    ]
+    if found.dropped:
+        lines.append(f"left out: {told(found.dropped)}")
+    probe = summary["style_accuracy"]
+    if probe is not None and threshold is not None and probe > threshold:
+        lines.append(
+            f"LOOK: letter triples alone tell {probe:.0%} of unseen pairs apart: the model may learn the style and not "
+            "what is right; draw both sides from the same model"
+        )
+    return lines
