@@ -65,6 +65,8 @@ def _print(found: dict[str, Any]) -> None:
         cells = (f"{parts[part]:>10.2f}" if part in parts else f"{'':10}" for parts in phases.values())
         typer.echo(f"  {part:28}" + "".join(cells))
     typer.echo(f"  {'sum':28}" + "".join(f"{parts['sum']:>10.2f}" for parts in phases.values()))
+    for part, size in found["host_gib"].items():
+        typer.echo(f"  {part + ' (host)':28}{size:>10.2f}")
     verdict = "fits" if found["fits"] else "does NOT fit"
     typer.echo(f"\npeak {found['peak_gib']} GiB in `{found['peak_phase']}`: {verdict} in {found['card_gib']} GiB")
     for edit in found["edits"]:

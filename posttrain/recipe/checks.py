@@ -53,6 +53,11 @@ def _quantized(recipe: Any) -> Found:
         yield "model.quantize", "4-bit weights cannot be trained themselves", "add `lora: {}` to `model`"
 
 
+def _offloaded_reference(recipe: Any) -> Found:
+    if isinstance(recipe, st.RlRecipe) and recipe.model.offload_reference and recipe.model.lora:
+        yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
+
+
 def _reward_names(recipe: Any) -> Found:
     rewards: list[Reward] = getattr(recipe, "rewards", [])
     names = Counter(reward_name(r) for r in rewards)
@@ -197,6 +202,7 @@ def _merge_inputs(recipe: Any) -> Found:
 CHECKS: tuple[Callable[[Any], Found], ...] = (
     _length,
     _quantized,
+    _offloaded_reference,
     _reward_names,
     _groups,
     _idle_keys,

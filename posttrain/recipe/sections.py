@@ -38,6 +38,9 @@ class Model(Section):
     quantize: Literal["nf4"] | None = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    offload_reference: bool = Field(
+        False, description="full training: the frozen reference waits in host memory while it is not read"
+    )
     chat_template: str | None = Field(None, description="a Jinja file that replaces the tokenizer's template")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
@@ -294,6 +297,10 @@ class SftObjective(ComponentSection):
 class Optim(Section):
     """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
 
+    use: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        "adamw",
+        description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
+    )
     lr: Annotated[float, Field(gt=0)] = 1e-6
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
     eps: Annotated[float, Field(gt=0)] = 1e-8

@@ -35,6 +35,7 @@ class Stage(Section):
         return self._base_dir
 
 
+_NO_REFERENCE_COPY = {"model.offload_reference": "only rl keeps a copy of the starting policy"}
 _NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts as it goes")
 _NO_TRAINING = dict.fromkeys(
     (
@@ -53,6 +54,7 @@ _NO_TRAINING = dict.fromkeys(
 _READ_ONLY = {
     **_NO_TRAINING,
     "model.gradient_checkpointing": "this stage does not train",
+    "model.offload_reference": "this stage has no reference",
     "model.lora": "an adapter is evaluated by naming its directory in model.path",
     "data.train_on": "this stage does not train",
     "data.thought_dropout": "this stage does not train",
@@ -64,7 +66,7 @@ class SftRecipe(Stage):
     """Supervised fine-tuning."""
 
     verb: ClassVar = "sft"
-    unused: ClassVar = _NO_ROLLOUTS
+    unused: ClassVar = {**_NO_ROLLOUTS, **_NO_REFERENCE_COPY}
     stage: Literal["sft"] = "sft"
     model: s.Model
     data: s.Data
@@ -80,6 +82,7 @@ class DpoRecipe(Stage):
     presets: ClassVar = True
     unused: ClassVar = {
         **_NO_ROLLOUTS,
+        **_NO_REFERENCE_COPY,
         "data.train_on": "pairs are compared on their completions",
         "data.thought_dropout": "only sft empties thoughts",
         "batch.packing": "only sft packs rows",

@@ -74,7 +74,8 @@ def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Mo
     load_weights(loaded, folder)
     if critic is not None:
         load_head(critic, folder)
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=loaded.device, weights_only=True))
+    # From the host: each optimiser brings its moments to where it keeps them.
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
     return State(**json.loads((folder / "state.json").read_text()))
 
 

@@ -28,6 +28,7 @@ class Shape:
     kv_heads: int  # key/value heads x head size
     intermediate: int
     vocabulary: int
+    embeddings: int = 0  # parameters of input embeddings
     adapter: int = 0  # parameters of the adapter; 0 = all weights are trained
 
 
@@ -39,7 +40,9 @@ class Settings:
     quantized: bool = False
     half: bool = True
     checkpointing: bool = False
+    optimizer: str = "adamw"  # optim.use
     reference_copy: bool = False  # full training with a term that needs the reference
+    reference_offloaded: bool = False  # it waits in the host's memory
     full_logits: bool = False  # sft and dpo
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
@@ -48,9 +51,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Phases:
-    """Bytes by part in each phase of a step."""
+    """Bytes by part in each phase of a step, and what stands in the host's memory instead."""
 
     parts: dict[str, dict[str, int]] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
 
     def total(self, phase: str) -> int:
         return sum(self.parts[phase].values())
@@ -78,9 +82,12 @@ def trained(shape: Shape) -> int:
     return shape.adapter or shape.parameters
 
 
-def optimizer(shape: Shape) -> dict[str, int]:
-    """AdamW: two float32 moments."""
-    return {"AdamW moments": 8 * trained(shape)}
+def optimizer(shape: Shape, s: Settings) -> dict[str, int]:
+    """AdamW: two float32 moments; in 8 bits two bytes, and two float32 scales a block of 256, but for embeddings."""
+    if s.optimizer == "adamw":
+        return {"AdamW moments": 8 * trained(shape)}
+    embeddings = 0 if shape.adapter else shape.embeddings
+    return {"8-bit AdamW moments": int((2 + 8 / 256) * (trained(shape) - embeddings)) + 8 * embeddings}
 
 
 def block_bytes(shape: Shape, s: Settings) -> int:
@@ -117,22 +124,45 @@ def kv_bytes(shape: Shape, s: Settings) -> int:
     return shape.layers * shape.kv_heads * (key + (2 if s.half else 4))
 
 
+def reference(shape: Shape, s: Settings) -> int:
+    """The frozen copy of full training: matrices of the blocks in the precision of products, the rest in float32."""
+    return 4 * shape.parameters - (2 * shape.linear if s.half else 0)
+
+
+def casts(shape: Shape, s: Settings) -> int:
+    """What autocast holds of trained weights during a pass: matrices of the blocks and the output head in bfloat16."""
+    return 2 * (shape.linear + shape.vocabulary * shape.hidden) if s.half and not shape.adapter else 0
+
+
 def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
-    """Bytes of rollout (if there is an engine), update and sync. A phase's peak is its sum."""
-    kept = {**weights(shape, s), **optimizer(shape), "CUDA context": CONTEXT if s.half else 0}
-    if s.reference_copy:
-        kept["reference copy"] = 4 * shape.parameters
+    """Bytes of rollout (if there is an engine), measure (if a reference comes from the host for it), update and sync.
+
+    A phase's peak is its sum. Gradients live in the update alone.
+    """
+    kept = {**weights(shape, s), **optimizer(shape, s), "CUDA context": CONTEXT if s.half else 0}
+    host: dict[str, int] = {}
+    if s.optimizer == "paged_adamw_8bit":
+        host |= {name: kept.pop(name) for name in optimizer(shape, s)}
+    copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}
+    if s.reference_offloaded:
+        host |= copy
+    else:
+        kept |= copy
     update = {
         **kept,
         "gradients": 4 * trained(shape),
         "activations": activations(shape, s),
         "logits": logits(shape, s, chunk_cells),
         "measured for components": s.measured,
+        "bfloat16 casts of weights": casts(shape, s),
     }
-    if s.half and not shape.adapter:
-        update["bfloat16 casts of weights"] = 2 * shape.parameters
     parts = {"update": update}
+    if s.reference_offloaded and copy:
+        measure = {**kept, **copy, "logits": logits(shape, s, chunk_cells), "measured for components": s.measured}
+        parts = {"measure": measure, **parts}
     if s.engine:
-        update["engine"] = 0 if s.engine_sleeps else s.engine
-        parts = {"rollout": {**kept, "engine": s.engine}, "update": update, "sync": {**kept, "engine": s.engine}}
-    return Phases({name: {k: v for k, v in part.items() if v} for name, part in parts.items()})
+        for part in parts.values():
+            part["engine"] = 0 if s.engine_sleeps else s.engine
+        around = {**kept, "engine": s.engine}
+        parts = {"rollout": around, **parts, "sync": dict(around)}
+    return Phases({name: {k: v for k, v in part.items() if v} for name, part in parts.items()}, host)

@@ -1,7 +1,8 @@
-"""Optimiser, learning-rate schedule and gradient clipping of the RL loop."""
+"""Optimiser, learning-rate schedule and gradient clipping, the same in every stage that trains."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any, Literal
 
@@ -9,24 +10,79 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from posttrain.errors import MissingExtra, RecipeError
 from posttrain.recipe.sections import Optim
+
+PAGED = "paged_adamw_8bit"
+
+
+def check(section: Optim, device: torch.device) -> None:
+    """Refuse an optimiser that cannot run here, before a model is loaded. Raises MissingExtra, RecipeError."""
+    if section.use == "adamw":
+        return
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingExtra("bitsandbytes", f"optim.use: {section.use}", "quant")
+    if section.use == PAGED and device.type != "cuda":
+        raise RecipeError(
+            f"optim.use: {PAGED} needs a GPU: on a CPU there is no memory to page out of",
+            hint="write `optim.use: adamw_8bit`",
+        )
 
 
 def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, critic_lr: float = 0.0) -> Optimizer:
-    """AdamW over the trainable parameters, without weight decay on vectors (norms and biases).
+    """The recipe's AdamW over the trainable parameters, without weight decay on vectors (norms and biases).
 
     A critic has a learning rate of its own, which follows the same schedule, and no weight decay.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": section.weight_decay}]
+    if section.use != "adamw":
+        groups = _in_eight_bits(groups[0], model)
+    groups.append({"params": vectors, "weight_decay": 0.0})
     if critic is not None:
         scale = critic_lr / section.lr
         groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "scale": scale})
     beta1, beta2 = section.betas
-    return AdamW([g for g in groups if g["params"]], lr=section.lr, betas=(beta1, beta2), eps=section.eps)
+    settings: dict[str, Any] = {"lr": section.lr, "betas": (beta1, beta2), "eps": section.eps}
+    groups = [g for g in groups if g["params"]]
+    if section.use != "adamw":
+        return _eight_bit_adamw(paged=section.use == PAGED)(groups, **settings)
+    on_gpu = trained[0].device.type == "cuda"
+    return AdamW(groups, **settings, fused=on_gpu or None)  # fused: no copy of all second moments in between
+
+
+def _in_eight_bits(matrices: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:
+    """Embeddings in a group of their own: most of their rows have no gradient in a step, and moments that are quantised
+    in blocks lose what little the rare rows have. Their moments stay in float32, as bitsandbytes advises."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    dense = [p for p in matrices["params"] if id(p) not in embeddings]
+    sparse = [p for p in matrices["params"] if id(p) in embeddings]
+    return [{**matrices, "params": dense}, {**matrices, "params": sparse, "optim_bits": 32}]
+
+
+def _eight_bit_adamw(*, paged: bool) -> Any:
+    """bitsandbytes' AdamW with two moments in 8 bits, in blocks of 256 with a scale each (2110.02861); tensors under
+    4096 numbers keep float32. paged: large moments lie where the driver can move them to the host when memory is short.
+    """
+    from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+
+    class EightBit(PagedAdamW8bit if paged else AdamW8bit):  # type: ignore[misc]
+        """A group may say its own `optim_bits`; what was paged before a checkpoint is paged after it."""
+
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return config | {"optim_bits": group.get("optim_bits", config["optim_bits"])}
+
+        def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+            super().load_state_dict(state_dict, move_to_device=move_to_device)
+            if self.is_paged:
+                for parameter, state in self.state.items():
+                    for name in state.keys() & {"state1", "state2"}:
+                        buffer = self.get_state_buffer(parameter, dtype=state[name].dtype)
+                        state[name] = buffer.copy_(state[name])
+
+    return EightBit
 
 
 def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:

@@ -46,6 +46,7 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
         kv_heads=(getattr(config, "num_key_value_heads", None) or heads) * size,
         intermediate=config.intermediate_size,
         vocabulary=head.weight.shape[0],
+        embeddings=base.get_input_embeddings().weight.numel(),
         adapter=sum(lora.rank * (m.in_features + m.out_features) for m in adapted) if lora else 0,
     )
 
@@ -69,6 +70,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "quantized": model.quantize is not None,
         "half": half,
         "checkpointing": model.gradient_checkpointing,
+        "optimizer": recipe.optim.use,
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size
@@ -80,6 +82,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     settings = Settings(
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not shape.adapter,
+        reference_offloaded=model.offload_reference,
         measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden),
         **common,
     )
@@ -158,9 +161,11 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str,
         changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
     if not recipe.model.gradient_checkpointing:
         changes.append(("model.gradient_checkpointing", True))
+    if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep:
+        changes.append(("rollout.vllm.sleep", True))
+    if isinstance(recipe, RlRecipe) and not shape.adapter and not recipe.model.offload_reference:
+        changes.append(("model.offload_reference", True))
     if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm":
-        if not recipe.rollout.vllm.sleep:
-            changes.append(("rollout.vllm.sleep", True))
         changes.append(("rollout.vllm.gpu_memory", round(recipe.rollout.vllm.gpu_memory / 2, 3)))
     elif isinstance(recipe, RlRecipe):
         changes.append(("rollout.batch_size", max(1, recipe.rollout.batch_size // 2)))
@@ -168,6 +173,8 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str,
         changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))
     elif recipe.data.max_length:
         changes.append(("data.max_length", recipe.data.max_length // 2))
+    if not shape.adapter and recipe.optim.use == "adamw":
+        changes.append(("optim.use", "adamw_8bit"))
     if shape.adapter and recipe.model.quantize is None:
         changes.append(("model.quantize", "nf4"))
     return changes
@@ -226,6 +233,7 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
         },
         "peak_gib": round(found.peak / GIB, 2),
         "peak_phase": found.peak_phase,
+        "host_gib": {part: round(size / GIB, 2) for part, size in found.host.items()},
         "card_gib": round(machine.card / GIB, 1),
         "fits": found.peak < machine.card,
         "edits": [

@@ -1,6 +1,9 @@
 """The reference policy: the frozen starting point that a KL term measures against.
 
-Under LoRA it costs nothing: the base without its adapter (or a frozen second adapter). Full training keeps a copy.
+Under LoRA it costs nothing: the base without its adapter (or a frozen second adapter). Full training keeps a copy, on
+the GPU or, offloaded, in the host's memory. An offloaded copy comes over whole, once a step, and is gone before the
+update begins: it is never larger than the gradients, which live in the update only, so moving it layer by layer would
+lower no peak, and cost a transfer a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,18 +21,53 @@ from posttrain.models.load import LoadedModel
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
 
-def reference_policy(loaded: LoadedModel) -> ReferencePolicy:
-    """A function that opens a context in which the yielded model is the reference, gradients off, in eval mode."""
+def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> ReferencePolicy:
+    """A function that opens a context in which the yielded model is the reference, gradients off, in eval mode.
+
+    offload: keep a copy of all weights in the host's memory between uses.
+    """
     if loaded.is_lora:
         return lambda: _adapter_off(loaded.model)
-    frozen = copy.deepcopy(loaded.model).eval().requires_grad_(False)
-    return lambda: _frozen(frozen)
+    device = loaded.device
+    frozen = frozen_copy(loaded.model, loaded.half)
+    if offload:
+        _to_host(frozen, pinned=device.type == "cuda")
+    return lambda: _frozen(frozen, device)
+
+
+def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:
+    """A copy without gradients. Linear weights in the half precision that autocast would give them at every use: the
+    same products from half the memory. Those that are tied to embeddings stay, since embeddings are not cast."""
+    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    looked_up = {id(m.weight) for m in frozen.modules() if isinstance(m, nn.Embedding)}
+    for module in frozen.modules():
+        if half is not None and isinstance(module, nn.Linear) and id(module.weight) not in looked_up:
+            module.to(half)
+    return frozen
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _to_host(model: nn.Module, *, pinned: bool) -> None:
+    """In pinned memory copies run at the full speed of the bus."""
+    for tensor in _tensors(model):
+        tensor.data = tensor.data.cpu().pin_memory() if pinned else tensor.data.cpu()
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[nn.Module]:
-    with torch.no_grad():
-        yield model
+def _frozen(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """Inside, the model is on `device`; afterwards where it was. Nothing is copied back: it does not change."""
+    kept = [(tensor, tensor.data) for tensor in _tensors(model)]
+    try:
+        for tensor, data in kept:
+            tensor.data = data.to(device, non_blocking=True)
+        with torch.no_grad():
+            yield model
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from posttrain.train.pieces import Pieces
 from posttrain.train.plan import out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
-from posttrain.train.reference import reference_policy
+from posttrain.train.reference import ReferencePolicy, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
 from posttrain.train.update import update
@@ -59,6 +59,7 @@ COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train, save the final model, return the summary. Resumes from the newest complete checkpoint, if any."""
     quiet()
+    optim.check(recipe.optim, models.device_of(recipe.model))
     prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
@@ -93,7 +94,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 controls=Controls.from_recipe(recipe, steps),
                 optimizer=optim.build(loaded.model, recipe.optim, critic, recipe.critic.lr),
                 steps=steps,
-                reference=reference_policy(loaded) if objective.needs & set(BY_REFERENCE) else None,
+                reference=_reference(loaded, recipe, objective),
                 critic=critic,
                 packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
                 watchdog=watchdog,
@@ -102,6 +103,12 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             return train(pieces, directory, steps, progress, stop)
         finally:
             engine.close()
+
+
+def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objective) -> ReferencePolicy | None:
+    if not objective.needs & set(BY_REFERENCE):
+        return None
+    return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 
 def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, stop: GracefulStop) -> dict[str, Any]:

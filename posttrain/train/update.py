@@ -75,7 +75,6 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
     if not active:
         return
     totals = p.objective.totals(minibatch)
-    p.optimizer.zero_grad(set_to_none=True)
     tally.logp[active] = 0.0
     sums = Sums()
     for chosen in my_micro_batches(p, batch, sequences, active):
@@ -95,6 +94,7 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
     if not math.isfinite(norm) or not math.isfinite(tally.sums["loss"]):
         raise non_finite(p, batch.select(active), sequences.select(active), step, tally.sums["loss"], norm)
     p.optimizer.step()
+    p.optimizer.zero_grad(set_to_none=True)  # here, so that their memory is free until the next update
     tally.norms.append(norm)
 
 

@@ -34,8 +34,8 @@ CHUNK = 1 << 26
 
 
 def test_full_training_by_hand() -> None:
-    """Float32 weights and gradients (4 a parameter each), two moments (8), bfloat16 casts (2); 26*10 + 8*10 + 8*30 =
-    580 bytes a token and block; logits 18 a cell."""
+    """Float32 weights and gradients (4 a parameter each), two moments (8); bfloat16 casts (2) of the 800 in matrices
+    and of the head, 50 * 10; 26*10 + 8*10 + 8*30 = 580 bytes a token and block; logits 18 a cell."""
     found = phases(SHAPE, Settings(micro_tokens=100), chunk_cells=CHUNK).parts["update"]
     assert found == {
         "weights (float32)": 4000,
@@ -44,7 +44,7 @@ def test_full_training_by_hand() -> None:
         "gradients": 4000,
         "activations": 100 * 580 * 2,
         "logits": 18 * 100 * 50,
-        "bfloat16 casts of weights": 2000,
+        "bfloat16 casts of weights": 2 * 1300,
     }
 
 
@@ -65,8 +65,31 @@ def test_the_engine_counts_while_it_is_awake() -> None:
     assert awake.parts["update"]["engine"] == 7000 == asleep.parts["rollout"]["engine"]
     assert "engine" not in asleep.parts["update"]
     assert awake.total("update") - asleep.total("update") == 7000
-    assert awake.parts["sync"]["reference copy"] == 4000
+    assert awake.parts["sync"]["reference copy"] == 2 * 800 + 4 * 200
     assert awake.peak_phase == "update" and awake.peak == awake.total("update")
+
+
+def test_an_offloaded_reference_is_there_while_it_is_read() -> None:
+    """Then there are no gradients (4000) and no activations, so it lowers the peak by all that it weighs."""
+    settings = Settings(micro_tokens=1, reference_copy=True)
+    here = phases(SHAPE, settings, chunk_cells=CHUNK)
+    away = phases(SHAPE, replace(settings, reference_offloaded=True), chunk_cells=CHUNK)
+    assert list(away.parts) == ["measure", "update"]
+    assert away.host == {"reference copy": 2400} and not here.host
+    assert away.parts["measure"]["reference copy"] == 2400 and "reference copy" not in away.parts["update"]
+    assert here.peak - away.peak == 2400 and away.peak_phase == "update"
+
+
+def test_moments_in_eight_bits_by_hand() -> None:
+    """A byte a moment and 8/256 of scales for 900 numbers, and 8 for the 100 of embeddings; paged they may leave."""
+    shape, settings = replace(SHAPE, embeddings=100), Settings(micro_tokens=1, optimizer="adamw_8bit")
+    expected = int(2.03125 * 900) + 8 * 100
+    assert phases(shape, settings, chunk_cells=CHUNK).parts["update"]["8-bit AdamW moments"] == expected
+    paged = phases(shape, replace(settings, optimizer="paged_adamw_8bit"), chunk_cells=CHUNK)
+    assert paged.host == {"8-bit AdamW moments": expected}
+    assert "8-bit AdamW moments" not in paged.parts["update"]
+    adapted = phases(replace(shape, adapter=64), settings, chunk_cells=CHUNK).parts["update"]
+    assert adapted["8-bit AdamW moments"] == 2 * 64 + 2
 
 
 def test_logits_are_a_chunk_in_rl_and_whole_in_sft() -> None:

@@ -152,8 +152,12 @@ def test_dropped_groups_are_refilled(recipe: Make, opened: Opened) -> None:
     assert any(r["rollout/gen_batches"] > 1 for r in rows)
 
 
-def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened, optimizer: str) -> None:
     settings = {"run": {"steps": 4, "save_every": 2}, "kl": {"coef": 0.01}, "batch": {"minibatches": 2}}
+    if optimizer != "adamw":
+        pytest.importorskip("bitsandbytes")
+        settings |= {"optim": {"use": optimizer}, "model": {"path": "tiny", "offload_reference": True}}
     with opened("straight") as directory:
         rl.run(recipe(**settings), directory)
         expected = timeless(directory.path)

@@ -1,0 +1,81 @@
+"""The 8-bit optimisers: what they keep, how near they are to AdamW, and that a resumed run goes on exactly."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from posttrain.errors import MissingExtra, RecipeError
+from posttrain.models import tiny
+from posttrain.recipe.sections import Optim
+from posttrain.train import optim, preference, sft
+
+CPU = torch.device("cpu")
+bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+
+
+def states(optimizer: Any) -> dict[tuple[int, ...], set[torch.dtype]]:
+    """By shape of a parameter: the dtypes of its two moments."""
+    return {tuple(p.shape): {s["state1"].dtype, s["state2"].dtype} for p, s in optimizer.state.items()}
+
+
+def stepped(use: Any, steps: int = 5) -> tuple[Any, nn.Module]:
+    model: Any = tiny.build(0)[0]
+    optimizer = optim.build(model, Optim(use=use, lr=1e-3))
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+        optimizer.step()
+    return optimizer, model
+
+
+@bitsandbytes
+def test_matrices_have_moments_of_one_byte_and_embeddings_of_four() -> None:
+    """`tiny`: matrices of 64 x 64 = 4096 and more; norms of 64; tied embeddings of vocabulary x 64."""
+    optimizer, model = stepped("adamw_8bit", steps=1)
+    embeddings = tuple(model.get_input_embeddings().weight.shape)  # type: ignore[operator]
+    for shape, dtypes in states(optimizer).items():
+        assert dtypes == {torch.float32 if len(shape) == 1 or shape == embeddings else torch.uint8}, shape
+
+
+@bitsandbytes
+def test_its_steps_are_those_of_adamw_to_the_quantisation() -> None:
+    """Five steps of 1e-3 on random gradients: a weight moves by up to 5e-3, and 8 bits tell where to a few percent."""
+    start: Any = tiny.build(0)[0]
+    moved = [
+        torch.cat([(a - b).detach().flatten() for a, b in zip(model.parameters(), start.parameters(), strict=True)])
+        for _, model in (stepped("adamw"), stepped("adamw_8bit"))
+    ]
+    assert float(moved[0].norm()) > 0.1
+    assert float((moved[0] - moved[1]).norm() / moved[0].norm()) < 0.05
+
+
+@bitsandbytes
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_a_resumed_run_goes_on_exactly(
+    stage: str, sft_recipe: Callable[..., Any], dpo_recipe: Callable[..., Any], rows_of: Callable[..., Any]
+) -> None:
+    make, run = (sft_recipe, sft.run) if stage == "sft" else (dpo_recipe, preference.run)
+    settings: dict[str, Any] = {"optim": {"use": "adamw_8bit"}}
+    straight = rows_of(run, make(**settings, run={"steps": 4}), "straight")
+    rows_of(run, make(**settings, run={"steps": 2}), "stopped")
+    assert rows_of(run, make(**settings, run={"steps": 4}), "stopped", resume=True) == straight
+    assert straight[0]["loss"] != straight[-1]["loss"]
+
+
+def test_what_cannot_run_here_is_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        with pytest.raises(RecipeError, match="needs a GPU") as told:
+            optim.check(Optim(use="paged_adamw_8bit"), CPU)
+        assert "adamw_8bit" in str(told.value)
+        optim.check(Optim(use="adamw_8bit"), CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(MissingExtra, match=r"optim\.use: adamw_8bit needs bitsandbytes"):
+        optim.check(Optim(use="adamw_8bit"), CPU)
+    optim.check(Optim(), CPU)

@@ -1,0 +1,52 @@
+"""The frozen copy of full training: it computes what the policy did, in half the memory, and can wait elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from posttrain.models.load import LoadedModel
+from posttrain.train.reference import frozen_copy, reference_policy
+
+
+def llama(tied: bool) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=48, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_half_of_the_linear_weights_changes_no_bit(tied: bool) -> None:
+    """Autocast rounds them at every use: rounded once they give the same products. A tied head stays in float32."""
+    model, ids = llama(tied), torch.arange(12)[None]
+    frozen: Any = frozen_copy(model, torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(frozen(ids).logits, model(ids).logits)
+    assert frozen.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert frozen.model.embed_tokens.weight.dtype == frozen.model.norm.weight.dtype == torch.float32
+    assert frozen.lm_head.weight.dtype == (torch.float32 if tied else torch.bfloat16)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert all(p.dtype == torch.float32 for p in frozen_copy(model, None).parameters())
+
+
+def test_an_offloaded_copy_is_the_starting_policy_at_every_use() -> None:
+    """On a CPU there is nowhere to move it from: the same storages before, inside and after. See tests/gpu."""
+    model = llama(True)
+    start = [p.detach().clone() for p in model.parameters()]
+    reference = reference_policy(LoadedModel(model, None, (1,), 0, "test"), offload=True)
+    places = []
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        with reference() as frozen:
+            assert not torch.is_grad_enabled()
+            assert all(torch.equal(a, b) for a, b in zip(frozen.parameters(), start, strict=True))
+        places.append([p.data_ptr() for p in frozen.parameters()])
+    assert places[0] == places[1]
