@@ -1,11 +1,15 @@
 """Scoring maths completions: posttrain's worker processes, a plain loop over math-verify, and TRL's accuracy_reward.
 
-    python benchmarks/rewards.py [--n 10000] [--workers 2] [--out FILE]
+    python benchmarks/rewards.py [--n 10000] [--workers 2] [--kinds grouped distinct] [--out FILE]
 
-Two sets of the same size: `integers`, where most golds are whole numbers as in school maths (posttrain compares those
-without the library), and `expressions`, where none is, so that every side calls the library for every row. The three
-sides score the same texts on the same machine, one after the other, each warmed up with a few rows; the loop and TRL
-use one core. Last, one row that never ends is put among the others: it should cost its own limit and nothing else.
+`grouped`: eight completions a problem, as RL draws them, so that answers come again and posttrain, which remembers what
+it has compared, calls the library less often than the others. `distinct` (a fifth of the rows): no pair of gold and
+answer comes twice, so nothing is remembered. Golds are whole numbers in 6 of 10 problems.
+
+The three sides score the same texts in blocks, in an order that rotates, so that a machine whose speed drifts is as
+slow for all. The loop and TRL use one core; `of N loops` is the pool's speed over N times the loop's.
+Where others use the machine, N workers wait more than one loop does: then the processor time of all our processes,
+beside the loop's, says more. Last, one row that never ends is put among others: it should cost its limit and no more.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import logging
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +29,8 @@ from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 
 WARM = 20
+BLOCKS = 10
+GROUP = 8
 LIMIT = 2.0  # seconds, of the row that never ends
 ENDLESS = """
 import time
@@ -38,23 +45,28 @@ THOUGHT = "Let us see. We add the parts, then compare both sides of the equation
 def rows(n: int, kind: str, seed: int = 0) -> list[tuple[str, str]]:
     """(completion, gold): half of them right, a tenth of the right ones in another form, a tenth without an answer."""
     draw = random.Random(f"{kind} {seed}")
-    made = []
-    for _ in range(n):
-        gold, other = (_integer if kind == "integers" and draw.random() < 0.8 else _expression)(draw)
-        luck = draw.random()
-        said = gold if luck < 0.45 else other if luck < 0.5 else _expression(draw)[0]
-        box = "" if luck > 0.9 else rf"So the answer is \boxed{{{said}}}."
-        made.append((f"<think>\n{THOUGHT * draw.randint(1, 20)}\n</think>\n{box}", gold))
-    return made
+    made: list[tuple[str, str]] = []
+    seen: set[tuple[str, str]] = set()
+    while len(made) < n:
+        gold, other = (_integer if draw.random() < 0.6 else _expression)(draw)
+        for _ in range(GROUP if kind == "grouped" else 1):
+            luck = draw.random()
+            said = gold if luck < 0.45 else other if luck < 0.5 else _expression(draw)[0]
+            if kind == "distinct" and (gold, said) in seen:
+                continue
+            seen.add((gold, said))
+            box = "" if luck > 0.9 else rf"So the answer is \boxed{{{said}}}."
+            made.append((f"<think>\n{THOUGHT * draw.randint(1, 20)}\n</think>\n{box}", gold))
+    return made[:n]
 
 
 def _integer(draw: random.Random) -> tuple[str, str]:
-    value = draw.randint(-999, 9999)
+    value = draw.randint(-999_999, 999_999)
     return str(value), rf"\frac{{{2 * value}}}{{2}}"
 
 
 def _expression(draw: random.Random) -> tuple[str, str]:
-    a, b = draw.randint(1, 40), draw.randint(2, 9)
+    a, b = draw.randint(1, 999), draw.randint(2, 99)
     return draw.choice(
         [
             (rf"\frac{{{2 * a + 1}}}{{{2 * b}}}", rf"\frac{{{4 * a + 2}}}{{{4 * b}}}"),
@@ -86,8 +98,16 @@ def pool(scorer: Scorer) -> Callable[[list[tuple[str, str]]], list[float | None]
     return lambda made: scorer.score([Sample(text, {"answer": gold}) for text, gold in made]).rewards
 
 
-def timed(score: Callable[..., Any], made: list[tuple[str, str]]) -> tuple[float, Any]:
-    score(made[:WARM])
+def processor_seconds(scorer: Scorer) -> float:
+    """Of this process and the workers so far."""
+    ticks = 0
+    for worker in scorer.pool.workers:
+        fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def timed(score: Callable[..., Any], made: list[Any]) -> tuple[float, Any]:
     started = time.perf_counter()
     found = score(made)
     return time.perf_counter() - started, found
@@ -96,20 +116,36 @@ def timed(score: Callable[..., Any], made: list[tuple[str, str]]) -> tuple[float
 def measure(kind: str, n: int, workers: int) -> dict[str, Any]:
     """Seconds of each side, ratios, and how often the sides agree."""
     made = rows(n, kind)
+    size = -(-n // BLOCKS)
+    spent = {"posttrain": 0.0, "loop": 0.0, "trl": 0.0}
+    cpu = dict.fromkeys(spent, 0.0)
+    same, by_block = 0, []
     with Scorer([Reward(use="math.accuracy")], Scoring(workers=workers), None) as scorer:
-        pool(scorer)(made[: 50 * workers])  # all workers are up
-        ours, scores = timed(pool(scorer), made)
-    loop, plain = timed(plain_loop, made)
-    theirs, _ = timed(trl, made)
+        sides: dict[str, Callable[..., Any]] = {"posttrain": pool(scorer), "loop": plain_loop, "trl": trl}
+        for name, score in sides.items():
+            score(rows(WARM * (workers if name == "posttrain" else 1), kind, seed=1))
+        for block, start in enumerate(range(0, n, size)):
+            part, scores, took = made[start : start + size], {}, {}
+            for name in [*sides][block % 3 :] + [*sides][: block % 3]:
+                before = processor_seconds(scorer)
+                took[name], scores[name] = timed(sides[name], part)
+                spent[name] += took[name]
+                cpu[name] += processor_seconds(scorer) - before
+            by_block.append(took["loop"] / took["posttrain"] / workers)
+            same += sum(a == b for a, b in zip(scores["posttrain"], scores["loop"], strict=True))
     return {
         "kind": kind,
         "rows": n,
+        "pairs_that_differ": len({(text.rpartition("</think>")[2], gold) for text, gold in made}),
         "workers": workers,
-        "seconds": {"posttrain": ours, "loop": loop, "trl": theirs},
-        "times_the_loop": loop / ours,
-        "times_trl": theirs / ours,
-        "share_of_ideal": loop / ours / workers,
-        "agreement_with_the_loop": sum(a == b for a, b in zip(scores, plain, strict=True)) / n,
+        "seconds": spent,
+        "processor_seconds": cpu,
+        "loop_over_ours_in_processor_time": cpu["loop"] / cpu["posttrain"],
+        "times_the_loop": spent["loop"] / spent["posttrain"],
+        "times_trl": spent["trl"] / spent["posttrain"],
+        "share_of_ideal": spent["loop"] / spent["posttrain"] / workers,
+        "share_of_ideal_by_block": by_block,
+        "agreement_with_the_loop": same / n,
     }
 
 
@@ -120,7 +156,8 @@ def one_endless_row(workers: int, folder: Path) -> dict[str, float]:
     quick = [Sample("x", {"answer": ""}) for _ in range(1000)]
     reward = Reward(use=f"{script}:slow", timeout_s=LIMIT)
     with Scorer([reward], Scoring(workers=workers, max_error_rate=1.0), None) as scorer:
-        alone, _ = timed(scorer.score, quick)  # type: ignore[arg-type]
+        scorer.score(quick[:WARM])
+        alone, _ = timed(scorer.score, quick)
         started = time.perf_counter()
         scores = scorer.score([*quick[:500], Sample("endless", {"answer": ""}), *quick[500:]])
         seconds = time.perf_counter() - started
@@ -134,21 +171,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--n", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kinds", nargs="+", choices=("grouped", "distinct"), default=["grouped", "distinct"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found: dict[str, Any] = {"load_before": os.getloadavg()[0]}
-    for kind in ("integers", "expressions"):
-        found[kind] = measure(kind, options.n, options.workers)
+    for kind in options.kinds:
+        found[kind] = measure(kind, options.n if kind == "grouped" else options.n // 5, options.workers)
         s = found[kind]["seconds"]
         print(
-            f"{kind:12} posttrain {s['posttrain']:.1f} s, loop {s['loop']:.1f} s, TRL {s['trl']:.1f} s:"
-            f" {found[kind]['times_the_loop']:.2f} times the loop, {found[kind]['share_of_ideal']:.2f} of"
-            f" {options.workers} loops; same scores as the loop on {found[kind]['agreement_with_the_loop']:.1%}"
+            f"{kind:9} {found[kind]['rows']:6} rows: posttrain {s['posttrain']:.1f} s, loop {s['loop']:.1f} s, TRL"
+            f" {s['trl']:.1f} s: {found[kind]['times_the_loop']:.2f} times the loop,"
+            f" {found[kind]['share_of_ideal']:.2f} of {options.workers} loops (median of blocks"
+            f" {statistics.median(found[kind]['share_of_ideal_by_block']):.2f}, in processor time"
+            f" {found[kind]['loop_over_ours_in_processor_time']:.2f}); same scores as the loop on"
+            f" {found[kind]['agreement_with_the_loop']:.1%}",
+            flush=True,
         )
     with tempfile.TemporaryDirectory() as folder:
         found["endless_row"] = one_endless_row(options.workers, Path(folder))
     print("a row that never ends costs {with_it:.2f} s at a limit of {its_limit:g} s".format(**found["endless_row"]))
+    found["load_after"] = os.getloadavg()[0]
+    print(f"load of the machine {found['load_before']:.1f} before, {found['load_after']:.1f} after (1 minute)")
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -40,9 +40,15 @@ def parsed(text: str) -> list[Any]:
     return math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)
 
 
-@functools.lru_cache(maxsize=4096)
-def _parsed_gold(text: str) -> list[Any]:
-    return parsed(text)  # the completions of one prompt share their gold
+# The completions of one prompt share their gold and often their answer, so what was read or compared is remembered.
+_parsed = functools.lru_cache(maxsize=8192)(parsed)
+LONGEST_REMEMBERED = 400  # characters
+
+
+@functools.lru_cache(maxsize=16384)
+def _same(gold: str, candidate: str, decimals: int) -> bool:
+    values = (_parsed(gold), _parsed(candidate))
+    return bool(_library().verify(*values, float_rounding=decimals, timeout_seconds=None))
 
 
 def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
@@ -55,10 +61,11 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
     gold, candidate = gold.strip(), candidate.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):
         return gold == candidate
-    gold_values = _parsed_gold(gold)
-    if not gold_values:
+    if not _parsed(gold):
         return None
-    return bool(_library().verify(gold_values, parsed(candidate), float_rounding=decimals, timeout_seconds=None))
+    if len(candidate) > LONGEST_REMEMBERED:
+        return bool(_library().verify(_parsed(gold), parsed(candidate), float_rounding=decimals, timeout_seconds=None))
+    return _same(gold, candidate, decimals)
 
 
 def grade(
@@ -84,7 +91,7 @@ def grade(
     if not require_think or think_delimiter in completion:
         found = find_answer(after_think(completion, think_delimiter), extract)
     if found is None or not found.strip():
-        readable = bool(_INTEGER.fullmatch(gold)) or bool(_parsed_gold(gold))
+        readable = bool(_INTEGER.fullmatch(gold)) or bool(_parsed(gold))
         return {"reward": 0.0 if readable else None, "extracted": found}
     same = equal(gold, found, decimals=decimals)
     return {"reward": None if same is None else float(same), "extracted": found}
