@@ -19,6 +19,7 @@ corrects for the gap between engine and trainer; --correction tis switches trunc
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import random
@@ -254,82 +255,86 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
     """The engine with the lengths of work B, and with a measurement of generation alone before it closes."""
     if spec["lengths"]:
-        engine.generate = lengths_generate(engine, spec)
+        give_lengths(engine, spec)
     if spec["smoke"]:
         return engine
-    close = engine.close
+    close, complete, last = engine.close, engine.complete, list[Any]()
 
     def measure_and_close() -> None:
-        requests, engine.last_requests = engine.last_requests, None
-        if requests:
-            engine.wake()
-            result["generate_alone_s"] = [generation_alone(engine, *requests) for _ in range(2)]
+        if last:
+            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(2)]
         close()
 
-    engine.last_requests = None
-    run = engine._run
+    def remembering(requests: Any, sampling: Any, **more: Any) -> Any:
+        last[:] = requests, sampling
+        return complete(requests, sampling, **more)
 
-    def remembering(prompts: Any, params: Any) -> Any:
-        if isinstance(params, list):  # a generation, not the probe
-            engine.last_requests = (prompts, params)
-        return run(prompts, params)
-
-    engine._run, engine.close = remembering, measure_and_close
+    engine.complete, engine.close = remembering, measure_and_close
     return engine
 
 
-def generation_alone(engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> float:
+def generation_alone(complete: Callable[..., Any], requests: Sequence[Any], sampling: Any) -> float:
     """Seconds of the last step's requests without log-probs, weights in place and caches empty."""
-    plain = [one.clone() for one in params]
-    for one in plain:
-        one.logprobs = None
-    engine.llm.reset_prefix_cache()
+    plain = [dataclasses.replace(one, logprobs=False) for one in requests]
     started = time.perf_counter()
-    requests = [{"prompt_token_ids": list(p)} for p in prompts]
-    engine.llm.generate(requests, plain, use_tqdm=False, lora_request=engine.adapter)
+    complete(plain, sampling, seed=0)
     return time.perf_counter() - started
 
 
-def lengths_generate(engine: Any, spec: dict[str, Any]) -> Callable[..., Any]:
-    """`Engine.generate` where every rollout has its own number of tokens: one request a rollout, EOS ignored."""
-    from posttrain.rollout.engine import Completion, as_rollouts
-    from posttrain.rollout.vllm import completion, seeded
+def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
+    """From now on every rollout has its own number of tokens: one request a rollout, EOS ignored.
 
+    The calls of `generate` are those of the steps, in order, with their prompts numbered as `Engine.generate` says.
+    """
     steps = iter(spec["lengths"])
+    if spec["smoke"] and not hasattr(engine, "complete"):  # the transformers engine: stand-ins for its tokens
+        engine.generate = random_rollouts(engine, steps)
+        return
+    complete = engine.complete
 
-    def generate(
-        prompts: Any,
-        n: int,
-        sampling: Any,
-        *,
-        seed: int,
-        first_group: int = 0,
-        logprobs: bool | int = True,
-        share: Sequence[int] | None = None,
-    ) -> Any:
+    def by_row(requests: Any, sampling: Any, *, seed: int, done: Any = None) -> Any:
+        of_step = next(steps)
+        rows = [(place, i) for place, r in enumerate(requests) for i in range(r.n)]
+        asked = [
+            dataclasses.replace(
+                requests[p],
+                n=1,
+                seed=requests[p].seed + i,
+                ends=False,
+                max_new_tokens=of_step[requests[p].number * GROUP + i],
+            )
+            for p, i in rows
+        ]
+        found: list[list[Any]] = [[] for _ in requests]
+        for (place, _), (sample,) in zip(rows, complete(asked, sampling, seed=seed), strict=True):
+            found[place].append(sample)
+        for place, samples in enumerate(found):
+            if done is not None:
+                done(place, samples)
+        return found
+
+    engine.complete = by_row
+
+
+def random_rollouts(engine: Any, steps: Any) -> Callable[..., Any]:
+    """`Engine.generate` that gives random ids of the lengths of each step."""
+    from posttrain.rollout.engine import Completion, as_rollouts
+
+    def generate(prompts: Any, n: int, sampling: Any, *, first_group: int = 0, share: Any = None, **_: Any) -> Any:
         del sampling
         of_step = next(steps)
-        rows = [(p, p * n + i) for p in (range(len(prompts)) if share is None else share) for i in range(n)]
-        lengths = [of_step[row] for _, row in rows]
-        known = [logprobs is True or prompt < int(logprobs) for prompt, _ in rows]
-        if spec["smoke"]:
-            found = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in random_ids(lengths)]
-        else:
-            engine.wake()
-            engine.llm.reset_prefix_cache()
-            params = [request(length, logprobs=k) for length, k in zip(lengths, known, strict=True)]
-            with seeded(seed + (rows[0][1] if rows else 0), engine.loaded.device):
-                outputs = engine._run([prompts[p].ids for p, _ in rows], params)
-            found = [completion(o.outputs[0], k) for o, k in zip(outputs, known, strict=True)]
-        chosen = {} if share is None else {"share": share}
-        tokenizer, version = engine.loaded.tokenizer, engine.version
-        return as_rollouts(prompts, n, found, tokenizer, first_group=first_group, version=version, **chosen)
+        numbers = range(len(prompts)) if share is None else share
+        lengths = [of_step[p * n + i] for p in numbers for i in range(n)]
+        found = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in random_ids(lengths)]
+        return as_rollouts(
+            prompts, n, found, engine.loaded.tokenizer, first_group=first_group, version=engine.version, share=share
+        )
 
     return generate
 
 
 def request(length: int, *, logprobs: bool) -> Any:
-    """vLLM's sampling parameters of a rollout of exactly `length` tokens; the same for both sides."""
+    """vLLM's sampling parameters of a rollout of exactly `length` tokens in TRL's side; ours asks for the same."""
     from vllm import SamplingParams
 
     return SamplingParams(

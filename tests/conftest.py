@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def serving() -> ModuleType:
+    """tests/serving.py: the real engine server around a stand-in for vLLM."""
+    spec = importlib.util.spec_from_file_location("serving", Path(__file__).with_name("serving.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["serving"] = module
+    spec.loader.exec_module(module)
+    return module

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"registry", "errors"},
     "models": FOUNDATION | {"run", "chat", "hub"},
     "data": FOUNDATION | {"batch", "chat", "hub"},
-    "rollout": FOUNDATION | {"batch", "models"},
+    "rollout": FOUNDATION | {"batch", "models", "run"},
     "merge": FOUNDATION | {"models", "run"},
     "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run"},
     "train": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss"},

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain import __version__
-from posttrain.cli import doctor, generate, methods, plan, recipe, stage, whatif
+from posttrain.cli import doctor, generate, methods, plan, recipe, serve, stage, whatif
 from posttrain.cli.guard import DEBUG, guarded
 
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
@@ -19,7 +19,7 @@ LAZY = {
 }
 
 PANELS = {
-    "Train": ("sft", "dpo", "rl", "merge", "run"),
+    "Train": ("sft", "dpo", "rl", "serve", "merge", "run"),
     "Measure": ("eval", "generate", "pairs"),
     "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "data", "doctor"),
 }
@@ -85,6 +85,7 @@ def root(
 
 stage.register(app)
 generate.register(app)
+serve.register(app)
 plan.register(app)
 whatif.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")

@@ -13,7 +13,7 @@ from posttrain.errors import Problem
 from posttrain.places import split_function
 from posttrain.recipe import building, merging, objective_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.sections import Critic, EvalSettings, Reward
+from posttrain.recipe.sections import Critic, EngineSection, EvalSettings, Reward
 from posttrain.recipe.tree import Node, dotted, follow
 
 Found = Iterator[tuple[str, str, str]]
@@ -86,6 +86,22 @@ def _groups(recipe: Any) -> Found:
     if recipe.rollout.max_gen_batches > 1 and not recipe.keeps:
         what = "refills the groups that `keep` drops, and there is no `keep`"
         yield "rollout.max_gen_batches", what, "add `keep: dynamic_sampling`"
+
+
+def _server(recipe: Any) -> Found:
+    """vLLM elsewhere: what it has no use for."""
+    for key in ("rollout", "engine"):
+        section = getattr(recipe, key, None)
+        if not isinstance(section, EngineSection) or section.vllm.server is None:
+            continue
+        if section.engine != "vllm":
+            yield (
+                f"{key}.vllm.server",
+                f"does nothing with {key}.engine {section.engine}",
+                f"write `{key}.engine: vllm`",
+            )
+        if section.vllm.sleep:
+            yield f"{key}.vllm.sleep", "a server has its own GPU, and nothing to hand over", "remove it"
 
 
 def _idle_keys(recipe: Any) -> Found:
@@ -205,6 +221,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _offloaded_reference,
     _reward_names,
     _groups,
+    _server,
     _idle_keys,
     _idle_critic,
     _kl_place,

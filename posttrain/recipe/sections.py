@@ -5,6 +5,7 @@ Lengths are in tokens, times in seconds, rates in shares of 1 unless a key says 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -99,13 +100,51 @@ class Sampling(Section):
     stop: list[str] = Field(default_factory=list, description="texts that end a completion, besides EOS")
 
 
+class Server(Section):
+    """vLLM in processes of its own, each with its own GPU, instead of beside the trainer on the trainer's."""
+
+    urls: list[str] = Field(
+        default_factory=list,
+        description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; they share the "
+        "prompts",
+    )
+    devices: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list,
+        description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]",
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="longest silence of a server that was asked for something"
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Server:
+        if bool(self.urls) == bool(self.devices):
+            raise ValueError("give either `urls` or `devices`")
+        for url in self.urls:
+            if not re.fullmatch(r"http://[^/\s:@]+:\d+/?", url):
+                raise ValueError(f"`{url}` is no address of a server: write http://HOST:PORT")
+        if len(set(self.devices)) < len(self.devices) or len(set(self.urls)) < len(self.urls):
+            raise ValueError("a server is named twice")
+        return self
+
+
 class Vllm(Section):
     """Settings of the vLLM engine."""
 
-    gpu_memory: Share = Field(0.3, description="share of the GPU's memory for weights and KV cache")
+    gpu_memory: Share | None = Field(
+        None,
+        description="share of the GPU's memory for weights and KV cache; default: 0.3 beside the trainer, 0.9 with "
+        "`server`",
+    )
     max_model_len: Positive | None = Field(None, description="prompt + completion; default: what the data needs")
     enforce_eager: bool = Field(False, description="start faster, generate slower")
     sleep: bool = Field(False, description="free the engine's memory during the update")
+    server: Server | None = Field(None, description="generate on other GPUs or machines")
+
+    @property
+    def share(self) -> float:
+        """`gpu_memory` or its default."""
+        return (0.9 if self.server else 0.3) if self.gpu_memory is None else self.gpu_memory
 
 
 class EngineSection(Section):

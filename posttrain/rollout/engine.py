@@ -27,6 +27,7 @@ class Engine(Protocol):
     version: int  # policy version of the weights that it holds
     window: int  # longest prompt + completion in tokens
     gap: float  # what `probe` gave right after the last sync
+    apart: bool  # it runs elsewhere: it can generate while the trainer changes its weights
 
     def generate(
         self,
@@ -74,6 +75,10 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
     scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
     in tokens that will be asked for, see `needed_length`.
     """
+    if section.engine == "vllm" and section.vllm.server is not None:
+        from posttrain.rollout.remote import ServerEngine
+
+        return ServerEngine(section.vllm, loaded, scratch=scratch, max_len=max_len)
     if section.engine == "vllm":
         from posttrain.rollout.vllm import VllmEngine
 

@@ -32,6 +32,7 @@ class TransformersEngine:
         self.batch_size = batch_size
         self.version = 0
         self.gap = 0.0
+        self.apart = False
         self.window = int(getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED)
 
     def generate(

@@ -28,6 +28,7 @@ class ScriptedEngine:
         self.window = window
         self.version = 0
         self.gap = 0.0
+        self.apart = False
         self.calls: list[dict[str, Any]] = []
 
     def generate(

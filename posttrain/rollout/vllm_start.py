@@ -79,8 +79,8 @@ def check_settings(section: Vllm) -> None:
         raise RecipeError(
             "rollout.vllm.sleep needs a GPU", hint="leave it out: on a CPU there is no memory to hand over"
         )
-    if not 0 < section.gpu_memory <= 1:
-        raise RecipeError("rollout.vllm.gpu_memory must be above 0 and at most 1")
+    if section.share == 0:
+        raise RecipeError("rollout.vllm.gpu_memory must be above 0")
 
 
 def arguments(
@@ -91,7 +91,7 @@ def arguments(
         "model": str(folder),
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_len,
-        "gpu_memory_utilization": section.gpu_memory,
+        "gpu_memory_utilization": section.share,
         "enforce_eager": section.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": section.sleep,
@@ -125,7 +125,7 @@ def explain(cause: Exception, section: Vllm, what: str) -> EngineError:
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
     elif isinstance(cause, torch.OutOfMemoryError) or "memory" in text.lower() or "cache blocks" in text.lower():
         hint = (
-            f"rollout.vllm.gpu_memory is {section.gpu_memory}: raise it if vLLM says that its share is too small,"
+            f"rollout.vllm.gpu_memory is {section.share}: raise it if vLLM says that its share is too small,"
             " lower it if it says that less is free; a lower max_new_tokens or vllm.max_model_len needs less"
         )
     return EngineError(f"vLLM {what}: {type(cause).__name__}: {first}", hint=hint)

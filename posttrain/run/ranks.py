@@ -24,6 +24,7 @@ from posttrain.run.children import stop_with_parent
 from posttrain.run.environment import usable_cpus
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
+GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
 GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
@@ -65,9 +66,16 @@ def claim_gpu() -> None:
     devices = visible.split(",") if visible else []
     if devices and local >= len(devices):
         raise UserError(f"{local + 1} processes want a GPU each, but CUDA_VISIBLE_DEVICES lists {len(devices)}")
+    os.environ[GIVEN] = visible or ""
     if visible != "":
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local] if devices else str(local)
     os.environ["LOCAL_RANK"] = "0"  # its place among the devices that it sees
+
+
+def given_devices() -> list[str] | None:
+    """The GPUs that this machine's processes of the run may use together, by the driver's names; None: all."""
+    visible = os.environ.get(GIVEN) or (None if GIVEN in os.environ else os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return visible.split(",") if visible else None
 
 
 @dataclass

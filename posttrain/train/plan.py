@@ -86,8 +86,10 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden),
         **common,
     )
+    if rollout.engine == "vllm" and rollout.vllm.server is not None:
+        return settings  # the engine is elsewhere
     if rollout.engine == "vllm":
-        return replace(settings, engine=int(rollout.vllm.gpu_memory * card), engine_sleeps=rollout.vllm.sleep)
+        return replace(settings, engine=int(rollout.vllm.share * card), engine_sleeps=rollout.vllm.sleep)
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
     return replace(settings, engine=engine, engine_sleeps=True)
@@ -161,13 +163,15 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str,
         changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
     if not recipe.model.gradient_checkpointing:
         changes.append(("model.gradient_checkpointing", True))
-    if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" and not recipe.rollout.vllm.sleep:
+    vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
+    elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
+    if vllm is not None and not elsewhere and not vllm.sleep:
         changes.append(("rollout.vllm.sleep", True))
     if isinstance(recipe, RlRecipe) and not shape.adapter and not recipe.model.offload_reference:
         changes.append(("model.offload_reference", True))
-    if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm":
-        changes.append(("rollout.vllm.gpu_memory", round(recipe.rollout.vllm.gpu_memory / 2, 3)))
-    elif isinstance(recipe, RlRecipe):
+    if vllm is not None and not elsewhere:
+        changes.append(("rollout.vllm.gpu_memory", round(vllm.share / 2, 3)))
+    elif isinstance(recipe, RlRecipe) and vllm is None:
         changes.append(("rollout.batch_size", max(1, recipe.rollout.batch_size // 2)))
     if isinstance(recipe, RlRecipe):
         changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import EngineSection, Sampling, Vllm
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine, evaluating
+from posttrain.rollout.pushed import requests_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -72,12 +74,24 @@ def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Pat
         assert not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
 
         check_sampling(engine, loaded, prompts)
+        check_requests(engine, prompts)
         check_ends(engine, loaded, prompts)
         check_sync(engine, loaded, prompts)
         with pytest.raises(DataError, match=r"row long .*window of 64"):
             engine.generate([Prompt("long", {}, "", tuple([10] * 60))], 1, GREEDY, seed=0)
         assert torch.equal(torch.get_rng_state(), state), "generating moved the global random state"
     engine.close()  # twice is fine
+
+
+def check_requests(engine: Any, prompts: list[Prompt]) -> None:
+    """Each request is told as soon as it is finished, with what the call gives in the end; one may have a length of its
+    own, and go on behind its end."""
+    asked = requests_of(prompts, 2, SAMPLED, seed=3, logprobs=1, share=[1, 3])
+    asked.append(replace(asked[0], number=5, n=1, max_new_tokens=7, ends=False))
+    told: dict[int, Any] = {}
+    found = engine.complete(asked, SAMPLED, seed=3, done=lambda place, samples: told.update({place: samples}))
+    assert [len(samples) for samples in found] == [2, 2, 1] and len(found[2][0].ids) == 7
+    assert told == dict(enumerate(found))
 
 
 def check_sampling(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
@@ -110,11 +124,11 @@ def check_ends(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     assert (stopped.ids, stopped.finish) == (expected.ids, "stop")
     assert len(stopped.ids) < len(free.ids)
 
-    object.__setattr__(loaded, "eos_ids", (loaded.eos_ids[0], free.ids[5]))
+    engine.core.eos_ids.append(free.ids[5])
     ended = engine.generate(prompts[:1], 1, GREEDY, seed=0)[0]
     assert ended.finish == "stop"
     assert ended.ids == free.ids[: free.ids.index(free.ids[5]) + 1]
-    object.__setattr__(loaded, "eos_ids", loaded.eos_ids[:1])
+    engine.core.eos_ids.pop()
 
 
 def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:

@@ -16,7 +16,7 @@ from posttrain.recipe.sections import EngineSection, Sampling, Vllm
 from posttrain.rollout import vllm_start, weights
 from posttrain.rollout.engine import check_fits, make_engine, needed_length
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
-from posttrain.rollout.vllm import adapter_rank, engine_dtype, window_of
+from posttrain.rollout.pushed import adapter_rank, engine_dtype, window_of
 
 
 def test_without_vllm_one_sentence_says_what_to_install(

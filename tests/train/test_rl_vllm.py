@@ -22,6 +22,12 @@ pytestmark = [
 ]
 
 
+PLACES = {
+    "here": (),
+    "server": ("rollout.vllm.server.devices=[1]", "rollout.vllm.enforce_eager=true", "model.lora.rank=4"),
+}
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A model directory whose attention heads are of a size (32) that vLLM on a CPU knows."""
@@ -39,13 +45,14 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-def test_three_steps(small: Path) -> None:
+@pytest.mark.parametrize("place", ["here", "server"])
+def test_three_steps(small: Path, place: str) -> None:
     """Every sync is probed by the engine itself: a stale engine would end the run."""
     output = small.parent / "run"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "posttrain", "rl", "debug/rl", f"model.path={small}", "rollout.engine=vllm"),
-            *("optim.lr=1e-2", "run.steps=3", "--output", str(output), "--json"),
+            *("optim.lr=1e-2", "run.steps=3", *PLACES[place], "--output", str(output), "--json"),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=small.parent,
     )  # fmt: skip

@@ -1,0 +1,46 @@
+"""`posttrain serve`: an engine for RL runs on other GPUs or machines."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.guard import say
+from posttrain.errors import MissingExtra, UserError
+
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Where runs connect.")]
+Host = Annotated[str, typer.Option("--host", help="0.0.0.0 lets other machines connect.")]
+Gpu = Annotated[int | None, typer.Option("--gpu", min=0, help="The GPU to use (default: the first).")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("serve")(serve)
+
+
+def serve(port: Port = 8100, host: Host = "127.0.0.1", gpu: Gpu = None) -> None:
+    """Generate with vLLM for runs that name this address in `rollout.vllm.server.urls`, one run after the other.
+
+    It needs no recipe and no model: a run brings its own, and its weights after every step. Ctrl-C ends it.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtra("vllm", "posttrain serve", "vllm")
+    from posttrain.rollout.local_server import serve_runs, visible_device
+
+    env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible_device(gpu, "--gpu")}
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="another `posttrain serve` or program may have it; --port takes another",
+        ) from error
+    own = host if host not in ("0.0.0.0", "::") else socket.gethostname()
+    with listener:
+        say(f"ready: a run connects with  rollout.engine=vllm 'rollout.vllm.server.urls=[http://{own}:{port}]'")
+        if host not in ("127.0.0.1", "localhost", "::1"):
+            say("whoever can reach this port can use the engine: keep it inside a network that you trust")
+        serve_runs(listener, env, say)

@@ -1,0 +1,236 @@
+"""vLLM without a trainer: requests in, completions out, weights by name. It runs in any process that has a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import EngineError
+from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.rollout import vllm_start
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.pushed import Done, Request
+
+
+class VllmCore:
+    """vLLM 0.22 to 0.32 on the model in `folder`, with random weights until the first `load`; with `lora_rank`, on the
+    weights in the folder and an adapter on top.
+
+    Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens: ask for
+    those that are read.
+    """
+
+    def __init__(
+        self,
+        section: Vllm,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        window: int,
+        lora_rank: int | None,
+        eos_ids: Iterable[int],
+    ) -> None:
+        vllm_start.require_vllm()
+        self.section = section
+        self.eos_ids = sorted(eos_ids)
+        self.asleep = False
+        self.empty = False  # slept without keeping weights, and given none since
+        self.lora = lora_rank is not None
+        self.adapter: Any = None  # vLLM's LoRARequest of the newest version
+        self.had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.llm: Any = vllm_start.start(section, folder, dtype=dtype, max_len=window, lora_rank=lora_rank)
+        self.per_request_seeds = bool(getattr(self.llm.llm_engine.vllm_config, "use_v2_model_runner", False))
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.cuda.is_available()
+
+    def complete(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """The samples of each request, in order; `done` hears of each as soon as it is finished."""
+        if self.empty:
+            raise EngineError("vLLM slept without its weights: sync before it generates")
+        self.wake()
+        greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
+        params = [self._params(sampling, r, 1 if greedy else r.n) for r in requests]
+        # What an earlier call left in the cache would change how requests are scheduled, and so what they draw.
+        self.llm.reset_prefix_cache()
+
+        def completions(place: int, output: Any) -> list[Completion]:
+            request = requests[place]
+            found = [completion(c, request.logprobs) for c in output.outputs]
+            return found * request.n if greedy else found
+
+        def heard(place: int, output: Any) -> None:
+            if done is not None:
+                done(place, completions(place, output))
+
+        first = requests[0].number if requests else 0
+        with seeded(seed + first), self._listening(heard if done is not None else None):  # no two shares draw alike
+            outputs = self.run([r.ids for r in requests], params)
+        return [completions(place, output) for place, output in enumerate(outputs)]
+
+    def _params(self, sampling: Sampling, request: Request, n: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            n=n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=request.max_new_tokens,
+            seed=request.seed % 2**31 if self.per_request_seeds else None,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=self.eos_ids if request.ends else None,
+            include_stop_str_in_output=True,
+            ignore_eos=True,  # the EOS set above is the only one
+            detokenize=bool(sampling.stop),  # texts are decoded by us, from the ids
+            skip_special_tokens=False,
+            logprobs=0 if request.logprobs else None,  # 0 = of the sampled token alone
+            flat_logprobs=True,
+        )
+
+    @contextlib.contextmanager
+    def _listening(self, heard: Any) -> Iterator[None]:
+        """Tell of each request that vLLM finishes inside, by its place in the call: `generate` gives all at the end.
+
+        vLLM numbers the requests of its life. A version that numbers or steps otherwise tells nothing early.
+        """
+        engine = self.llm.llm_engine
+        first = getattr(getattr(self.llm, "request_counter", None), "counter", None)
+        if heard is None or first is None:
+            yield
+            return
+        step = engine.step
+
+        def listening() -> Any:
+            outputs = step()
+            for output in outputs:
+                if output.finished and output.request_id.isdecimal():
+                    heard(int(output.request_id) - first, output)
+            return outputs
+
+        engine.step = listening
+        try:
+            yield
+        finally:
+            del engine.step  # the class's own again
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+        """vLLM's own `generate` on token ids."""
+        requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        try:
+            return self.llm.generate(requests, params, use_tqdm=False, lora_request=self.adapter)
+        except Exception as cause:
+            raise vllm_start.explain(cause, self.section, "failed while generating") from cause
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all weights, by checkpoint name. They are read as they come."""
+        self.wake()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        if not self.on_gpu:
+            self.llm.apply_model(repack_head)
+        self.empty = False
+        self.llm.reset_prefix_cache()
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Use the adapter in `folder` from now on. It has a new id every time: vLLM takes a known id for a known
+        adapter."""
+        from vllm.lora.request import LoRARequest
+
+        self.wake()
+        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
+        self.adapter = LoRARequest(f"version-{version}", number, str(folder))
+        self.llm.llm_engine.add_lora(self.adapter)
+        self.llm.reset_prefix_cache()
+
+    def logps(self, ids: Sequence[int]) -> list[float]:
+        """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
+        from vllm import SamplingParams
+
+        self.wake()
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False
+        )  # greedy draws nothing
+        reported = self.run([ids], params)[0].prompt_logprobs
+        return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
+
+    def sleep(self) -> None:
+        """With vllm.sleep: give weights and cache memory back until `wake`. Else nothing.
+
+        Full training drops the weights, since a sync brings new ones; LoRA keeps the base in host memory.
+        """
+        if self.section.sleep and not self.asleep:
+            self.llm.sleep(level=1 if self.lora else 2)
+            self.asleep = True
+            self.empty = not self.lora
+
+    def wake(self) -> None:
+        """Take the memory back. Full training must load weights before it completes requests."""
+        if self.asleep:
+            torch.cuda.empty_cache()  # what the trainer's allocator holds but does not use
+            self.llm.wake_up()
+            self.asleep = False
+
+    def close(self) -> None:
+        """Free the memory. Calling it twice is fine."""
+        if self.llm is None:
+            return
+        core = self.llm.llm_engine.engine_core
+        self.llm = self.adapter = None
+        core.shutdown()
+        leave_process_groups(everything=not self.had_process_group)
+
+
+def completion(output: Any, logprobs: bool) -> Completion:
+    """vLLM's CompletionOutput as ours. Raises EngineError for another end than stop or length (an aborted request)."""
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM gave up a request: finish reason {output.finish_reason}")
+    logps = None
+    if logprobs:
+        flat = output.logprobs
+        logps = tuple(flat.logprobs[i] for i in flat.start_indices)
+    return Completion(tuple(output.token_ids), logps, output.finish_reason)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators that vLLM's sampler draws from, and put them back as they were afterwards.
+
+    A seed on every request would do the same, but then vLLM's older runner draws row by row: some 6 microseconds a row
+    and token.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def repack_head(model: Any) -> None:
+    """Bring the output head of vLLM's model up to date on a CPU.
+
+    There vLLM keeps a repacked copy of every matrix. A reload repacks what was loaded; a head that is tied to the
+    embeddings is not loaded, so its copy would stay what it was at the start.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead":
+            module.quant_method.process_weights_after_loading(module)
+
+
+def leave_process_groups(*, everything: bool) -> None:
+    """End vLLM's process groups (`everything`: the default one too, if vLLM made it) and return cached memory."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    if everything:
+        destroy_distributed_environment()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

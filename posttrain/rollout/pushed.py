@@ -1,0 +1,164 @@
+"""What engines have in common that hold weights of their own: those of the trainer are pushed to them and compared.
+
+`VllmEngine` is such an engine inside the trainer's process, `ServerEngine` one in other processes. Both are asked for
+`Request`s, so that seeds, log-probs and shares mean the same wherever vLLM runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import EngineError, RecipeError
+from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.rollout.engine import Completion, as_rollouts, check_fits
+from posttrain.rollout.probe import TOLERANCE, mean_gap, probe_ids, trainer_logps
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+PROBE_LENGTH = 32
+
+Done = Callable[[int, list[Completion]], None]  # called with a request's place in the list, once it is finished
+
+
+@dataclass(frozen=True)
+class Request:
+    """n samples of one prompt. `number` is the prompt's among all prompts of the call, whoever works on them."""
+
+    number: int
+    ids: tuple[int, ...]
+    n: int
+    seed: int  # where requests draw from seeds of their own
+    max_new_tokens: int
+    logprobs: bool
+    ends: bool = True  # an end token ends it; False: it has exactly max_new_tokens
+
+
+def requests_of(
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    logprobs: bool | int,
+    share: Sequence[int] | None,
+) -> list[Request]:
+    """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once.
+
+    With top-p or top-k vLLM can only report log-probs of the cut and renormalised distribution, which no log-prob of
+    the trainer compares with: none are asked for.
+    """
+    cut = sampling.top_p < 1 or sampling.top_k > 0
+    wanted = 0 if cut and sampling.temperature > 0 else len(prompts) if logprobs is True else int(logprobs)
+    return [
+        Request(i, tuple(prompts[i].ids), n, seed + i * n, sampling.max_new_tokens, i < wanted)
+        for i in (range(len(prompts)) if share is None else share)
+    ]
+
+
+class PushedEngine:
+    """The trainer's half of such an engine. A subclass completes requests, takes weights, and reports log-probs."""
+
+    def __init__(self, section: Vllm, loaded: LoadedModel, *, max_len: int) -> None:
+        self.section = section
+        self.loaded = loaded
+        self.window = window_of(section, loaded, max_len)
+        self.version = 0
+        self.gap = 0.0
+        self.apart = False
+        self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, self.window - 1))
+        self.dtype = engine_dtype(loaded)
+
+    def complete(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """The samples of each request, in order. `done` hears of each as soon as it is finished, if it can."""
+        raise NotImplementedError
+
+    def push(self, model: Any, version: int) -> None:
+        """Hold the weights of `model`: its adapter with LoRA, else all of them."""
+        raise NotImplementedError
+
+    def logps(self) -> list[list[float]]:
+        """Log-probs of `self.ids` by every copy of the weights that the engine holds."""
+        raise NotImplementedError
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """See `Engine.generate`."""
+        check_fits(prompts, sampling, self.window)
+        requests = requests_of(prompts, n, sampling, seed=seed, logprobs=logprobs, share=share)
+        completions = [c for samples in self.complete(requests, sampling, seed=seed) for c in samples]
+        return as_rollouts(
+            prompts,
+            n,
+            completions,
+            self.loaded.tokenizer,
+            first_group=first_group,
+            version=self.version,
+            share=share,
+        )
+
+    def sync(self, model: Any, version: int) -> None:
+        """Push the weights of `model` (its adapter, with LoRA) and check that they arrived. Raises EngineError."""
+        model = getattr(model, "module", model)
+        with torch.no_grad():
+            self.push(model, version)
+        self.gap = self.probe(model)
+        if not self.gap <= TOLERANCE[self.dtype]:
+            raise EngineError(
+                f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats"
+                " from the trainer's",
+                allowed=f"at most {TOLERANCE[self.dtype]} on average over {len(self.ids) - 1} tokens",
+                hint="rollout.engine: transformers samples with the trainer's own weights",
+            )
+        self.version = version
+
+    def probe(self, model: Any) -> float:
+        """See `Engine.probe`; of several copies, the one that is farthest off."""
+        expected = trainer_logps(self.loaded, getattr(model, "module", model), self.ids)
+        return max(mean_gap(found, expected) for found in self.logps())
+
+
+def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
+    """The engine's max_model_len. Raises RecipeError if the recipe's, or the model's own, is too short."""
+    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    window = section.max_model_len or max_len
+    if window < max_len:
+        raise RecipeError(
+            f"rollout.vllm.max_model_len is {window}, but the longest prompt and max_new_tokens need {max_len} tokens",
+            hint="leave it out to take what the data need, or set data.max_length",
+        )
+    if limit is not None and window > limit:
+        raise RecipeError(f"a window of {window} tokens is more than the model's own, {limit}")
+    return window
+
+
+def engine_dtype(loaded: LoadedModel) -> torch.dtype:
+    """What the trainer computes its forward pass in: the autocast type if there is one, else the weights'."""
+    with loaded.autocast():
+        if torch.is_autocast_enabled(loaded.device.type):
+            return torch.get_autocast_dtype(loaded.device.type)
+    return loaded.model.dtype
+
+
+def adapter_rank(loaded: LoadedModel) -> int | None:
+    """The largest rank of the trained adapter; None without one."""
+    if not loaded.is_lora:
+        return None
+    config = loaded.model.peft_config["default"]
+    return max([config.r, *config.rank_pattern.values()])

