@@ -33,6 +33,7 @@ from posttrain.run.report import write_report
 RUNNERS = {
     "sft": "posttrain.train.sft:run",
     "dpo": "posttrain.train.preference:run",
+    "reward-model": "posttrain.train.reward_model:run",
     "rl": "posttrain.train.rl:run",
     "merge": "posttrain.merge.run:run",
     "eval": "posttrain.evaluate.run:run",

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": FOUNDATION | {"batch", "models", "run"},
     "merge": FOUNDATION | {"models", "run"},
     "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run"},
-    "train": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss"},
+    "train": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate"},
     "pipeline": FOUNDATION | {"run", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {"cli": {"errors", "places"}, "__main__": {"errors", "places", "cli"}}

@@ -19,7 +19,7 @@ LAZY = {
 }
 
 PANELS = {
-    "Train": ("sft", "dpo", "rl", "serve", "merge", "run"),
+    "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run"),
     "Measure": ("eval", "generate", "pairs"),
     "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "data", "doctor"),
 }

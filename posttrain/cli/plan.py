@@ -17,7 +17,8 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Memory by phase, batch arithmetic, and what to change if it does not fit; for rl, sft and dpo recipes.
+    """Memory by phase, batch arithmetic, and what to change if it does not fit; for rl, sft, dpo and reward-model
+    recipes.
 
     No weights are loaded. Where there is a GPU, two micro-batches of an rl recipe are run for its seconds an update.
     """

@@ -1,4 +1,4 @@
-"""The verbs that run a recipe: sft, dpo, rl, merge, eval, pairs, run."""
+"""The verbs that run a recipe: sft, dpo, reward-model, rl, merge, eval, pairs, run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 VERBS = {
     "sft": "Supervised fine-tuning.",
     "dpo": "Preference optimisation on pairs (DPO, SimPO).",
+    "reward-model": "Train a reward model on pairs or labels, and report how far to trust it.",
     "rl": "Reinforcement learning with verifier rewards.",
     "merge": "Merge models.",
     "eval": "Measure a model's accuracy on rows that reward scripts grade.",
@@ -27,7 +28,7 @@ VERBS = {
     "run": "Run a pipeline of stages.",
 }
 
-TRAINING = ("sft", "dpo", "rl")  # what several GPUs can do together
+TRAINING = ("sft", "dpo", "reward-model", "rl")  # what several GPUs can do together
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")]

@@ -153,3 +153,31 @@ def urpo(referee_scores: Tensor, truth: Tensor, self_scores: Tensor) -> Referee:
     tau = (said * gold).sum((1, 2)) / torch.where(pairs > 0, pairs, 1.0)
     unreadable = referee_scores.isnan().any(-1)
     return Referee(torch.where(unreadable, 0.0, tau), (self_scores / 10).clamp(0, 1))
+
+
+def gaussian_nll(means: Tensor, log_stds: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood [N,H] of labels [N,1] under H Gaussian heads, without its constant.
+
+    The heads that BRME aggregates (arXiv 2409.15360) say how sure they are. How the authors fit them was not found; a
+    squared error of drawn samples would drive every deviation to 0, so this is the ordinary likelihood. Log-deviations
+    are held within -5 to 5.
+    """
+    bounded = log_stds.clamp(-5, 5)
+    return 0.5 * ((labels - means) * torch.exp(-bounded)).square() + bounded
+
+
+def reseeded(found: Mixture, pairs: Tensor) -> Tensor:
+    """The hard assignment [U] of a round, in which a head that no user fits best gets the user who is worst off.
+
+    pairs [U]: how many each user has; worst off: the lowest log-likelihood a pair under the own head, among users whose
+    head has others. Only as many heads can be filled as there are users.
+    """
+    assignment = found.assignment.clone()
+    fit = found.loglik.gather(1, assignment[:, None])[:, 0] / pairs.clamp(min=1)
+    for head in range(found.loglik.shape[1]):
+        sizes = torch.bincount(assignment, minlength=found.loglik.shape[1])
+        crowded = (sizes[assignment] > 1) & (pairs > 0)
+        if sizes[head] or not crowded.any():
+            continue
+        assignment[torch.where(crowded, fit, torch.inf).argmin()] = head
+    return assignment

@@ -12,8 +12,11 @@ from posttrain.recipe.sections import Lora
 REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
 
 
-def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0) -> Any:
-    """`model` with a fresh trainable adapter (PEFT): its B matrices are 0, so the policy starts as the base."""
+def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0, task: str = "CAUSAL_LM") -> Any:
+    """`model` with a fresh trainable adapter (PEFT): its B matrices are 0, so the policy starts as the base.
+
+    task SEQ_CLS: the classification head is trained as a whole.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -25,7 +28,7 @@ def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0) -> Any:
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -43,11 +43,11 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
         kind, expected = _write(loaded, partial)
         loaded.tokenizer.save_pretrained(partial)
         generation_config(loaded.tokenizer, loaded.eos_ids).save_pretrained(partial)
-        report = {"path": str(folder), "kind": kind, "bytes": _sync(partial)}
+        report = {"path": str(folder), "kind": kind, "bytes": sync_all(partial)}
     if verify:
         with quiet():
             report |= _verify(loaded, partial, expected)
-    _rename(partial, folder)
+    put_in_place(partial, folder)
     return report
 
 
@@ -199,7 +199,7 @@ def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path
     return "stop" if out and out[-1] in eos_ids else "length"
 
 
-def _sync(folder: Path) -> int:
+def sync_all(folder: Path) -> int:
     """Bring all files to the disk; returns their size in bytes."""
     files = [p for p in folder.rglob("*") if p.is_file()]
     for path in files:
@@ -209,7 +209,7 @@ def _sync(folder: Path) -> int:
     return sum(p.stat().st_size for p in files)
 
 
-def _rename(partial: Path, folder: Path) -> None:
+def put_in_place(partial: Path, folder: Path) -> None:
     """Give the finished folder its name; an older one of that name goes only then."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

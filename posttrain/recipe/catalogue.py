@@ -103,7 +103,7 @@ def _preset(preset: presets.Preset) -> Entry:
         "conflicts": [],
         "unusable": "",
         "not_stated": preset.not_stated.strip(),
-        "recipe": recipe | ({"rewards": preset.rewards} if preset.rewards else {}),
+        "recipe": recipe | preset.example | ({"rewards": preset.rewards} if preset.rewards else {}),
     }
 
 

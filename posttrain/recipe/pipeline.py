@@ -156,7 +156,8 @@ def references(values: Any) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
 
 def _check_references(full: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> None:
     for path, name, file in references(plain(full)):
-        usable = [other for other, stage in earlier.items() if file or stage in MODEL_MAKERS]
+        makers = (*MODEL_MAKERS, "reward_model") if "rewards" in path else MODEL_MAKERS
+        usable = [other for other, stage in earlier.items() if file or stage in makers]
         if name in usable or earlier.get(name) == "":
             continue
         if name in earlier:

@@ -17,16 +17,18 @@ FOLDER = Path(__file__).with_name("presets")
 @dataclass(frozen=True)
 class Preset:
     """`choices` merge over the defaults and under the recipe. `not_stated` says what the paper leaves open; `rewards`
-    are those that its components read, to be written into the recipe."""
+    are those that its components read, and `example` stands for what only the user knows: both are to be written into
+    the recipe."""
 
     name: str
     title: str
     paper: str
     purpose: str
-    stage: Literal["rl", "dpo"]
+    stage: Literal["rl", "dpo", "reward_model"]
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     not_stated: str = ""
     rewards: list[dict[str, Any]] = field(default_factory=list)
+    example: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def names(stage: str | None = None) -> list[str]:

@@ -312,6 +312,56 @@ class Anchors(Section):
     history: list[str] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
 
 
+class RewardObjective(Section):
+    """What the heads of a reward model learn, and from which columns."""
+
+    use: Literal["bradley_terry", "mixture", "label_regression", "gaussian"] = Field(
+        "bradley_terry",
+        description="bradley_terry: each head ranks all pairs; mixture: heads divide the users among them; "
+        "label_regression: a head a label; gaussian: heads with a mean and a deviation each, of one label",
+    )
+    heads: Positive | None = Field(
+        None, description="default: 1 (bradley_terry), 2 (mixture), 5 (gaussian); label_regression: one a label"
+    )
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the rows that each head sees, drawn for each: makes heads of one model differ"
+    )
+    center_coef: NonNegative = Field(0.01, description="pull of the pair's summed scores to 0 (pairs)")
+    margin: str | None = Field(None, description="column with the score that chosen must be ahead by (pairs)")
+    labels: list[str] = Field(default_factory=list, description="columns with numbers, one a head; may be null")
+    user: str | None = Field(None, description="column that says who preferred (mixture); default: each pair is one")
+    rounds: Positive = Field(5, description="how often users are assigned to heads anew (mixture)")
+    soft: bool = Field(False, description="weigh heads by how likely they are instead of the best one (mixture)")
+    holdout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.1, description="share of the rows kept out of training, which the report is about"
+    )
+
+    @property
+    def pairs(self) -> bool:
+        """Rows are pairs; otherwise answers with labels."""
+        return self.use in ("bradley_terry", "mixture")
+
+    @property
+    def count(self) -> int:
+        """Number of heads."""
+        fixed = {"bradley_terry": 1, "mixture": 2, "gaussian": 5}
+        return len(self.labels) if self.use == "label_regression" else self.heads or fixed[self.use]
+
+    @model_validator(mode="after")
+    def _fits(self) -> RewardObjective:
+        if self.use == "label_regression" and (not self.labels or self.heads):
+            raise ValueError("label_regression has a head for each of `labels`: name them, and leave `heads` out")
+        if self.use == "gaussian" and len(self.labels) != 1:
+            raise ValueError("gaussian learns one label: name its column in `labels`")
+        if self.pairs and self.labels:
+            raise ValueError(f"`labels` are for label_regression and gaussian; {self.use} learns from pairs")
+        unread = {"margin": "bradley_terry", "user": "mixture"}
+        for key, reader in unread.items():
+            if getattr(self, key) and self.use != reader:
+                raise ValueError(f"`{key}` is for {reader}")
+        return self
+
+
 class SftObjective(ComponentSection):
     """How much each trained token counts: weights in one sum of negative log-probs."""
 
@@ -365,6 +415,12 @@ class DpoOptim(Optim):
     """The optimiser, with the usual learning rate of preference optimisation."""
 
     lr: Annotated[float, Field(gt=0)] = 5e-7
+
+
+class RewardOptim(Optim):
+    """The optimiser, with the usual learning rate of a full reward model (LoRA: 1e-4)."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
 
 
 class RlBatch(Section):

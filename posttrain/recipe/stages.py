@@ -97,6 +97,27 @@ class DpoRecipe(Stage):
     optim: s.DpoOptim = Field(default_factory=s.DpoOptim)
 
 
+class RewardModelRecipe(Stage):
+    """A reward model: scores of answers, learnt from pairs or from labels."""
+
+    verb: ClassVar = "reward-model"
+    presets: ClassVar = True
+    unused: ClassVar = {
+        **_NO_ROLLOUTS,
+        "data.train_on": "a reward model reads whole answers",
+        "data.thought_dropout": "only sft empties thoughts",
+        "batch.packing": "only sft packs rows",
+        "model.quantize": "a reward model is saved with its adapter merged in, which 4-bit weights do not take",
+    }
+    stage: Literal["reward_model"] = "reward_model"
+    algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
+    model: s.Model
+    data: s.Data
+    objective: s.RewardObjective = Field(default_factory=s.RewardObjective)
+    batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
+    optim: s.RewardOptim = Field(default_factory=s.RewardOptim)
+
+
 class RlRecipe(Stage):
     """Reinforcement learning with verifier rewards."""
 
@@ -279,5 +300,8 @@ class PipelineRecipe(Stage):
 
 STAGES: dict[str, type[Stage]] = {
     c.verb: c
-    for c in (SftRecipe, DpoRecipe, RlRecipe, MergeRecipe, EvalRecipe, GenerateRecipe, PairsRecipe, PipelineRecipe)
+    for c in (
+        *(SftRecipe, DpoRecipe, RewardModelRecipe, RlRecipe),
+        *(MergeRecipe, EvalRecipe, GenerateRecipe, PairsRecipe, PipelineRecipe),
+    )
 }

@@ -45,6 +45,7 @@ def render(run_path: Path) -> str:
     sections = [
         _tiles(summary),
         _closing_table(summary),
+        _findings(summary),
         _stages(run_path, summary),
         _stage_curves(run_path, summary),
         _curves(read_metrics(run_path)),
@@ -102,6 +103,16 @@ def _closing_table(summary: Mapping[str, Any]) -> str:
         return ""
     says = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.get("findings", []))
     return f"<section><h2>Comparison</h2>{_table(headers(rows), map(row_cells, rows))}<ul>{says}</ul></section>"
+
+
+def _findings(summary: Mapping[str, Any]) -> str:
+    """What a stage found: its sentences and its tables (`title`, `head`, `rows`), unless they are a comparison's."""
+    shown = summary.get("tables") or []
+    if not shown:
+        return ""
+    says = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.get("findings", []))
+    tables = "".join(f"<h3>{escape(t['title'])}</h3>{_table(t['head'], t['rows'])}" for t in shown)
+    return f"<section><h2>Findings</h2><ul>{says}</ul>{tables}</section>"
 
 
 def _stages(run_path: Path, summary: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
-from posttrain.recipe.stages import DpoRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.metrics import MetricsLog
@@ -33,6 +34,9 @@ from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, distributed, optim
 from posttrain.train.plan import out_of_memory
+
+TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
+Saver = Callable[[LoadedModel, Path], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Plan:
         return math.ceil(self.rows / self.size)
 
 
-def plan(recipe: SftRecipe | DpoRecipe, n_rows: int) -> Plan:
+def plan(recipe: TrainRecipe, n_rows: int) -> Plan:
     """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
@@ -87,7 +91,7 @@ def balanced(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
 class Job:
     """One run: its parts, and how far it has come."""
 
-    recipe: SftRecipe | DpoRecipe
+    recipe: TrainRecipe
     directory: RunDirectory
     loaded: LoadedModel
     plan: Plan
@@ -99,7 +103,7 @@ class Job:
 
     @classmethod
     def of(
-        cls, recipe: SftRecipe | DpoRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int, longest: int = 0
+        cls, recipe: TrainRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int, longest: int = 0
     ) -> Job:
         planned = plan(recipe, n_rows)
         sampler = PromptSampler(n_rows, planned.size, recipe.run.seed, recipe.data.shuffle)
@@ -281,9 +285,10 @@ def save_checkpoint(job: Job) -> None:
         ) from cause
 
 
-def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
+def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], saver: Saver = save) -> dict[str, Any]:
     """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
 
+    saver: writes the model into a folder, and returns what the summary says of it as `save`.
     Raises Interrupted after Ctrl-C, with a checkpoint saved; NonFiniteError and RunError as told above.
     """
     directory, recipe = job.directory, job.recipe
@@ -312,7 +317,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str]) 
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
         "model": str(directory.final),
-        "save": distributed.on_main(save, job.loaded, directory.final),
+        "save": distributed.on_main(saver, job.loaded, directory.final),
     }
 
 

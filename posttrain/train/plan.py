@@ -16,21 +16,23 @@ from torch import nn
 from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
 from posttrain.recipe.sections import Lora
-from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.train.logprobs import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.objective import Objective
 from posttrain.train.policy import AT_ROLLOUT, BY_REFERENCE, TOP_K
 
-Recipe = RlRecipe | SftRecipe | DpoRecipe
+Recipe = RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe
 ASSUMED_GIB = 80  # of a card that is not there
 
 
 def shape_of(model: Any, lora: Lora | None) -> Shape:
-    """The shape of a causal language model; weights may be on the meta device or loaded, with or without an adapter."""
+    """The shape of a language model, whose weights may be on the meta device or loaded, with or without an adapter; a
+    reward model has no head over the vocabulary.
+    """
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
     config = base.config.get_text_config()
-    head = base.get_output_embeddings()
+    head = base.get_output_embeddings()  # None for a reward model
     matrices = {
         n: m for n, m in base.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n
     }
@@ -45,7 +47,7 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
         heads=heads * size,
         kv_heads=(getattr(config, "num_key_value_heads", None) or heads) * size,
         intermediate=config.intermediate_size,
-        vocabulary=head.weight.shape[0],
+        vocabulary=(head or base.get_input_embeddings()).weight.shape[0],
         embeddings=base.get_input_embeddings().weight.numel(),
         adapter=sum(lora.rank * (m.in_features + m.out_features) for m in adapted) if lora else 0,
     )
@@ -74,8 +76,9 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size
-        pair = 2 if isinstance(recipe, DpoRecipe) else 1
-        return Settings(micro_tokens=rows * pair * longest, full_logits=True, **common)
+        pair = 2 if of_pairs(recipe) else 1
+        logits = not isinstance(recipe, RewardModelRecipe)
+        return Settings(micro_tokens=rows * pair * longest, full_logits=logits, **common)
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
@@ -93,6 +96,11 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
     return replace(settings, engine=engine, engine_sleeps=True)
+
+
+def of_pairs(recipe: Recipe) -> bool:
+    """Whether a row of the data is two rows of a forward pass."""
+    return isinstance(recipe, DpoRecipe) or (isinstance(recipe, RewardModelRecipe) and recipe.objective.pairs)
 
 
 def measured_bytes(needs: Collection[str], hidden: int) -> int:
@@ -220,7 +228,7 @@ def skeleton(recipe: Recipe) -> Any:
 
 def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
     """All that `posttrain plan` prints, in GiB and plain numbers."""
-    if not isinstance(recipe, RlRecipe | SftRecipe | DpoRecipe):
+    if not isinstance(recipe, RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe):
         raise RecipeError(f"`plan` is for stages that train; this is a recipe for `{recipe.verb}`")
     machine = machine or Machine.here()
     shape = shape_of(skeleton(recipe), recipe.model.lora)
@@ -273,12 +281,12 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
     }, longest
 
 
-def _rows_arithmetic(recipe: SftRecipe | DpoRecipe) -> tuple[dict[str, int], int]:
+def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, int], int]:
     from posttrain.data import prepare
     from posttrain.train import hf_trainer
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
-    kind: Callable[..., Any] = prepare.prepare_pairs if isinstance(recipe, DpoRecipe) else prepare.prepare_examples
+    kind: Callable[..., Any] = prepare.prepare_pairs if of_pairs(recipe) else prepare.prepare_examples
     items = kind(recipe.data, tokenizer, recipe.base_dir).items
     lengths = [_length(item) for item in items]
     cut = hf_trainer.plan(recipe, len(items))

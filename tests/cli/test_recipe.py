@@ -125,6 +125,7 @@ BASES = {
     "rl": {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "a.b"}], "run": {"steps": 1}},
     "sft": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
+    "reward_model": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "merge": {"models": [{"model": "a"}, {"model": "c"}], "base_model": "b"},
     **{name: {"models": [{"model": "a"}], "base_model": "b"} for name in ("slerp", "update_selective")},  # two models
 }

@@ -177,7 +177,7 @@ def test_an_older_folder_is_replaced_only_by_a_whole_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "_sync", dies)
+        patch.setattr(saving, "sync_all", dies)
         with pytest.raises(KeyboardInterrupt):
             save(model, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == old

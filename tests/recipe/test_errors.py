@@ -147,7 +147,9 @@ def test_the_stage_must_fit_the_verb(errors: Errors) -> None:
         "r.yaml:1:8  stage: this is a recipe for `posttrain sft`, not for `posttrain rl`\n  hint: posttrain sft r.yaml"
     )
     assert "stage: unknown stage `sfft`" in errors(SFT.replace("sft", "sfft"))
-    assert errors(SFT.replace("stage: sft\n", "")).startswith("r.yaml  stage: is missing\n  allowed: sft, dpo, rl")
+    assert errors(SFT.replace("stage: sft\n", "")).startswith(
+        "r.yaml  stage: is missing\n  allowed: sft, dpo, reward_model, rl"
+    )
 
 
 def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., Loaded]) -> None:
@@ -234,6 +236,7 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 BASES = {
     "sft": {"model": {"path": "tiny", "lora": {}}, "data": {"source": "x"}, "run": {"steps": 1}},
     "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
+    "reward_model": {"model": {"path": "tiny"}, "data": {"source": "x"}, "objective": {"use": "mixture"}},
     "rl": {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "a.b"}], "run": {"steps": 1},
            "keep": {"use": "dynamic_sampling"}},
     "eval": {"model": {"path": "tiny"}, "data": {"mix": [{"source": "x"}]}, "rewards": [{"use": "a.b"}]},

@@ -145,8 +145,10 @@ def test_mistakes_of_an_extended_recipe_name_its_lines(write: Callable[..., Path
 def test_presets(name: str, loads: Loads) -> None:
     """Every preset gives a recipe that is right, and every choice arrives."""
     found = preset(name)
-    base = RL if found.stage == "rl" else SFT.replace("sft", "dpo")
-    loaded = loads(base + f"algorithm: {name}\n")
+    base = RL if found.stage == "rl" else SFT.replace("sft", found.stage)
+    loaded = loads(
+        base + f"algorithm: {name}\n" + (f"objective: {found.example['objective']}\n" if found.example else "")
+    )
     for path, value in leaves(found.choices):
         arrived: Any = loaded.resolved
         for part in path:

@@ -1,0 +1,246 @@
+"""How far to trust a reward model: pairwise accuracy, calibration, and how much is length. Scores in, numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.evaluate.estimators import bootstrap_ci
+
+BINS = 10  # of confidence, from 1/2 to 1
+MATCHED = 0.1  # sides whose lengths differ by at most this share of the longer one
+RESAMPLES = 1000
+
+
+def pair_report(
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    chosen_length: Sequence[int],
+    rejected_length: Sequence[int],
+    *,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Scores and lengths (tokens of the answers) of P pairs [P] -> `accuracy`, `calibration`, `length`, `findings`.
+
+    A tie of scores counts half. All intervals are 95%, by resampling pairs.
+    """
+    gap = np.asarray(chosen, dtype=float) - np.asarray(rejected, dtype=float)
+    longer = np.sign(np.asarray(chosen_length, dtype=float) - np.asarray(rejected_length, dtype=float))
+    right = _wins(gap)
+    found = {
+        "pairs": len(gap),
+        "accuracy": _interval(right, seed),
+        "mean_margin": float(gap.mean()) if len(gap) else None,
+        "calibration": calibration(gap, seed),
+        "length": _length(gap, right, longer, chosen, rejected, chosen_length, rejected_length, seed),
+    }
+    return {**found, "findings": findings(found)}
+
+
+def _wins(gap: np.ndarray) -> np.ndarray:
+    return np.where(gap > 0, 1.0, np.where(gap == 0, 0.5, 0.0))
+
+
+def _interval(values: np.ndarray, seed: int) -> dict[str, Any]:
+    return asdict(bootstrap_ci(values.tolist(), resamples=RESAMPLES, seed=seed))
+
+
+def calibration(gap: np.ndarray, seed: int = 0) -> dict[str, Any]:
+    """Expected calibration error of sigmoid(|gap|) as the chance that the higher score is the chosen one.
+
+    ece: mean over pairs of |accuracy - confidence| of their bin, with its interval; `bins`: both, and how many pairs.
+    A few pairs always show some error: compare it with `expected_if_calibrated`, that of as many pairs whose outcomes
+    are drawn from the confidences.
+    """
+    if not len(gap):
+        return {"ece": None, "low": None, "high": None, "expected_if_calibrated": None, "bins": []}
+    confidence = 1 / (1 + np.exp(-np.abs(gap)))
+    right = _wins(gap)
+    draw = np.random.default_rng(seed)
+    rows = draw.integers(0, len(gap), (RESAMPLES, len(gap)))
+    resampled = [_ece(confidence[row], right[row]) for row in rows]
+    ideal = [_ece(confidence, draw.random(len(gap)) < confidence) for _ in range(RESAMPLES // 10)]
+    low, high = (float(q) for q in np.quantile(resampled, [0.025, 0.975]))
+    return {
+        "ece": _ece(confidence, right),
+        "low": low,
+        "high": high,
+        "expected_if_calibrated": float(np.mean(ideal)),
+        "bins": [
+            {"confidence": float(confidence[at].mean()), "accuracy": float(right[at].mean()), "pairs": int(at.sum())}
+            for at in (_bin(confidence) == n for n in range(BINS))
+            if at.any()
+        ],
+    }
+
+
+def _bin(confidence: np.ndarray) -> np.ndarray:
+    return np.minimum(((confidence - 0.5) * 2 * BINS).astype(int), BINS - 1)
+
+
+def _ece(confidence: np.ndarray, right: np.ndarray) -> float:
+    where = _bin(confidence)
+    difference = np.bincount(where, right - confidence, minlength=BINS)
+    return float(np.abs(difference).sum() / len(confidence))
+
+
+def _length(
+    gap: np.ndarray,
+    right: np.ndarray,
+    longer: np.ndarray,
+    chosen: Sequence[float],
+    rejected: Sequence[float],
+    chosen_length: Sequence[int],
+    rejected_length: Sequence[int],
+    seed: int,
+) -> dict[str, Any]:
+    """The length probe. `longer` is the sign of chosen minus rejected length."""
+    lengths = np.array([*chosen_length, *rejected_length], dtype=float)
+    tokens = lengths.reshape(2, -1)
+    matched = np.abs(tokens[0] - tokens[1]) <= MATCHED * tokens.max(0) if len(gap) else np.zeros(0, bool)
+    differ = longer != 0
+    return {
+        "correlation": correlation(np.array([*chosen, *rejected], dtype=float), lengths),
+        "chosen_longer": float((longer > 0).mean()) if len(gap) else None,
+        "longer_wins_rule": _interval(np.where(longer > 0, 1.0, np.where(longer == 0, 0.5, 0.0)), seed),
+        "scores_longer_higher": _interval(_wins(gap * longer)[differ], seed),
+        "accuracy_matched": _interval(right[matched], seed),
+        "accuracy_chosen_longer": _interval(right[longer > 0], seed),
+        "accuracy_chosen_shorter": _interval(right[longer < 0], seed),
+    }
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Pearson's; None where one of them does not vary."""
+    if len(a) < 2 or a.std() == 0 or b.std() == 0:
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def label_report(
+    predicted: np.ndarray, labels: np.ndarray, names: Sequence[str], lengths: Sequence[int], *, seed: int = 0
+) -> dict[str, Any]:
+    """Predictions and labels [N,M], NaN = not labelled -> by label: `mse` with its interval, `correlation`, `rows`, and
+    the correlation of the prediction with the answer's length."""
+    found: dict[str, Any] = {}
+    for n, name in enumerate(names):
+        there = ~np.isnan(labels[:, n])
+        said, told = predicted[there, n], labels[there, n]
+        found[name] = {
+            "rows": int(there.sum()),
+            "mse": _interval((said - told) ** 2, seed),
+            "variance": float(told.var()) if len(told) else None,
+            "correlation": correlation(said, told),
+            "length_correlation": correlation(said, np.asarray(lengths, dtype=float)[there]),
+            "label_length_correlation": correlation(told, np.asarray(lengths, dtype=float)[there]),
+        }
+    return {"rows": len(labels), "labels": found, "findings": _label_findings(found)}
+
+
+def findings(found: Mapping[str, Any]) -> list[str]:
+    """What the numbers of a pair report say, in sentences."""
+    if not found["pairs"]:
+        return ["no pair was held out: nothing is known of this model beyond its training pairs"]
+    accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
+    lines = [f"the chosen answer scores higher in {_shown(accuracy)} of {found['pairs']} pairs"]
+    if accuracy["low"] <= 0.5:
+        lines.append("that is not shown to be better than a coin")
+    if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:
+        sure = sum(b["pairs"] * (b["confidence"] - b["accuracy"]) for b in calibrated["bins"]) > 0
+        lines.append(
+            f"its margins are {'over' if sure else 'under'}confident: calibration error {calibrated['ece']:.3f}"
+        )
+    lines += _of_length(accuracy, length)
+    return lines
+
+
+def _of_length(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[str]:
+    lines = []
+    rule, higher, matched = length["longer_wins_rule"], length["scores_longer_higher"], length["accuracy_matched"]
+    if higher["mean"] is not None and (higher["low"] > 0.5 or higher["high"] < 0.5):
+        side = "longer" if higher["mean"] > 0.5 else "shorter"
+        share = higher["mean"] if side == "longer" else 1 - higher["mean"]
+        chosen = length["chosen_longer"] if side == "longer" else 1 - length["chosen_longer"]
+        lines.append(f"it prefers the {side} answer in {share:.0%} of the pairs; people or rules did in {chosen:.0%}")
+    best = max(rule["mean"], 1 - rule["mean"])
+    if best >= accuracy["low"] and best > 0.55:
+        name = "longer" if rule["mean"] > 0.5 else "shorter"
+        lines.append(f"the rule `the {name} answer wins` is as good on these pairs: accuracy {best:.3f}")
+    if matched["mean"] is None:
+        lines.append("no two sides are of similar length: what it knows beside length cannot be told")
+    elif matched["low"] <= 0.5 < accuracy["low"]:
+        lines.append(f"where lengths match it is not shown to be better than a coin: {_shown(matched)}")
+    return lines
+
+
+def _label_findings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for name, one in found.items():
+        if not one["rows"]:
+            lines.append(f"{name}: no held-out row has this label")
+        elif one["variance"] is not None and one["mse"]["high"] >= one["variance"]:
+            lines.append(f"{name}: not shown to be better than the label's mean (mse {one['mse']['mean']:.4f})")
+    return lines
+
+
+def _shown(interval: Mapping[str, Any]) -> str:
+    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A report for people: `title`, `head` and `rows` of each table."""
+    if "labels" in found:
+        rows = [
+            [name, str(one["rows"]), _cell(one["mse"]), _number(one["correlation"]), _number(one["length_correlation"])]
+            for name, one in found["labels"].items()
+        ]
+        head = ["label", "rows", "squared error", "correlation", "with length"]
+        return [{"title": "Reward model, by label", "head": head, "rows": rows}]
+    length = found["length"]
+    rows = [
+        ["pairwise accuracy", _cell(found["accuracy"])],
+        ["accuracy, lengths matched", _cell(length["accuracy_matched"])],
+        ["accuracy, chosen longer", _cell(length["accuracy_chosen_longer"])],
+        ["accuracy, chosen shorter", _cell(length["accuracy_chosen_shorter"])],
+        ["the rule `longer wins`", _cell(length["longer_wins_rule"])],
+        ["scores the longer higher", _cell(length["scores_longer_higher"])],
+        ["correlation of score and length", _number(length["correlation"])],
+        ["calibration error", _cell({"mean": found["calibration"]["ece"], **found["calibration"]})],
+    ]
+    bins = [[f"{b['confidence']:.2f}", f"{b['accuracy']:.2f}", str(b["pairs"])] for b in found["calibration"]["bins"]]
+    return [
+        {"title": f"Reward model on {found['pairs']} pairs", "head": ["", "mean and 95% interval"], "rows": rows},
+        {"title": "Calibration", "head": ["confidence", "accuracy", "pairs"], "rows": bins},
+    ]
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Tables and findings on stderr."""
+    console = Console(stderr=True, markup=False, highlight=False)
+    for one in tables(found):
+        console.print(table(one))
+    for line in found["findings"]:
+        console.print(line, soft_wrap=True)
+
+
+def table(one: Mapping[str, Any]) -> Table:
+    """A titled table: the first column to the left, numbers to the right."""
+    made = Table(title=one["title"], title_justify="left", box=None, pad_edge=False)
+    for n, name in enumerate(one["head"]):
+        made.add_column(name, justify="right" if n else "left")
+    for row in one["rows"]:
+        made.add_row(*row)
+    return made
+
+
+def _cell(interval: Mapping[str, Any]) -> str:
+    return "-" if interval.get("mean") is None else _shown(interval)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,220 @@
+"""Reward models: a language model with one or several scalar heads on the last token of an answer.
+
+They are transformers' sequence classifiers, so that `AutoModelForSequenceClassification.from_pretrained(folder)` gives
+the same scores; `reward_model.json` beside the weights says what the heads are, how rows were rendered, and the mean
+and deviation of each head on held-out answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import ModelError, RunError
+from posttrain.models import adapters, places
+from posttrain.models import load as models
+from posttrain.models.load import LoadedModel, Origin
+from posttrain.models.precision import keep_master_weights
+from posttrain.models.save import TOLERANCE, put_in_place, sync_all
+from posttrain.recipe.sections import Model
+from posttrain.run.durable import told_when_full
+
+CARD = "reward_model.json"
+PROBE = ("What is 17 + 25? Say why.", "42, for 17 + 25 = 42.")
+CLASSIFIER = "ForSequenceClassification"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a score means. data: the keys of the recipe's `data` that rendered the rows (`chat`, `system`,
+    `prompt_template`). center, scale: mean and deviation of each head over held-out answers. gaussian: the second half
+    of the outputs are log-deviations of the first."""
+
+    use: str = "bradley_terry"
+    heads: tuple[str, ...] = ("reward",)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    center: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+    users: Mapping[str, int] = field(default_factory=dict)  # mixture: the head of each user in training
+
+    @property
+    def gaussian(self) -> bool:
+        return self.use == "gaussian"
+
+
+def read_card(folder: Path | None, outputs: int) -> Card:
+    """The card of a reward model's folder; one that other software made has `outputs` nameless heads."""
+    path = folder / CARD if folder else None
+    if path is None or not path.is_file():
+        return Card(heads=tuple(f"head_{n}" for n in range(outputs)) if outputs > 1 else ("reward",))
+    values = json.loads(path.read_text(encoding="utf-8"))
+    known: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in Card.__dataclass_fields__
+    }
+    return Card(**known)
+
+
+def is_reward_model(section: Model, base_dir: Path) -> bool:
+    """Whether a place holds a sequence classifier rather than a causal language model."""
+    place = places.locate(section.path, base_dir)
+    if place.kind not in ("directory", "hub"):
+        return False
+    named = getattr(models.config_of(section, base_dir), "architectures", None) or []
+    return any(name.endswith(CLASSIFIER) for name in named)
+
+
+def load(
+    section: Model, base_dir: Path, *, outputs: int | None = None, seed: int = 0, training: bool = False
+) -> LoadedModel:
+    """A reward model to train or to score with. outputs: numbers a row; None = as many as the model has.
+
+    A causal language model gets a fresh head (drawn from `seed`) in place of its vocabulary; a reward model keeps its
+    own. Raises ModelError where the place holds no reward model and none is to be made, or its heads are others.
+    """
+    place = places.locate(section.path, base_dir)
+    if is_reward_model(section, base_dir):
+        loaded = _classifier(section, base_dir)
+    elif outputs is None:
+        raise ModelError(f"{section.path} is no reward model", hint="`posttrain reward-model` makes one")
+    else:
+        loaded = _from_causal(section, base_dir, outputs, seed)
+    found = loaded.model.config.num_labels
+    if outputs is not None and found != outputs:
+        raise ModelError(f"{section.path} has {found} heads, the recipe wants {outputs}")
+    model = loaded.model
+    if training and section.lora:
+        model = adapters.add(model, section.lora, quantized=False, seed=seed, task="SEQ_CLS")
+    if training and section.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if section.lora:
+            model.enable_input_require_grads()
+    model.train(training)
+    half = keep_master_weights(model) if training else None
+    origin = Origin(section, base_dir, place)
+    return LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, section.path, origin, half)
+
+
+def _classifier(section: Model, base_dir: Path) -> LoadedModel:
+    from transformers import AutoModelForSequenceClassification
+
+    place = places.locate(section.path, base_dir)
+    tokenizer = models.load_tokenizer(section, base_dir)
+    options = {"dtype": models.dtype_of(section), "trust_remote_code": section.trust_remote_code}
+    if section.revision:
+        options["revision"] = section.revision
+    try:
+        with models.quiet():
+            model = AutoModelForSequenceClassification.from_pretrained(place.target, **options)
+    except (OSError, ValueError, RuntimeError) as cause:
+        raise ModelError(f"{section.path} cannot be loaded: {type(cause).__name__}: {cause}") from cause
+    pad = model.config.pad_token_id
+    pad = tokenizer.pad_token_id if pad is None else pad
+    model.config.pad_token_id = pad
+    eos = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
+    return LoadedModel(model.to(models.device_of(section)).eval(), tokenizer, eos, int(pad), section.path)
+
+
+def _from_causal(section: Model, base_dir: Path, outputs: int, seed: int) -> LoadedModel:
+    """The backbone of a causal language model under a fresh head."""
+    from transformers import AutoModelForSequenceClassification
+
+    causal = models.load(section.model_copy(update={"lora": None}), base_dir, seed=seed)
+    config = copy.deepcopy(causal.model.config)
+    config.num_labels, config.pad_token_id = outputs, causal.pad_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForSequenceClassification.from_config(config, dtype=causal.model.dtype)
+        except ValueError as cause:
+            name = type(causal.model).__name__
+            raise ModelError(f"transformers has no sequence classifier for {name}: {section.path}") from cause
+    model.base_model.load_state_dict(causal.model.base_model.state_dict())
+    if section.attention != "auto":
+        model.set_attn_implementation(section.attention)
+    model = model.to(causal.device).eval()
+    return LoadedModel(model, causal.tokenizer, causal.eos_ids, causal.pad_id, section.path)
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` [N,L], padded on the right."""
+    length = max(len(row) for row in rows)
+    ids = torch.full((len(rows), length), pad)
+    mask = torch.zeros(len(rows), length, dtype=torch.long)
+    for n, row in enumerate(rows):
+        ids[n, : len(row)] = torch.tensor(row)
+        mask[n, : len(row)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def outputs(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """What the heads say at the last token of each row, float32 [N, outputs]."""
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return model(**given, use_cache=False).logits.float()
+
+
+@torch.no_grad()
+def score_rows(loaded: LoadedModel, rows: Sequence[Sequence[int]], *, batch_tokens: int = 16384) -> Tensor:
+    """`outputs` of all rows, on the CPU: forward passes of at most `batch_tokens` tokens, padding counted."""
+    order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
+    training = loaded.model.training
+    loaded.model.eval()
+    found: list[Tensor] = []
+    start = 0
+    while start < len(order):
+        count = max(1, batch_tokens // max(len(rows[order[start]]), 1))
+        batch = padded([rows[n] for n in order[start : start + count]], loaded.pad_id)
+        with loaded.autocast():
+            found.append(outputs(loaded.model, {k: v.to(loaded.device) for k, v in batch.items()}).cpu())
+        start += count
+    loaded.model.train(training)
+    out = torch.cat(found)
+    return torch.empty_like(out).index_copy_(0, torch.tensor(order), out)
+
+
+def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
+    """Write a reward model, its adapter merged in, with tokenizer and card; reload it and compare a score.
+
+    Replaces `folder` in one step. Raises RunError if the saved model is not the one in memory.
+    """
+    partial = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    with told_when_full(partial), models.quiet():
+        partial.mkdir(parents=True)
+        model = copy.deepcopy(loaded.model).merge_and_unload() if loaded.is_lora else loaded.model
+        dtype = loaded.half or model.dtype
+        state = {n: w.to(dtype) if w.is_floating_point() else w for n, w in model.state_dict().items()}
+        model.save_pretrained(partial, state_dict=state)
+        path = partial / "config.json"
+        names = {"id2label": dict(enumerate(card.heads)), "label2id": {name: n for n, name in enumerate(card.heads)}}
+        config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+        config |= names if len(card.heads) == model.config.num_labels else {}
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        loaded.tokenizer.save_pretrained(partial)
+        (partial / CARD).write_text(json.dumps(asdict(card), indent=1) + "\n", encoding="utf-8")
+        report = {"path": str(folder), "kind": "reward model", "bytes": sync_all(partial)}
+        report["max_score_gap"] = _gap(loaded, partial)
+    put_in_place(partial, folder)
+    return report
+
+
+def _gap(loaded: LoadedModel, folder: Path) -> float:
+    """Largest difference between scores of the probe by the saved model and by that in memory, to the largest score."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("".join(PROBE), PROBE[1])]
+    saved = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto").to(loaded.device).eval()
+    again = LoadedModel(saved, tokenizer, loaded.eos_ids, loaded.pad_id, str(folder))
+    expected, found = score_rows(loaded, rows), score_rows(again, rows)
+    gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+    if not gap <= 4 * TOLERANCE.get(saved.dtype, 5e-2):
+        raise RunError(f"the saved reward model gives other scores than the one in memory (gap {gap:.2g})")
+    return gap

@@ -1,0 +1,271 @@
+"""Reward models: heads on a language model that score answers, from preference pairs or from labels.
+
+The trainer's steps and everything around them are those of sft and dpo (`hf_trainer`). After the last step the model is
+measured on rows that were held out, and saved with that report's means and deviations beside its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import Trainer
+from trl import RewardConfig
+
+from posttrain.evaluate.reward_report import label_report, pair_report, show, tables
+from posttrain.loss.reward_model import bradley_terry, gaussian_nll, mixture_round, reseeded
+from posttrain.models import load as models
+from posttrain.models import scorer
+from posttrain.models.load import LoadedModel
+from posttrain.models.scorer import Card
+from posttrain.recipe.stages import RewardModelRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.train import hf_trainer, reward_rows
+from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.quiet import quiet
+from posttrain.train.reward_rows import Item, Items
+
+COLUMNS = ("loss", "accuracy", "margin", "grad_norm", "lr", "time/tokens_per_s")
+
+
+def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Train from the newest complete checkpoint (or the start), measure, save; return the summary.
+
+    `report` in the summary is about the held-out rows, or the training rows where none is held out (`report_on`).
+    """
+    quiet()
+    settings = recipe.objective
+    items = reward_rows.read(recipe, models.load_tokenizer(recipe.model, recipe.base_dir))
+    outputs = settings.count * (2 if settings.use == "gaussian" else 1)
+    loaded = scorer.load(recipe.model, recipe.base_dir, outputs=outputs, seed=recipe.run.seed, training=True)
+    longest = max([*items.trained, *items.held], key=lambda item: item.longest)
+    hf_trainer.check_window(loaded, longest.uid, longest.longest)
+    job = Job.of(recipe, directory, loaded, len(items.trained), longest.longest)
+    job.order = functools.partial(hf_trainer.by_length, [item.longest for item in items.trained])
+    trainer = make_trainer(job, items)
+    notes = [hf_trainer.rows_note(items.prepared, "rows"), f"{len(items.held)} rows are held out for the report"]
+    if settings.pairs:
+        notes.append(reward_rows.lengths_note(items.trained))
+    measured: dict[str, Any] = {}
+
+    def measured_and_saved(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
+        measured.update(report(recipe, loaded, items, trainer.assigned()))
+        return scorer.save(loaded, folder, card(recipe, items, measured, trainer.assigned()))
+
+    summary = hf_trainer.train(trainer, job, COLUMNS, notes, measured_and_saved)
+    found = measured["report"]
+    show(found)
+    return {
+        **summary,
+        "heads": settings.count,
+        **measured,
+        "tables": tables(found),
+        "findings": [*found["findings"], *([] if items.held else ["measured on the rows that it was trained on"])],
+    }
+
+
+def make_trainer(job: Job, items: Items) -> RewardTrainer:
+    columns: dict[str, list[Any]] = {
+        "rows": [[list(row) for row in item.rows] for item in items.trained],
+        "margin": [item.margin for item in items.trained],
+        "labels": [list(item.labels) for item in items.trained],
+        "number": list(range(len(items.trained))),
+    }
+    trainer = hf_trainer.make_trainer(
+        RewardTrainer,
+        RewardConfig,
+        job,
+        {"center_rewards_coefficient": None},
+        train_dataset=Dataset.from_dict(columns),
+        data_collator=functools.partial(collated, pad=job.loaded.pad_id),
+    )
+    trainer.begin(items)
+    return trainer
+
+
+def collated(items: Sequence[dict[str, Any]], pad: int) -> dict[str, Tensor]:
+    """First rows of all items (chosen ones), then second rows if there are any, padded; numbers beside them."""
+    sides = range(len(items[0]["rows"]))
+    batch = scorer.padded([item["rows"][side] for side in sides for item in items], pad)
+    return {
+        **batch,
+        "margin": torch.tensor([item["margin"] for item in items]),
+        "labels": torch.tensor([item["labels"] for item in items], dtype=torch.float32).reshape(len(items), -1),
+        "number": torch.tensor([item["number"] for item in items]),
+    }
+
+
+class RewardTrainer(RunLoop, Trainer):
+    """A trainer in our loop. Every row counts once for each head that sees it; the loss is the mean over those."""
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the counts of the whole step
+    weights: Tensor  # [rows, heads] how much each head learns from each row
+    items: Items
+    heads_of_users: list[list[float]] | None = None  # mixture: [users][heads], set at the start of each round
+
+    def begin(self, items: Items) -> None:
+        """Which head sees which row, from the seed alone."""
+        self.items, recipe = items, self.recipe
+        settings = recipe.objective
+        seen = [
+            reward_rows.seen_by(recipe.run.seed, item.uid, settings.count, settings.share) for item in items.trained
+        ]
+        self.weights = torch.tensor(seen)
+        self.users = torch.tensor([items.users[item.user] for item in items.trained])
+
+    @property
+    def recipe(self) -> RewardModelRecipe:
+        recipe = self.job.recipe
+        assert isinstance(recipe, RewardModelRecipe)
+        return recipe
+
+    def assigned(self) -> list[list[float]] | None:
+        """Of the newest round, also after a resume: how much of each user is each head's."""
+        return self.job.state.memory.get("heads_of_users")
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """As the loop's; at the start of a round of the mixture, users are assigned to heads first."""
+        if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_a_round() == 0:
+            self.job.state.memory["heads_of_users"] = self._assign().tolist()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _steps_a_round(self) -> int:
+        return max(1, -(-self.job.plan.steps // self.recipe.objective.rounds))
+
+    def _assign(self) -> Tensor:
+        """The E-step over all training pairs: weights [users, heads]."""
+        settings = self.recipe.objective
+        rows = [row for item in self.items.trained for row in item.rows]
+        scores = scorer.score_rows(self.job.loaded, rows)
+        margins = scores[0::2] - scores[1::2]
+        found = mixture_round(margins, self.users, len(self.items.users), soft=settings.soft)
+        if settings.soft:
+            return found.responsibilities
+        counts = torch.bincount(self.users, minlength=len(self.items.users))
+        return nn.functional.one_hot(reseeded(found, counts), settings.count).float()
+
+    def row_weights(self, batch: dict[str, Tensor]) -> Tensor:
+        """[rows of the batch, heads]; of labels, 0 where a row has none."""
+        numbers = batch["number"].cpu()
+        weights = self.weights[numbers]
+        assigned = self.assigned()
+        if assigned is not None:
+            weights = weights * torch.tensor(assigned)[self.users[numbers]]
+        if not self.recipe.objective.pairs:
+            weights = weights * (~batch["labels"].cpu().isnan())
+        return weights
+
+    def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
+        return float(sum(self.row_weights(batch).sum() for batch in batches)) or 1.0
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """This micro-batch's part of the mean loss of the step."""
+        del return_outputs
+        with self.job.loaded.autocast():
+            found = scorer.outputs(model, inputs)
+        weights = self.row_weights(inputs).to(found)
+        losses = self._pairs(found, inputs, weights) if self.recipe.objective.pairs else self._labels(found, inputs)
+        self.add("rows", len(inputs["number"]))
+        self.add("tokens", inputs["attention_mask"].sum())
+        self.add("trained", inputs["attention_mask"].sum())
+        return (weights * losses).sum() / num_items_in_batch
+
+    def _pairs(self, scores: Tensor, inputs: dict[str, Tensor], weights: Tensor) -> Tensor:
+        """Losses [P,heads]."""
+        chosen, rejected = scores.chunk(2)
+        result = bradley_terry(
+            chosen, rejected, inputs["margin"].to(scores)[:, None], center_coef=self.recipe.objective.center_coef
+        )
+        self.add("weights", weights.sum())
+        self.add("accuracy", (weights * result.accuracy).sum())
+        self.add("margin", (weights * (chosen - rejected)).sum())
+        self.add("score", ((chosen + rejected) / 2).mean(1).sum())
+        return result.losses
+
+    def _labels(self, found: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Losses [N,heads]; anything where a label is missing, which has no weight."""
+        labels = inputs["labels"].to(found).nan_to_num()
+        self.add("score", found[:, : self.recipe.objective.count].mean(1).sum())
+        if self.recipe.objective.use == "gaussian":
+            means, log_stds = found.chunk(2, dim=1)
+            return gaussian_nll(means, log_stds, labels)
+        return (found - labels).square()
+
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        means: dict[str, float] = {}
+        for name in ("accuracy", "margin"):
+            if name in sums:
+                means[name] = sums[name] / max(sums["weights"], 1e-9)
+        means["score"] = sums["score"] / sums["rows"]
+        return means
+
+
+def report(
+    recipe: RewardModelRecipe, loaded: LoadedModel, items: Items, assigned: list[list[float]] | None
+) -> dict[str, Any]:
+    """`report`, `report_on` and, over the same answers, `center` and `scale` of each head."""
+    on, rows = ("held-out rows", items.held) if items.held else ("training rows", items.trained)
+    scores = scorer.score_rows(loaded, [row for item in rows for row in item.rows]).double().numpy()
+    heads = scores[:, : recipe.objective.count]
+    found = (_of_pairs if recipe.objective.pairs else _of_labels)(recipe, rows, heads, items, assigned)
+    spread = heads.std(0)
+    return {
+        "report": found,
+        "report_on": on,
+        "center": heads.mean(0).tolist(),
+        "scale": np.where(spread > 0, spread, 1.0).tolist(),
+    }
+
+
+def _of_pairs(
+    recipe: RewardModelRecipe, rows: list[Item], scores: np.ndarray, items: Items, assigned: list[list[float]] | None
+) -> dict[str, Any]:
+    """By the mean over heads; of a mixture, by the head of the pair's user."""
+    heads = scores.mean(1)
+    if assigned is not None:
+        best = np.argmax(np.array(assigned), axis=1)
+        own = np.repeat([best[items.users[item.user]] for item in rows], 2)
+        heads = scores[np.arange(len(scores)), own]
+    lengths = [[item.lengths[side] for item in rows] for side in (0, 1)]
+    found = pair_report(heads[0::2].tolist(), heads[1::2].tolist(), *lengths, seed=recipe.run.seed)
+    if scores.shape[1] > 1:
+        found["accuracy_by_head"] = (scores[0::2] > scores[1::2]).mean(0).tolist()
+    if assigned is not None:
+        found["users_by_head"] = np.bincount(best, minlength=scores.shape[1]).tolist()
+    return found
+
+
+def _of_labels(
+    recipe: RewardModelRecipe, rows: list[Item], scores: np.ndarray, items: Items, assigned: Any
+) -> dict[str, Any]:
+    del items, assigned
+    settings = recipe.objective
+    labels = np.array([item.labels for item in rows])
+    if settings.use == "gaussian":  # one label, the heads' mean
+        scores = scores.mean(1, keepdims=True)
+    lengths = [item.lengths[0] for item in rows]
+    return label_report(scores, labels, settings.labels, lengths, seed=recipe.run.seed)
+
+
+def card(recipe: RewardModelRecipe, items: Items, measured: dict[str, Any], assigned: list[list[float]] | None) -> Card:
+    settings = recipe.objective
+    names = settings.labels if settings.use == "label_regression" else [f"head_{n}" for n in range(settings.count)]
+    users: dict[str, int] = {}
+    if assigned is not None and settings.user:
+        users = {user: int(np.argmax(assigned[n])) for user, n in items.users.items()}
+    return Card(
+        use=settings.use,
+        heads=tuple(names) if len(names) > 1 or settings.labels else ("reward",),
+        data={key: getattr(recipe.data, key) for key in ("chat", "system", "prompt_template")},
+        center=tuple(measured["center"]),
+        scale=tuple(measured["scale"]),
+        users=users,
+    )

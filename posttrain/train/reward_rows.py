@@ -1,0 +1,125 @@
+"""What a reward model learns from: one or two token rows an item, with numbers beside them, and what is held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
+from posttrain.errors import DataError
+from posttrain.recipe.stages import RewardModelRecipe
+from posttrain.run.seeds import derive
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A pair (chosen, rejected) or a labelled answer, as the model reads it, and the tokens of each answer alone."""
+
+    uid: str
+    rows: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    margin: float = 0.0
+    labels: tuple[float, ...] = ()  # NaN: not labelled
+    user: str = ""
+
+    @property
+    def longest(self) -> int:
+        return max(len(row) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Items:
+    """`trained` and `held`: the report is about `held`. users: everyone's number, in order of first appearance."""
+
+    trained: list[Item]
+    held: list[Item]
+    users: dict[str, int]
+    prepared: Prepared[Any]
+
+
+def read(recipe: RewardModelRecipe, tokenizer: Any) -> Items:
+    """All rows as items. Raises DataError for a missing or wrong number, or where none is left to train on."""
+    settings = recipe.objective
+    if settings.pairs:
+        prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir)
+    else:
+        prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
+    sources = {str(row["uid"]): row for row in prepared.rows}
+    items = [(_pair if settings.pairs else _answer)(item, sources[item.uid], recipe) for item in prepared.items]
+    apart = held_out([item.uid for item in items], settings.holdout, recipe.run.seed)
+    held, trained = ([item for item in items if (item.uid in apart) == out] for out in (True, False))
+    if not trained:
+        raise DataError(f"all {len(items)} rows are held out", hint="lower objective.holdout, or give more rows")
+    users = {user: n for n, user in enumerate(dict.fromkeys(item.user for item in items))}
+    return Items(trained, held, users, prepared)
+
+
+def held_out(uids: Sequence[str], share: float, seed: int) -> set[str]:
+    """The share of the rows that the report is about, at least one where it is not 0; a function of the uids."""
+    count = max(round(share * len(uids)), 1) if share else 0
+    return set(sorted(uids, key=lambda uid: chance(seed, "holdout", uid))[:count])
+
+
+def chance(seed: int, *names: str | int) -> float:
+    """A number from 0 to 1 for a purpose, the same in every run of this seed."""
+    return derive(seed, *names) / 2**63
+
+
+def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
+    settings = recipe.objective
+    rows = (pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids)
+    margin = _number(row, settings.margin) if settings.margin else 0.0
+    if settings.margin and margin is None:
+        raise _missing(row, settings.margin)
+    user = str(row["uid"])
+    if settings.user:
+        if row.get(settings.user) is None:
+            raise _missing(row, settings.user)
+        user = str(row[settings.user])
+    return Item(pair.uid, rows, (len(pair.chosen_ids), len(pair.rejected_ids)), margin or 0.0, user=user)
+
+
+def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
+    names = recipe.objective.labels
+    found = [_number(row, name) for name in names]
+    if all(value is None for value in found) and len(names) == 1:
+        raise _missing(row, names[0])
+    labels = tuple(math.nan if value is None else value for value in found)
+    return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels)
+
+
+def _number(row: Row, column: str) -> float | None:
+    """A finite number, or None where the row has null. Raises DataError where it has something else."""
+    value = row.get(column)
+    if value is None and column in row:
+        return None
+    if value is None:
+        raise _missing(row, column)
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise DataError(f"`{column}` is {str(value)[:40]!r}, not a finite number", where=f"row {row['uid']}")
+
+
+def _missing(row: Row, column: str) -> DataError:
+    return DataError(
+        f"the reward model learns from the column `{column}`, which this row lacks",
+        where=f"row {row['uid']}",
+        allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
+        hint=f"name it, e.g. data.columns: {{{column}: THEIR_NAME}}",
+    )
+
+
+def seen_by(seed: int, uid: str, heads: int, share: float) -> list[float]:
+    """1 for each head that sees the row, else 0; a row that none would see is seen by all."""
+    seen = [float(chance(seed, "head", head, uid) < share) for head in range(heads)]
+    return seen if any(seen) else [1.0] * heads
+
+
+def lengths_note(items: Sequence[Item]) -> str:
+    """How far length alone tells the sides of pairs apart, in one line."""
+    longer = sum(item.lengths[0] > item.lengths[1] for item in items) / len(items)
+    return f"the chosen side is longer in {longer:.0%} of the training pairs"

@@ -1,0 +1,234 @@
+"""Reward models on `tiny`: what they learn from pairs, labels and users, what is saved, and what the report tells."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.errors import DataError, Interrupted, ModelError, RecipeError
+from posttrain.models import scorer
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Model
+from posttrain.train import reward_model
+from posttrain.train.reward_rows import held_out, seen_by
+
+from .conftest import merged
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def digits(draw: random.Random, count: int, of: str = "0123456789") -> str:
+    return "".join(draw.choice(of) for _ in range(count))
+
+
+def biased(n: int) -> list[dict[str, Any]]:
+    """The longer answer was preferred in 95% of the pairs, and nothing else about it matters."""
+    draw = random.Random(0)
+    rows = []
+    for i in range(n):
+        short = draw.randrange(2, 8)
+        sides = [digits(draw, short), digits(draw, short + draw.randrange(0, 10))]
+        if draw.random() < 0.05:
+            sides.reverse()
+        rows.append({"prompt": f"{i % 10}", "chosen": sides[1], "rejected": sides[0]})
+    return rows
+
+
+def fair(n: int) -> list[dict[str, Any]]:
+    """Answers with an `x` were preferred; lengths are drawn alike for both sides."""
+    draw = random.Random(1)
+    texts = [[digits(draw, draw.randrange(3, 9)) for _ in range(2)] for _ in range(n)]
+    return [{"prompt": "1", "chosen": a[:-1] + "x", "rejected": b} for a, b in texts]
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path) -> Any:
+    """A reward-model recipe on rows; keyword arguments change keys of its sections."""
+    base = {
+        "stage": "reward_model",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "objective": {"holdout": 0.25},
+        "batch": {"size": 16, "micro_size": 8},
+        "optim": {"lr": 3e-3},
+        "run": {"steps": 6},
+    }
+
+    def make(rows: list[dict[str, Any]], **changes: Any) -> Any:
+        written(tmp_path / "rows.jsonl", rows)
+        return load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+def test_length_bias_stands_in_the_report(recipe_of, opened):
+    with opened() as directory:
+        summary = reward_model.run(recipe_of(biased(320), run={"steps": 50}), directory)
+    length = summary["report"]["length"]
+    assert summary["report"]["accuracy"]["low"] > 0.7
+    assert length["correlation"] > 0.5
+    assert length["scores_longer_higher"]["low"] > 0.7
+    assert length["accuracy_chosen_shorter"]["mean"] is None or length["accuracy_chosen_shorter"]["mean"] < 0.5
+    told = " ".join(summary["findings"])
+    assert "prefers the longer answer" in told and "`the longer answer wins` is as good" in told
+
+
+def test_a_model_that_learnt_something_else_is_not_accused(recipe_of, opened):
+    with opened() as directory:
+        summary = reward_model.run(recipe_of(fair(320), run={"steps": 40}), directory)
+    report = summary["report"]
+    assert report["accuracy"]["low"] > 0.9
+    assert report["length"]["accuracy_matched"]["low"] > 0.5
+    assert not any("longer" in line or "shorter" in line for line in summary["findings"])
+
+
+@pytest.mark.parametrize("model", [{"path": "tiny"}, {"path": "tiny", "lora": {"rank": 4}}], ids=["full", "lora"])
+def test_plain_transformers_gives_the_same_scores(recipe_of, opened, tmp_path, model):
+    with opened() as directory:
+        summary = reward_model.run(recipe_of(fair(64), model=model), directory)
+    assert summary["save"]["max_score_gap"] < 1e-4
+    folder = tmp_path / "run" / "final"
+    tokenizer, plain = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder)
+    loaded = scorer.load(Model(path=str(folder)), tmp_path)
+    rows = [tokenizer(text)["input_ids"] for text in ("12x", "1", "3333333x")]
+    batch = scorer.padded(rows, loaded.pad_id)
+    torch.testing.assert_close(plain.eval()(**batch).logits, scorer.score_rows(loaded, rows))
+    assert plain.config.id2label == {0: "reward"}
+    card = scorer.read_card(folder, 1)
+    assert card.heads == ("reward",) and card.data["chat"] is True and card.scale[0] > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model": {"lora": {"rank": 4}}}, {"objective": {"use": "mixture", "user": "who", "rounds": 2}}],
+    ids=["full", "lora", "mixture"],
+)
+def test_a_resumed_run_is_the_unbroken_run(recipe_of, opened, rows_of, monkeypatch, changes):
+    rows = [{**row, "who": f"u{n % 5}"} for n, row in enumerate(fair(48))]
+    recipe = recipe_of(rows, **changes)
+    unbroken = rows_of(reward_model.run, recipe, "unbroken")
+    original = reward_model.RewardTrainer.log
+
+    def stop_after_three(self, logs, start_time=None):
+        self.stop.requested = self.job.state.step == 2
+        original(self, logs, start_time)
+
+    with opened("broken") as directory, monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(reward_model.RewardTrainer, "log", stop_after_three)
+        reward_model.run(recipe, directory)
+    assert rows_of(reward_model.run, recipe, "broken", resume=True) == unbroken
+
+
+@pytest.mark.parametrize("use", ["bradley_terry", "label_regression", "gaussian"])
+def test_micro_batches_change_nothing(recipe_of, rows_of, use):
+    """Rows of uneven length, heads that see different rows, and labels that are missing."""
+    draw = random.Random(3)
+    if use == "bradley_terry":
+        rows, objective = fair(48), {"heads": 3, "share": 0.5}
+    else:
+        rows = [{"prompt": "1", "completion": digits(draw, 3 + n % 7), "good": n % 3, "kind": n % 2} for n in range(48)]
+        for row in rows[::4]:
+            row["kind"] = None
+        labels = ["good", "kind"] if use == "label_regression" else ["good"]
+        objective = {"use": use, "labels": labels} | ({"heads": 2} if use == "gaussian" else {})
+    found = [
+        rows_of(reward_model.run, recipe_of(rows, objective=objective, batch={"micro_size": micro}), f"m{micro}")
+        for micro in (16, 4)
+    ]
+    for one, other in zip(*found, strict=True):
+        for name in ("loss", "grad_norm", "score"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+def test_labels_are_learnt_and_missing_ones_left_out(recipe_of, opened, tmp_path):
+    draw = random.Random(2)
+    rows = []
+    for n in range(240):
+        x, y = draw.random() < 0.5, draw.random() < 0.5
+        text = digits(draw, 4) + ("x" if x else "") + ("y" if y else "")
+        rows.append({"prompt": "1", "completion": text, "has_x": float(x), "has_y": float(y) if n % 3 else None})
+    objective = {"use": "label_regression", "labels": ["has_x", "has_y"]}
+    with opened() as directory:
+        summary = reward_model.run(recipe_of(rows, objective=objective, run={"steps": 60}), directory)
+    found = summary["report"]["labels"]
+    assert found["has_y"]["rows"] < found["has_x"]["rows"] == 60
+    assert found["has_x"]["mse"]["high"] < found["has_x"]["variance"] / 2
+    assert found["has_y"]["correlation"] > 0.7
+    loaded = scorer.load(Model(path=str(tmp_path / "run" / "final")), tmp_path)
+    assert loaded.model.config.id2label == {0: "has_x", 1: "has_y"}
+
+
+def test_a_mixture_finds_two_groups_of_people(recipe_of, opened, tmp_path):
+    """Half of the users prefer the answer with x, the others the one without: one head cannot please both."""
+    rows = []
+    for n, row in enumerate(fair(300)):
+        sides = (row["chosen"], row["rejected"]) if n % 10 < 5 else (row["rejected"], row["chosen"])
+        rows.append({"prompt": "1", "chosen": sides[0], "rejected": sides[1], "who": f"u{n % 10}"})
+    objective = {"use": "mixture", "user": "who", "rounds": 4}
+    with opened() as directory:
+        summary = reward_model.run(recipe_of(rows, objective=objective, run={"steps": 48}), directory)
+    assert summary["report"]["accuracy"]["low"] > 0.8
+    assert sorted(summary["report"]["users_by_head"]) == [5, 5]
+    users = scorer.read_card(tmp_path / "run" / "final", 2).users
+    assert len({users[f"u{n}"] for n in range(5)}) == 1 and users["u0"] != users["u9"]
+
+
+def test_margins_ask_for_more(recipe_of, rows_of):
+    """At the start scores are near each other: the loss with margin m is log(1 + e^m)."""
+    rows = [{**row, "by": 3.0} for row in fair(32)]
+    objective = {"margin": "by", "center_coef": 0.0}
+    found = rows_of(reward_model.run, recipe_of(rows, objective=objective, optim={"lr": 1e-6}))
+    assert found[0]["loss"] == pytest.approx(math.log(1 + math.exp(3)), abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "told"),
+    [
+        ({"margin": "by"}, {"by": None}, "learns from the column `by`"),
+        ({"margin": "by"}, {"by": "much"}, "`by` is 'much', not a finite number"),
+        ({"use": "mixture", "user": "who"}, {}, "learns from the column `who`"),
+        ({"use": "label_regression", "labels": ["ok"]}, {"completion": "1"}, "learns from the column `ok`"),
+    ],
+)
+def test_wrong_rows_are_named(recipe_of, opened, objective, row, told):
+    rows = [{**fair(1)[0], **row}]
+    with opened() as directory, pytest.raises(DataError) as error:
+        reward_model.run(recipe_of(rows, objective=objective), directory)
+    assert told in str(error.value) and str(error.value).startswith("row ")
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [
+        ({"use": "label_regression"}, "name them"),
+        ({"use": "gaussian", "labels": ["a", "b"]}, "gaussian learns one label"),
+        ({"labels": ["a"]}, "bradley_terry learns from pairs"),
+        ({"user": "who"}, "`user` is for mixture"),
+        ({"use": "brandley_terry"}, "bradley_terry"),
+    ],
+)
+def test_wrong_objectives_are_refused(recipe_of, objective, told):
+    with pytest.raises(RecipeError, match=told):
+        recipe_of(fair(4), objective=objective)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path):
+    with pytest.raises(ModelError, match="no reward model"):
+        scorer.load(Model(path="tiny"), tmp_path)
+
+
+def test_rows_apart_and_rows_of_heads():
+    uids = [str(n) for n in range(40)]
+    assert len(held_out(uids, 0.25, 0)) == 10 and held_out(uids, 0.25, 0) != held_out(uids, 0.25, 1)
+    assert held_out(uids, 0.0, 0) == set() and len(held_out(uids, 0.001, 0)) == 1
+    seen = [seen_by(0, uid, 4, 0.5) for uid in uids]
+    assert 0.35 < sum(map(sum, seen)) / 160 < 0.65 and all(any(row) for row in seen)
