@@ -58,6 +58,12 @@ def _offloaded_reference(recipe: Any) -> Found:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
 
 
+def _compiled(recipe: Any) -> Found:
+    model = getattr(recipe, "model", None)
+    if model is not None and model.compile and model.quantize:
+        yield "model.compile", "4-bit weights are unpacked by kernels that no graph holds", "remove it"
+
+
 def _reward_names(recipe: Any) -> Found:
     rewards: list[Reward] = getattr(recipe, "rewards", [])
     names = Counter(reward_name(r) for r in rewards)
@@ -219,6 +225,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _length,
     _quantized,
     _offloaded_reference,
+    _compiled,
     _reward_names,
     _groups,
     _server,

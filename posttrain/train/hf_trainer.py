@@ -23,6 +23,7 @@ from transformers import PrinterCallback, TrainingArguments
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError
+from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
@@ -32,7 +33,7 @@ from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, optim
+from posttrain.train import checkpoint, compiled, distributed, optim
 from posttrain.train.plan import out_of_memory
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
@@ -57,6 +58,13 @@ def plan(recipe: TrainRecipe, n_rows: int) -> Plan:
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
     return Plan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
+
+
+def check_machine(recipe: SftRecipe | DpoRecipe) -> None:
+    """Refuse what this machine cannot do, before a model is loaded. Raises UserError."""
+    device = models.device_of(recipe.model)
+    optim.check(recipe.optim, device)
+    compiled.check(recipe.model, device)
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:
@@ -306,7 +314,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
             progress.note(f"resumed after step {job.state.step}")
         trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
-            with explained_out_of_memory(job):
+            with explained_out_of_memory(job), compiled.compiled(job.loaded.model, recipe.model)():
                 trainer.train()
     if not job.finished:
         raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))

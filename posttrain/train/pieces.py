@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
 from posttrain.run.watchdog import Watchdog
+from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
 from posttrain.train.reference import ReferencePolicy
@@ -42,6 +44,7 @@ class Pieces:
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written
+    compiled: Switch = nullcontext  # opened around the passes of training
 
     @property
     def updates_per_step(self) -> int:

@@ -32,7 +32,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
-from posttrain.train import anchors, distributed, hf_trainer, optim, pair_columns, pair_packing
+from posttrain.train import anchors, distributed, hf_trainer, pair_columns, pair_packing
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -51,7 +51,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.batch.packing:
         raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
     quiet()
-    optim.check(recipe.optim, models.device_of(recipe.model))
+    hf_trainer.check_machine(recipe)
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
     wanted = pair_columns.needs(component, recipe.loss.params)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)

@@ -34,7 +34,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, optim, saved_rollouts
+from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
 from posttrain.train.controls import Controls
@@ -60,6 +60,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train, save the final model, return the summary. Resumes from the newest complete checkpoint, if any."""
     quiet()
     optim.check(recipe.optim, models.device_of(recipe.model))
+    compiled.check(recipe.model, models.device_of(recipe.model))
     prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
@@ -99,6 +100,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
                 watchdog=watchdog,
                 dump=directory.path / "failed",
+                compiled=compiled.compiled(loaded.model, recipe.model),
             )
             return train(pieces, directory, steps, progress, stop)
         finally:
@@ -176,13 +178,13 @@ def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, A
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     scored = batch_of(p, rollouts, state).to(p.loaded.device)
-    with p.watchdog.phase("measure"):
+    with p.watchdog.phase("measure"), p.compiled():
         scored = measure(p, scored, sequences, range(len(scored)), p.objective.needs_before_the_loss)
     batch = p.objective.assign(scored)
     state.memory = dict(batch.memory)
     values = {**gathered, **rollout_metrics(rollouts, batch.to("cpu")), "num_tokens": state.tokens}
 
-    with p.watchdog.phase("update"):
+    with p.watchdog.phase("update"), p.compiled():
         metrics, measured, logp = update(p, batch, sequences, state.step)
     with p.watchdog.phase("sync"):
         p.engine.sync(p.loaded.model, state.step + 1)

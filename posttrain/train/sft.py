@@ -22,7 +22,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import hf_trainer, optim
+from posttrain.train import hf_trainer
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -36,7 +36,7 @@ Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     quiet()
-    optim.check(recipe.optim, models.device_of(recipe.model))
+    hf_trainer.check_machine(recipe)
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     prepared = prepare_examples(recipe.data, loaded.tokenizer, recipe.base_dir)
     longest = max(prepared.items, key=lambda e: len(e.ids))

@@ -1,0 +1,121 @@
+"""Compiled layers compute what eager ones do, in as few graphs as possible, and only while training."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from posttrain.errors import ModelError, RecipeError
+from posttrain.models import tiny
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Model
+from posttrain.run.metrics import read_metrics
+from posttrain.train import rl, sft
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.compiled import check, compiled, layers_of
+from posttrain.train.logprobs import Sequences, completion_logprobs
+
+COMPILED = Model(path="tiny", compile=True)
+
+
+def sequences(lengths: list[int]) -> Sequences:
+    draw = torch.Generator().manual_seed(len(lengths))
+    rows = tuple(tuple(torch.randint(0, 60, (n,), generator=draw).tolist()) for n in lengths)
+    return Sequences(rows, (2,) * len(rows))
+
+
+def passed(model: Any, lengths: list[int]) -> Tensor:
+    """Log-probs and gradients of one packed micro-batch, flat."""
+    model.zero_grad()
+    logp, _ = completion_logprobs(model, sequences(lengths), max(lengths) - 2, packed=True)
+    logp.sum().backward()
+    return torch.cat([logp.detach().flatten(), *(p.grad.flatten() for p in model.parameters())])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_packed_batches_of_all_shapes_share_one_graph_a_part_and_equal_eager() -> None:
+    """Layers are cut at their attention. The compiler says so: no frame is compiled after the first micro-batch."""
+    model: Any = tiny.build(0)[0]
+    use_packed_attention(model)
+    batches = [[29, 33], [29, 9, 8], [8, 22, 37, 5], [24, 7, 15, 11, 20]]
+    eager = [passed(model, lengths) for lengths in batches]
+    torch.compiler.reset()
+    counters.clear()
+    with compiled(model, COMPILED)():
+        first = passed(model, batches[0])
+        frames = counters["frames"]["ok"]
+        others = [passed(model, lengths) for lengths in batches[1:]]
+    assert frames > 0 and counters["frames"]["ok"] == frames
+    for found, expected in zip([first, *others], eager, strict=True):
+        assert float((found - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    assert torch.equal(passed(model, batches[0]), eager[0]), "eager again outside"
+    assert counters["frames"]["ok"] == frames
+
+
+@pytest.fixture
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are traced, forward and backward, but run as they are: what is tested is where layers are switched."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.compiler.reset()
+    counters.clear()
+
+
+@pytest.mark.usefixtures("without_code")
+def test_an_rl_run_and_its_checkpointed_layers_compute_the_same(opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Two minibatches: passes with and without gradient."""
+    (tmp_path / "r.py").write_text("def r(completion):\n    return sum(c.isdigit() for c in completion) / 9\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(8)))
+    found = {}
+    for switched in (False, True):
+        model = {"path": "tiny", "gradient_checkpointing": True, "compile": switched}
+        recipe = load_dict(
+            {
+                "stage": "rl",
+                "model": model,
+                "data": {"source": "rows.jsonl"},
+                "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 6},
+                "rewards": [{"use": "r.py:r"}],
+                "scoring": {"workers": 1},
+                "batch": {"minibatches": 2, "micro_tokens": 40},
+                "optim": {"lr": 1e-3},
+                "run": {"steps": 1},
+            },
+            base_dir=tmp_path,
+            where="test",
+        ).recipe
+        with opened(f"run-{switched}") as directory:
+            rl.run(recipe, directory)  # type: ignore[arg-type]
+        found[switched] = read_metrics(tmp_path / f"run-{switched}")
+        assert bool(counters["frames"]["ok"]) == switched
+    for row, other in zip(found[True], found[False], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "reward"):
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.usefixtures("without_code")
+def test_sft_takes_the_same_key(sft_recipe: Callable[..., Any], rows_of: Callable[..., Any]) -> None:
+    settings: dict[str, Any] = {"run": {"steps": 1}, "batch": {"packing": True}}
+    eager = rows_of(sft.run, sft_recipe(**settings), "eager")
+    assert not counters["frames"]["ok"]
+    graphs = rows_of(sft.run, sft_recipe(**settings, model={"compile": True}), "compiled")
+    assert counters["frames"]["ok"]
+    assert [row["loss"] for row in graphs] == pytest.approx([row["loss"] for row in eager], rel=1e-5)
+
+
+def test_what_cannot_be_compiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="Linear does not say"):
+        layers_of(nn.Linear(2, 2))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(RecipeError, match=r"needs a C\+\+ compiler"):
+        check(COMPILED, torch.device("cpu"))
+    check(Model(path="tiny"), torch.device("cpu"))
