@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": FOUNDATION | {"batch", "chat", "hub"},
     "rollout": FOUNDATION | {"batch", "models", "run"},
     "merge": FOUNDATION | {"models", "run"},
-    "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run"},
+    "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "loss"},
     "train": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate"},
     "pipeline": FOUNDATION | {"run", "evaluate"},
 }

@@ -214,7 +214,7 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
     bins = [[f"{b['confidence']:.2f}", f"{b['accuracy']:.2f}", str(b["pairs"])] for b in found["calibration"]["bins"]]
     return [
-        {"title": f"Reward model on {found['pairs']} pairs", "head": ["", "mean and 95% interval"], "rows": rows},
+        {"title": f"Reward model, pairs: {found['pairs']}", "head": ["", "mean and 95% interval"], "rows": rows},
         {"title": "Calibration", "head": ["confidence", "accuracy", "pairs"], "rows": bins},
     ]
 

@@ -37,6 +37,21 @@ def batched(size: int | None = None) -> Callable[[Function], Function]:
     return mark
 
 
+def in_trainer(opened: Callable[..., None], closed: Callable[[], None]) -> Callable[[Function], Function]:
+    """Mark a batched reward as one that runs in the process that trains, in one call with all rows of a step.
+
+    That is for models: they need the trainer's GPU, and each worker process would hold a copy of its own. Nothing
+    limits the time of such a call, and what it raises ends the run. `opened` is called with the recipe's params before
+    the policy is loaded, `closed` when the last step is scored.
+    """
+
+    def mark(function: Function) -> Function:
+        function.posttrain_in_trainer = (opened, closed)  # type: ignore[attr-defined]
+        return batched()(function)
+
+    return mark
+
+
 def checked_batch(value: Any, count: int) -> list[Score]:
     """The returned list as scores of `count` completions. Raises BrokenContract, naming the place."""
     if not isinstance(value, list | tuple) or len(value) != count:

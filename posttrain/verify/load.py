@@ -8,6 +8,7 @@ name; their folder never enters sys.path, so a script may be called `math.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,10 @@ BUILT_INS = (
 )
 
 
+# Rewards that are models: they run in the trainer's process.
+MODELS = {"reward_model": "posttrain.evaluate.model_reward:score"}
+
+
 @dataclass(frozen=True)
 class LoadedReward:
     """A reward function and what a call needs.
@@ -61,20 +66,32 @@ class LoadedReward:
     batch_size: int = 1
 
     @property
+    def in_trainer(self) -> bool:
+        """It runs in this process (`contract.in_trainer`), not in a worker."""
+        return hasattr(self.function, "posttrain_in_trainer")
+
+    @property
     def reads_data(self) -> bool:
-        """It sees a data column; one that does not cannot know the gold answer."""
-        return bool(self.columns or self.optional_columns or self.all_columns)
+        """It sees a data column; one that does not cannot know the gold answer, and neither can a model."""
+        return bool(self.columns or self.optional_columns or self.all_columns) and not self.in_trainer
 
 
 def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     """Load the function that `section.use` names and check `section.params` against it. Raises RewardError."""
     target = locate(section.use, base_dir)
     function = _load(target)
-    return describe(function, target, section.params, section.name or target.rpartition(":")[2])
+    name = section.name or (section.use if section.use in MODELS else target.rpartition(":")[2])
+    reward = describe(function, target, section.params, name)
+    if not reward.in_trainer or "base_dir" not in inspect.signature(function).parameters:
+        return reward
+    return dataclasses.replace(reward, params={"base_dir": str(base_dir or Path.cwd()), **reward.params})
 
 
 def locate(use: str, base_dir: Path | None) -> str:
-    """`math.accuracy` (shipped), `file.py:name` or `module:name` -> `absolute/file.py:name` or `module:name`."""
+    """`math.accuracy` (shipped), `reward_model`, `file.py:name` or `module:name` -> `absolute/file.py:name` or
+    `module:name`."""
+    if use in MODELS:
+        return MODELS[use]
     split = split_function(use)
     if split is None:
         return _locate_shipped(use)
@@ -91,11 +108,12 @@ def _locate_shipped(use: str) -> str:
         return f"{files[script]}:{name}"
     if use.endswith(".py"):
         raise RewardError(f"reward `{use}` names no function", hint=f"write {use}:FUNCTION")
-    near = nearest(script or use, files)
+    near = nearest(script or use, [*files, *MODELS])
     raise RewardError(
         f"unknown reward: {use}",
-        allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; or path/file.py:function",
-        hint=f"did you mean `{near}.{name}`?" if near and dot else "",
+        allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; {', '.join(MODELS)}; or "
+        "path/file.py:function",
+        hint=f"did you mean `{near}.{name}`?" if near and dot else f"did you mean `{near}`?" if near in MODELS else "",
     )
 
 

@@ -13,6 +13,7 @@ from posttrain.errors import RewardError, RunError, nearest
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.batches import calls_of, rows_of
 from posttrain.verify.combine import combine
+from posttrain.verify.contract import BrokenContract, checked_batch
 from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.pool import Pool
 from posttrain.verify.worker import Call, Result, Target
@@ -64,20 +65,30 @@ class Scorer:
             [
                 Target(r.target, r.params, r.batched, r.is_async, s.timeout_s)
                 for r, s in zip(self.rewards, self.sections, strict=True)
+                if not r.in_trainer
             ],
             scoring.workers,
         )
+        pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
+        self._target = {i: n for n, i in enumerate(pooled)}  # number of a reward -> its number in the pool
 
     def __enter__(self) -> Self:
-        self.pool.start()
+        for reward in self.rewards:
+            if reward.in_trainer:
+                reward.function.posttrain_in_trainer[0](**reward.params)  # type: ignore[attr-defined]
+        if self._target:
+            self.pool.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes. They start again if `score` is called."""
+        """End the worker processes, and let models go. Both come back if `score` is called."""
         self.pool.close()
+        for reward in self.rewards:
+            if reward.in_trainer:
+                reward.function.posttrain_in_trainer[1]()  # type: ignore[attr-defined]
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scores:
         """Score all samples. Raises RewardError when a script breaks its contract or `on_none: error` is met, RunError
@@ -144,20 +155,38 @@ class Scorer:
         self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
     ) -> dict[int, list[Result]]:
         calls: list[Call] = []
-        for place, i in enumerate(which):
+        pooled = [i for i in which if i in self._target]
+        for place, i in enumerate(pooled):
             given = [arguments(self.rewards[i], s, step, right) for s, right in zip(samples, correct, strict=True)]
             first = place * len(samples)
-            calls += calls_of(self.rewards[i], i, first, [sample.completion for sample in samples], given)
+            calls += calls_of(self.rewards[i], self._target[i], first, [sample.completion for sample in samples], given)
         results = []
-        for call, result in zip(calls, self.pool.run(calls), strict=True):
+        for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
             if result.kind == "broken":
-                row, reward = call.number % len(samples), self.rewards[call.target]
+                row, reward = call.number % len(samples), self.rewards[pooled[call.number // len(samples)]]
                 which_row = f"{'batch from ' if len(call.completion) > 1 and reward.batched else ''}row"
                 where = f"reward {reward.name}"
                 raise RewardError(f"{which_row} {_uid(samples[row], row)}: {result.value}", where=where)
             results += rows_of(call, result)
         n = len(samples)
-        return {i: results[k * n : (k + 1) * n] for k, i in enumerate(which)}
+        found = {i: results[k * n : (k + 1) * n] for k, i in enumerate(pooled)}
+        return found | {i: self._here(self.rewards[i], samples, step, correct) for i in which if i not in found}
+
+    def _here(
+        self, reward: LoadedReward, samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
+    ) -> list[Result]:
+        """A reward that is a model, on all samples in one call. What it raises is not caught."""
+        given = [arguments(reward, s, step, right) for s, right in zip(samples, correct, strict=True)]
+        results = []
+        for call in calls_of(reward, 0, 0, [sample.completion for sample in samples], given) if samples else []:
+            started = time.monotonic()
+            returned = reward.function(call.completion, **call.arguments, **reward.params)
+            try:
+                values = checked_batch(returned, len(call.completion))
+            except BrokenContract as error:
+                raise RewardError(str(error), where=f"reward {reward.name}") from error
+            results += rows_of(call, Result(call.number, "value", values, time.monotonic() - started))
+        return results
 
     def _correct(self, results: Sequence[Result]) -> list[bool | None]:
         scores = [score_of(r) for r in results]

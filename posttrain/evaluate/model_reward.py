@@ -1,0 +1,194 @@
+"""Reward models as a reward of a recipe: one, or several that are combined so that the policy cannot please just one.
+
+    rewards:
+      - {use: reward_model, params: {path: runs/rm/final}}
+      - {use: reward_model, params: {path: [runs/rm-0/final, runs/rm-1/final], aggregate: uwo}}
+
+It runs in the trainer's process, on its GPU if there is one, all rows of a step in one call: a worker process is made
+to be killed, has no GPU and would hold a model of its own. torch is imported when the first model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.data.render import prompt_messages, render_example
+from posttrain.errors import RewardError
+from posttrain.recipe.sections import Data, Model
+from posttrain.verify.contract import Score, in_trainer
+
+Aggregate = Literal["auto", "mean", "wco", "uwo", "brme", "maxmin"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A reward model and what its numbers mean."""
+
+    model: Any  # posttrain.models.load.LoadedModel
+    card: Any  # posttrain.models.scorer.Card
+    window: int
+
+
+_loaded: dict[
+    tuple[str, str, str, str], Loaded
+] = {}  # (path, base_dir, device, dtype) -> model, while a scorer is open
+
+
+def opened(
+    *, path: str | list[str] = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", **_: Any
+) -> None:
+    """Load the models, so that a wrong path is told before the policy is loaded."""
+    _models(path, base_dir, device, dtype)
+
+
+def closed() -> None:
+    """Let all models go."""
+    _loaded.clear()
+
+
+@in_trainer(opened, closed)
+def score(
+    completions: Sequence[str],
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None = None,
+    *,
+    path: str | list[str] = "",
+    aggregate: Aggregate = "auto",
+    uwo_coef: float = 0.5,
+    ddof: int = 0,
+    nominal_weight: float = 0.6,
+    min_scope: Literal["sample", "batch"] = "sample",
+    weights: dict[str, float] | None = None,
+    calibrate: bool | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    batch_tokens: int = 16384,
+    base_dir: str = ".",
+) -> list[Score]:
+    """What reward models say of each completion, after the row's own prompt or messages.
+
+    path: a folder of `posttrain reward-model` or any sequence classifier, or several. Members are all heads of all
+    models; aggregate combines them: mean; wco, the lowest; uwo, mean - uwo_coef * variance (0.5 for best-of-n, 0.1 in
+    RL; arXiv 2310.02743); brme, for Gaussian heads (arXiv 2409.15360; nominal_weight, min_scope); maxmin, the member
+    that is lowest on average over the rows of the call (arXiv 2402.08925). auto: brme for Gaussian heads, maxmin for a
+    mixture, uwo for several members. A model with a head a label gives the sum of its labels by `weights` (default 1
+    each), with the labels as parts. calibrate: first subtract each head's mean on held-out answers and divide by its
+    deviation there; default: where there are several members. They also give the part `spread`, their deviation.
+    """
+    import torch
+
+    found = _models(path, base_dir, device, dtype)
+    rows = list(zip(messages, tools or [None] * len(completions), completions, strict=True))
+    several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use != "label_regression")
+    centred = several if calibrate is None else calibrate
+    members: list[Any] = []
+    deviations: list[Any] = []
+    parts: dict[str, Any] = {}
+    for one in found:
+        means, log_stds = _outputs(one, rows, batch_tokens)
+        scale = torch.ones(1)
+        if centred and one.card.center:
+            center, scale = torch.tensor(one.card.center), torch.tensor(one.card.scale)
+            means = (means - center) / scale
+        if log_stds is not None:
+            deviations.append(log_stds.clamp(-5, 5).exp() / scale)
+        if one.card.use == "label_regression":
+            parts |= {name: means[:, n] for n, name in enumerate(one.card.heads)}
+            means = (means * _weights(weights, one.card.heads)).sum(1, keepdim=True)
+        members.append(means)
+    table = torch.cat(members, 1).T[:, None]  # [members, 1, rows]
+    stds = torch.cat(deviations, 1).T[:, None] if len(deviations) == len(found) else None
+    how = _chosen(aggregate, found, len(table), stds is not None)
+    settings = {"uwo_coef": uwo_coef, "ddof": ddof, "nominal_weight": nominal_weight, "min_scope": min_scope}
+    combined = _combined(how, table, stds, settings)
+    if len(table) > 1:
+        parts["spread"] = table[:, 0].std(0, correction=0)
+    if not parts:
+        return combined.tolist()
+    return [{"reward": combined[n].item(), **{k: v[n].item() for k, v in parts.items()}} for n in range(len(combined))]
+
+
+def _chosen(aggregate: Aggregate, found: Sequence[Loaded], members: int, gaussian: bool) -> str:
+    if aggregate == "brme" and not gaussian:
+        raise RewardError(
+            "aggregate brme needs heads that know their deviation", hint="train one with objective: {use: gaussian}"
+        )
+    if aggregate != "auto":
+        return aggregate
+    if gaussian:
+        return "brme"
+    return "maxmin" if any(one.card.use == "mixture" for one in found) else "uwo" if members > 1 else "mean"
+
+
+def _combined(how: str, table: Any, stds: Any, settings: dict[str, Any]) -> Any:
+    """[rows] of members [K,1,rows]."""
+    import torch
+
+    from posttrain.loss import reward_model as formulas
+
+    if how == "brme":
+        weight, scope = settings["nominal_weight"], settings["min_scope"]
+        return formulas.brme(table, stds, nominal_weight=weight, min_scope=scope).rewards[0]
+    if how == "maxmin":  # the KL is the same for all members, so it does not decide who is worst off
+        return formulas.maxmin(table, torch.zeros_like(table[0]), beta=0.0).rewards[0]
+    objective: Any = how
+    return formulas.ensemble(table, objective=objective, uwo_coef=settings["uwo_coef"], ddof=settings["ddof"])[0]
+
+
+def _weights(weights: dict[str, float] | None, heads: Sequence[str]) -> Any:
+    import torch
+
+    unknown = set(weights or ()) - set(heads)
+    if unknown:
+        raise RewardError(
+            f"weights names {sorted(unknown)[0]}, which is no label", allowed=f"labels: {', '.join(heads)}"
+        )
+    return torch.tensor([1.0 if weights is None else weights.get(name, 0.0) for name in heads])
+
+
+def _outputs(one: Loaded, rows: Sequence[tuple[Any, Any, str]], batch_tokens: int) -> Any:
+    """(scores [rows, heads], log-deviations [rows, heads] or None)."""
+    from posttrain.models import scorer
+
+    ids = [token_ids(one, asked, text, tools) for asked, tools, text in rows]
+    found = scorer.score_rows(one.model, ids, batch_tokens=batch_tokens)
+    return tuple(found.chunk(2, dim=1)) if one.card.gaussian else (found, None)
+
+
+def token_ids(one: Loaded, messages: Sequence[Any], completion: str, tools: Any = None) -> tuple[int, ...]:
+    """A completion behind its prompt as the reward model reads it; what is over its window is cut from the left."""
+    section = Data(source="-", **{k: v for k, v in one.card.data.items() if k != "prompt_template"}, train_on="all")
+    tokenizer = one.model.tokenizer
+    if isinstance(messages[0]["content"], list):  # a prompt that is a conversation
+        messages = messages[0]["content"]
+    if not section.chat or not tokenizer.chat_template:
+        row = {"uid": "", "prompt": messages[-1]["content"], "completion": completion}
+        return render_example(row, tokenizer, section.model_copy(update={"chat": False})).ids[-one.window :]
+    asked = prompt_messages({"uid": "", "messages": messages}, section)
+    row = {"uid": "", "messages": [*asked, {"role": "assistant", "content": completion}], "tools": tools}
+    return render_example(row, tokenizer, section).ids[-one.window :]
+
+
+def _models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[Loaded]:
+    paths = [path] if isinstance(path, str) else list(path)
+    if not paths or not all(paths):
+        raise RewardError(
+            "reward_model needs params: {path: FOLDER}", hint="a folder that `posttrain reward-model` made"
+        )
+    for one in paths:
+        if (one, base_dir, device, dtype) not in _loaded:
+            _loaded[one, base_dir, device, dtype] = _load(one, base_dir, device, dtype)
+    return [_loaded[one, base_dir, device, dtype] for one in paths]
+
+
+def _load(path: str, base_dir: str, device: Any, dtype: Any) -> Loaded:
+    from posttrain.models import scorer
+
+    section = Model(path=path, device=device, dtype=dtype)
+    loaded = scorer.load(section, Path(base_dir))
+    place = loaded.origin.base.path if loaded.origin else None
+    window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    return Loaded(loaded, scorer.read_card(place, loaded.model.config.num_labels), window)
