@@ -118,12 +118,17 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
             done[name] = Done(folder, summary, skipped=True)
             continue
         started = time.perf_counter()
-        summary = (_run_apart if uses_vllm(loaded.recipe) else _run_in)(folder, loaded, name)
+        summary = run_in_folder(folder, loaded, name)
         took = duration(time.perf_counter() - started)
         print(f"{MILESTONE}{name} in {took}  {headline(summary)}", file=sys.stderr, flush=True)
         done[name] = Done(folder, summary, skipped=False)
         gc.collect()  # the stage's model goes before the next one is loaded
     return done
+
+
+def run_in_folder(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
+    """Run a recipe in a directory of its own, going on where it was begun; returns the summary."""
+    return (_run_apart if uses_vllm(loaded.recipe) else _run_in)(folder, loaded, name)
 
 
 def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:

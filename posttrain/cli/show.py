@@ -31,6 +31,11 @@ def print_recipe(loaded: Loaded, as_json: bool) -> None:
         typer.echo(f"{text:<{width}}  # {origin}" if origin else text)
 
 
+def yaml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Values as lines of YAML that reads back as the same values."""
+    return [text for text, _ in _lines(values, {}, "", "")]
+
+
 def _lines(value: Mapping[str, Any], origins: Mapping[str, str], path: str, indent: str) -> Iterator[tuple[str, str]]:
     """(text, origin) of each line of a mapping."""
     for key, below in value.items():

@@ -45,7 +45,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     for verb, about in VERBS.items():
-        app.command(verb, help=about)(_training(verb) if verb in TRAINING else _command(verb))
+        app.command(verb, help=about)(
+            _merge if verb == "merge" else _training(verb) if verb in TRAINING else _command(verb)
+        )
 
 
 def _command(verb: str) -> Callable[..., None]:
@@ -76,6 +78,42 @@ def _command(verb: str) -> Callable[..., None]:
         report(summary, path, as_json)
 
     return command
+
+
+def _merge(
+    ctx: typer.Context,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=START:STOP:STEP",
+            help="One merge a value (or KEY=a,b,c), each measured with --eval; several times: all combinations.",
+        ),
+    ] = None,
+    evaluation: Annotated[
+        str | None, typer.Option("--eval", metavar="RECIPE", help="The eval recipe of a sweep; its model is replaced.")
+    ] = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    output: Output = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    if not sweep and evaluation is None:
+        _command("merge")(ctx, recipe, overrides, dry_run, resume, output, as_json, debug)
+        return
+    if not sweep or evaluation is None:
+        raise UserError(
+            "a sweep needs both --sweep and --eval", hint="posttrain merge R --sweep weight=0:1:0.1 --eval E"
+        )
+    from posttrain.cli import sweep as sweeping
+
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+    sweeping.sweep(
+        ctx, recipe, overrides or [], sweep, evaluation, output, resume=resume, dry_run=dry_run, as_json=as_json
+    )
 
 
 def _training(verb: str) -> Callable[..., None]:

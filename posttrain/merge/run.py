@@ -151,6 +151,7 @@ def probe_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
     """Output [1, T, V] of a model folder on T token ids; computed in the stored dtype, returned in float32."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
     loader: Any = getattr(transformers, architectures[0], transformers.AutoModelForCausalLM)
     model, info = loader.from_pretrained(folder, dtype="auto", output_loading_info=True)

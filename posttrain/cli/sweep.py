@@ -1,0 +1,163 @@
+"""`posttrain merge R --sweep KEY=VALUES --eval E`: one merge and one evaluation a value, a table, the best recipe."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.guard import RESUME, RUN, say
+from posttrain.errors import UserError
+
+if TYPE_CHECKING:
+    import typer
+
+    from posttrain.recipe.load import Loaded
+    from posttrain.recipe.sweeping import Point
+    from posttrain.run.directory import RunDirectory
+
+BEST = "best.yaml"
+LEVEL = 0.95  # of the table's intervals
+CAVEAT = "the best was chosen on the problems that it is measured on: measure it on others before the number is quoted"
+
+
+def sweep(
+    ctx: typer.Context,
+    recipe: str,
+    overrides: Sequence[str],
+    asked: Sequence[str],
+    evaluation: str,
+    output: Path | None,
+    *,
+    resume: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Everything is checked before the first merge. Of the merged models only the best one is kept."""
+    from posttrain.cli import preflight
+    from posttrain.cli.stage import report
+    from posttrain.recipe.load import load
+    from posttrain.recipe.sweeping import parse, points
+    from posttrain.run.directory import RunDirectory
+
+    axes = [parse(text) for text in asked]
+    start: Any = load(recipe, overrides, stage="merge")
+    found = points(axes, start.recipe)
+    merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
+    measure = load(evaluation, stage="eval")
+    preflight.check(measure)
+    if dry_run:
+        for point in found:
+            say(f"would merge and measure {point.name}: {' '.join(point.overrides)}")
+        return
+    values = {**start.resolved, "sweep": {a.key: list(a.values) for a in axes}, "evaluation": _lasting(measure)}
+    wanted = output or (Path(start.recipe.run.output) if start.recipe.run.output else None)
+    with RunDirectory.open(
+        wanted, name=f"{start.name}-sweep", text=start.text, resolved=values, resume=resume
+    ) as directory:
+        typed = ["posttrain", "merge", recipe, *overrides, *(f"--sweep={text}" for text in asked)]
+        ctx.meta[RUN] = directory
+        ctx.meta[RESUME] = [*typed, "--eval", evaluation, "--output", str(directory.path), "--resume"]
+        say(f"run directory: {directory.path}")
+        summary = run(found, merges, evaluation, directory)
+        report(summary, directory.path, as_json)
+        say(CAVEAT)
+
+
+def _lasting(measure: Loaded) -> dict[str, Any]:
+    """The evaluation without its model and output, which change from point to point."""
+    return {key: value for key, value in measure.resolved.items() if key not in ("model", "run")}
+
+
+def run(
+    points: Sequence[Point], merges: Mapping[str, Loaded], evaluation: str, directory: RunDirectory
+) -> dict[str, Any]:
+    """Merge and measure what is not measured yet; keep the best model in `final`; write best.yaml and summary.json."""
+    from posttrain.evaluate.table import closing_table, findings
+    from posttrain.recipe.sweeping import best
+    from posttrain.run.durable import write_json
+    from posttrain.run.report import write_report
+
+    accuracies: dict[str, float | None] = {}
+    for number, point in enumerate(points, 1):
+        say(f"point {number} of {len(points)}: {point.name}")
+        accuracies[point.name] = measured(point.name, merges[point.name], evaluation, directory.path)
+        _keep_only(best(accuracies), accuracies, directory.path)
+    chosen = best(accuracies)
+    if chosen is None:
+        raise UserError("no point could be measured", where=str(directory.path))
+    rows = closing_table({name: {"0": _folder(directory.path, name) / "eval"} for name in accuracies}, level=LEVEL)
+    _to_final(_folder(directory.path, chosen) / "merge" / "final", directory.final)
+    recipe = directory.path / BEST
+    recipe.write_text(recipe_text(merges[chosen], chosen, accuracies[chosen]), encoding="utf-8")
+    summary = {
+        "model": str(directory.final),
+        "best": chosen,
+        "accuracy": accuracies[chosen],
+        "recipe": str(recipe),
+        "table": rows,
+        "findings": [*findings(rows), f"the best is {chosen} ({accuracies[chosen]:.3f}): {recipe}"],
+        "caveat": CAVEAT,
+    }
+    write_json(directory.path / "summary.json", summary)
+    write_report(directory.path)
+    return summary
+
+
+def measured(name: str, merge: Loaded, evaluation: str, path: Path) -> float | None:
+    """Accuracy of one point, merged and evaluated unless that was done before this start."""
+    from posttrain.pipeline import run_in_folder
+    from posttrain.recipe.load import load
+    from posttrain.run.durable import read_json
+
+    folder = _folder(path, name)
+    done = read_json(folder / "eval" / "summary.json")
+    if done is None:
+        model = folder / "merge" / "final"
+        if read_json(folder / "merge" / "summary.json") is None or not model.is_dir():
+            run_in_folder(folder / "merge", merge, f"merge {name}")
+        measure = load(evaluation, [f"model.path={model.resolve()}"], stage="eval")
+        done = run_in_folder(folder / "eval", measure, f"eval {name}")
+    accuracy = done.get("accuracy")
+    return None if accuracy is None else float(accuracy)
+
+
+def _folder(path: Path, name: str) -> Path:
+    return path / "points" / name
+
+
+def _keep_only(chosen: str | None, names: Mapping[str, Any], path: Path) -> None:
+    """Weights of a point that is not the best so far are removed; its evaluation and merge report stay."""
+    for name in names:
+        if name != chosen:
+            for file in (_folder(path, name) / "merge" / "final").glob("*.safetensors"):
+                file.unlink()
+
+
+def _to_final(model: Path, final: Path) -> None:
+    if any(model.glob("*.safetensors")):
+        shutil.rmtree(final, ignore_errors=True)
+        model.rename(final)
+    elif not final.is_dir():
+        say(f"the weights of the best point are gone: make them again with {BEST}")
+
+
+def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
+    """The recipe of a point as a file that runs from any folder: models that are folders are named by full paths."""
+    from posttrain.cli.show import yaml_lines
+    from posttrain.models.places import locate
+    from posttrain.recipe.sweeping import slim
+
+    def lasting(model: str) -> str:
+        place = locate(model, merge.recipe.base_dir)
+        return str(place.path) if place.path is not None else model
+
+    values = slim(merge.resolved)
+    values["models"] = [{**model, "model": lasting(model["model"])} for model in values["models"]]
+    if "base_model" in values:
+        values["base_model"] = lasting(values["base_model"])
+    if values.get("tokenizer_source", "base") != "base":
+        values["tokenizer_source"] = lasting(values["tokenizer_source"])
+    head = f"# The best point of a sweep over {merge.path.name}: {name}, accuracy {accuracy:.4f} on its problems.\n"
+    return head + "\n".join(yaml_lines(values)) + "\n"

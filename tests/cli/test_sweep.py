@@ -1,0 +1,121 @@
+"""`posttrain merge --sweep`: the table, the best model and its recipe, going on after a stop. Stages are played."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import Interrupted
+from posttrain.recipe.load import load
+
+Call = Callable[..., Any]
+Stage = Callable[..., None]
+
+MERGE = "stage: merge\nmerge_method: linear\nmodels: [{model: ./m a}, {model: hub/b}]\n"
+EVAL = "stage: eval\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrewards: [{use: math.accuracy}]\n"
+SWEEP = ("merge", "m.yaml", "--sweep", "weight=0:1:0.5", "--eval", "e.yaml", "--output", "out")
+
+
+@pytest.fixture(autouse=True)
+def recipes(folder: Path) -> None:
+    (folder / "m.yaml").write_text(MERGE)
+    (folder / "e.yaml").write_text(EVAL)
+    (folder / "m a").mkdir()
+    (folder / "m a" / "config.json").write_text("{}")
+
+
+class Played:
+    """Stages that write what the real ones would: accuracy 1 - |weight of b - 0.5| on three problems."""
+
+    def __init__(self, stop_at: str = "") -> None:
+        self.ran: list[str] = []
+        self.stop_at = stop_at
+
+    def __call__(self, recipe: Any, directory: Any) -> dict[str, Any]:
+        self.ran.append(f"{directory.path.parent.name}/{directory.path.name}")
+        if self.ran[-1] == self.stop_at:
+            raise Interrupted("stopped")
+        if recipe.verb == "merge":
+            directory.final.mkdir()
+            weight = recipe.models[1].parameters.weight
+            (directory.final / "model.safetensors").write_text(str(weight))
+            summary: dict[str, Any] = {"seconds": 1.0}
+        else:
+            accuracy = 1 - abs(float((Path(recipe.model.path) / "model.safetensors").read_text()) - 0.5)
+            rows = [{"uid": str(i), "accuracy": accuracy, "tokens": 5.0} for i in range(3)]
+            (directory.path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            summary = {"accuracy": accuracy}
+        (directory.path / "summary.json").write_text(json.dumps(summary))
+        return summary
+
+
+def test_a_sweep(call: Call, stage: Stage, folder: Path) -> None:
+    stage(Played())
+    result = call(*SWEEP)
+    assert result.exit_code == 0, result.stderr
+    assert "weight=0.5   1.000" in result.stdout
+    assert "the best is weight=0.5 (1.000)" in result.stdout
+    assert "chosen on the problems that it is measured on" in result.stderr
+    assert [p.read_text() for p in (folder / "out").rglob("*.safetensors")] == ["0.5"], (
+        "only the best one's weights stay"
+    )
+    assert (folder / "out" / "final" / "model.safetensors").is_file()
+
+
+def test_the_best_recipe_runs_from_any_folder(call: Call, stage: Stage, folder: Path) -> None:
+    stage(Played())
+    call(*SWEEP)
+    found: Any = load(str(folder / "out" / "best.yaml")).recipe
+    assert [model.model for model in found.models] == [str(folder / "m a"), "hub/b"]
+    assert [model.parameters.weight for model in found.models] == [0.5, 0.5]
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(call: Call, stage: Stage) -> None:
+    stopped = Played(stop_at="weight=0.5/eval")
+    stage(stopped)
+    result = call(*SWEEP)
+    assert result.exit_code == 130
+    assert "--sweep=weight=0:1:0.5 --eval e.yaml --output out --resume" in result.stderr
+    resumed = Played()
+    stage(resumed)
+    assert call(*SWEEP, "--resume").exit_code == 0
+    assert resumed.ran == ["weight=0.5/eval", "weight=1/merge", "weight=1/eval"]
+
+
+def test_another_sweep_in_the_same_directory_is_refused(call: Call, stage: Stage) -> None:
+    stage(Played())
+    call(*SWEEP)
+    result = call(*["weight=0:1:0.25" if part == "weight=0:1:0.5" else part for part in SWEEP], "--resume")
+    assert result.exit_code == 2
+    assert "sweep.weight" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--sweep", "weight=0:1:0.5"), "needs both --sweep and --eval"),
+        (("--eval", "e.yaml"), "needs both --sweep and --eval"),
+        (("--sweep", "weigth=0,1", "--eval", "e.yaml"), "did you mean `weight`"),
+        (("--sweep", "density=0,1", "--eval", "e.yaml"), "linear has no parameter density"),
+        (("--sweep", "weight=0,1", "--eval", "m.yaml"), "not for `posttrain eval`"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(
+    call: Call, stage: Stage, folder: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    stage(Played(stop_at="x"))
+    result = call("merge", "m.yaml", *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_a_dry_run_names_the_points(call: Call, folder: Path) -> None:
+    result = call(*SWEEP, "--dry-run")
+    assert result.exit_code == 0
+    assert "weight=0.5: models.0.parameters.weight=0.5 models.1.parameters.weight=0.5" in result.stderr
+    assert not (folder / "out").exists()

@@ -1,0 +1,91 @@
+"""What `--sweep` means: values, combinations, and which key of the recipe they go to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.stages import MergeRecipe
+from posttrain.recipe.sweeping import Axis, best, parse, points, slim
+
+
+def recipe(method: str = "linear", **values: Any) -> MergeRecipe:
+    models = [{"model": "a"}, {"model": "b"}]
+    return MergeRecipe.model_validate({"stage": "merge", "merge_method": method, "models": models, **values})
+
+
+def test_a_range_holds_both_ends_and_decimals_as_they_are_written() -> None:
+    """In floats 0.1 * 3 is 0.30000000000000004."""
+    written = ("0", "0.1", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "1")
+    assert parse("weight=0:1:0.1") == Axis("weight", written)
+    assert parse("alpha=1:-1:-1").values == ("1", "0", "-1")
+    assert parse("t=0:1:0.4").values == ("0", "0.4", "0.8")
+    assert parse(" lambda = 0.50, 1e-1 ").values == ("0.5", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("weight", "not KEY=VALUES"),
+        ("weight=", "not KEY=VALUES"),
+        ("weight=0:1", "START:STOP:STEP"),
+        ("weight=0:1:0", "do not lead"),
+        ("weight=0:1:-0.1", "do not lead"),
+        ("weight=0,x", "`x` is not a number"),
+        ("weight=0,nan", "`nan` is not a number"),
+        ("weight=1,1.0", "twice"),
+    ],
+)
+def test_what_is_no_sweep(text: str, match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        parse(text)
+
+
+def test_the_weight_of_a_blend_of_two_leaves_the_rest_to_the_first() -> None:
+    [_, second] = points([parse("weight=0,0.3")], recipe())
+    assert second.name == "weight=0.3"
+    assert second.overrides == ("models.0.parameters.weight=0.7", "models.1.parameters.weight=0.3")
+
+
+def test_other_keys_go_to_parameters_and_dotted_ones_where_they_say() -> None:
+    [point] = points([parse("weight=0.5")], recipe("ties", base_model="c"))
+    assert point.overrides == ("parameters.weight=0.5",)
+    [point] = points([parse("models.1.parameters.density=0.2")], recipe("ties", base_model="c"))
+    assert point.overrides == ("models.1.parameters.density=0.2",)
+
+
+def test_several_keys_make_all_combinations() -> None:
+    found = points([parse("weight=0,1"), parse("density=0.2,0.4")], recipe("ties", base_model="c"))
+    names = ["weight=0,density=0.2", "weight=0,density=0.4", "weight=1,density=0.2", "weight=1,density=0.4"]
+    assert [point.name for point in found] == names
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "match"),
+    [
+        (["wieght=0,1"], {}, "did you mean `weight`"),
+        (["weight=0,1", "weight=1,2"], {}, "weight is given twice"),
+        (["weight=0,1"], {"models": [{"model": name} for name in "abc"]}, "which one"),
+        (["weight=0,1"], {"method": "reasoning_vector", "base_model": "c"}, "sweep `alpha`"),
+        (
+            ["weight=0,1"],
+            {"method": "ties", "base_model": "c", "models": [{"model": "a", "parameters": {"weight": 1}}]},
+            "models.0 has a weight of its own",
+        ),
+    ],
+)
+def test_a_key_that_cannot_vary(keys: list[str], values: dict[str, Any], match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        points([parse(key) for key in keys], recipe(**values))
+
+
+def test_the_best_is_the_first_of_the_highest() -> None:
+    assert best({"a": 0.1, "b": 0.4, "c": 0.4, "d": None}) == "b"
+    assert best({"a": None}) is None
+
+
+def test_a_slim_recipe_keeps_zeros_and_drops_what_says_nothing() -> None:
+    values = {"run": {"seed": 1}, "parameters": {"weight": 0.0, "t": None, "normalize": False}, "models": [{"x": {}}]}
+    assert slim(values) == {"parameters": {"weight": 0.0, "normalize": False}, "models": [{}]}
