@@ -165,6 +165,39 @@ def _controlled(recipe: Any) -> Found:
             yield f"controllers.{key}", what, f"write `rollout.max_new_tokens: {largest:g}`"
 
 
+def _stale(recipe: Any) -> Found:
+    """Rollouts of an older version: the loss must weigh them, and what it weighs them by must be known."""
+    if not isinstance(recipe, RlRecipe) or not recipe.rollout.staleness:
+        return
+    rollout = recipe.rollout
+    if not _is_group_loss(recipe) and not weighs_behaviour(recipe):
+        what = "the rollouts are an update old, and no component compares the policy with the one that drew them"
+        yield "rollout.staleness", what, "write `corrections: [{use: tis}]`, or `loss: decoupled_ppo`"
+    if rollout.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k > 0) and weighs_behaviour(recipe):
+        cut = "top_p" if rollout.top_p < 1 else "top_k"
+        what = "vLLM then reports no log-probs of the policy, and old rollouts cannot be weighed"
+        yield f"rollout.{cut}", what, "remove it, or write `rollout.staleness: 0`"
+    for key in recipe.controllers:
+        if key.startswith("rollout."):
+            what = "drives rollouts that are drawn before the step whose number it gives"
+            yield f"controllers.{key}", what, "write `rollout.staleness: 0`"
+
+
+def weighs_behaviour(recipe: RlRecipe) -> bool:
+    """Whether a component reads the log-probs of the policy that sampled; one of the user may."""
+    return any("rollout_logp" in section.needs or ":" in section.use for _, section in used(recipe))
+
+
+def stale_notes(recipe: RlRecipe) -> list[str]:
+    """What a run with stale rollouts says at its start."""
+    notes = []
+    if _is_group_loss(recipe) and recipe.rollout.staleness:
+        notes.append(f"rollout.staleness 1: loss `{recipe.loss.use}` does not weigh rollouts that are an update old")
+    if recipe.rollout.staleness and not (recipe.rollout.engine == "vllm" and recipe.rollout.vllm.server):
+        notes.append("rollout.staleness 1 without rollout.vllm.server: rollouts are an update old, and no time is won")
+    return notes
+
+
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature")
 
 
@@ -178,4 +211,4 @@ def numbers(recipe: RlRecipe) -> dict[str, float]:
     return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled)
+CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled, _stale)

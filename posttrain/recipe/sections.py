@@ -165,6 +165,11 @@ class Rollout(EngineSection, Sampling):
         1,
         description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
     )
+    staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+        0,
+        description="updates between sampling and training: 1 draws the next rollouts while this step trains (with "
+        "vllm.server)",
+    )
 
 
 class Condition(Section):

@@ -174,14 +174,15 @@ class Client:
 
     def _unreachable(self, cause: Exception) -> PosttrainError:
         told = self.fate()
-        return EngineError(
-            told or f"no engine can be reached there: {_reason(cause)} (tried for {sum(PAUSES):.0f} s)",
-            where=self.url,
-            hint=""
-            if told
-            else f"start one with `posttrain serve --port {self.port}` on that machine (--host 0.0.0.0 if it is another"
-            " than this one); a firewall must let the port through",
+        if self.name:
+            what = f"the engine there can be reached no more: {_reason(cause)} (tried for {sum(PAUSES):.0f} s)"
+            return EngineError(told or what, where=self.url, hint="go on with the same command and --resume")
+        what = f"no engine can be reached there: {_reason(cause)} (tried for {sum(PAUSES):.0f} s)"
+        hint = (
+            f"start one with `posttrain serve --port {self.port}` on that machine (--host 0.0.0.0 if it is another"
+            " than this one); a firewall must let the port through"
         )
+        return EngineError(told or what, where=self.url, hint="" if told else hint)
 
     def _gone(self, cause: Exception) -> PosttrainError:
         told = self.fate()

@@ -7,6 +7,7 @@ It counts only when its manifest is sealed; older ones go only after that.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,31 @@ class State:
 
 
 def save(
-    root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int, critic: nn.Module | None = None
+    root: Path,
+    state: State,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    keep: int,
+    critic: nn.Module | None = None,
+    more: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
 
+    more: writes what else belongs into the folder.
+
     Rank 0 writes: what is saved is the same on all ranks, and the others wait.
     """
-    return distributed.on_main(_save, root, state, loaded, optimizer, keep, critic)
+    return distributed.on_main(_save, root, state, loaded, optimizer, keep, critic, more)
 
 
 def _save(
-    root: Path, state: State, loaded: LoadedModel, optimizer: Optimizer, keep: int, critic: nn.Module | None
+    root: Path,
+    state: State,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    keep: int,
+    critic: nn.Module | None,
+    more: Callable[[Path], None],
 ) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
@@ -59,6 +74,7 @@ def _save(
         if critic is not None:
             save_head(critic, partial)
         torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        more(partial)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     if not checkpoints.verify(folder):
         raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")

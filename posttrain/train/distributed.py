@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
 PATIENCE_S = 10.0  # before a rank tells that it lost another: that one's own error comes first, and ends all
 BUCKET = 1 << 26  # numbers that are added up in one call
+_line = threading.local()  # .group: over which this thread talks, see `over`
 _SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -105,7 +107,7 @@ def gather(value: T) -> list[T]:
         return [value]
     found: list[Any] = [None] * world()
     with _told():
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=_group())
     return found
 
 
@@ -115,7 +117,7 @@ def from_main(value: T) -> T:
         return value
     box = [value]
     with _told():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=_group())
     return box[0]
 
 
@@ -151,6 +153,26 @@ def own(path: Path) -> Path:
 def own_seed(seed: int) -> int:
     """A seed for draws that must differ between ranks, such as dropout."""
     return seed if is_main() else derive(seed, "rank", rank())
+
+
+def new_line() -> Any:
+    """Another group of the same ranks, for a thread that talks while the main one does. All ranks must ask for it."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if world() > 1 else None
+
+
+@contextlib.contextmanager
+def over(line: Any) -> Iterator[None]:
+    """Inside, in this thread, ranks tell each other objects over that group: threads that shared one would take each
+    other's answers."""
+    _line.group = line
+    try:
+        yield
+    finally:
+        _line.group = None
+
+
+def _group() -> Any:
+    return getattr(_line, "group", None)
 
 
 # --- tensors ---

@@ -2,6 +2,8 @@
 
 prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser -> engine sync.
 
+With `rollout.staleness: 1` the first two are those of the next step, and run while this one trains (`overlap`).
+
 With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the
 rows; between the two, all of them hold the rollouts of the whole step.
 
@@ -27,8 +29,10 @@ from posttrain.errors import Interrupted, NonFiniteError
 from posttrain.models import load as models
 from posttrain.models.save import save
 from posttrain.recipe.checks import reward_name
+from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import check_fits, make_engine, needed_length, token_ends
+from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
@@ -41,6 +45,7 @@ from posttrain.train.controls import Controls
 from posttrain.train.critic import value_head
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
+from posttrain.train.overlap import Ahead
 from posttrain.train.pieces import Pieces
 from posttrain.train.plan import out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
@@ -102,7 +107,12 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 dump=directory.path / "failed",
                 compiled=compiled.compiled(loaded.model, recipe.model),
             )
-            return train(pieces, directory, steps, progress, stop)
+            if recipe.rollout.staleness == 0:
+                return train(pieces, directory, steps, progress, stop)
+            for note in stale_notes(recipe):
+                progress.note(note)
+            with Ahead(collect, engine) as ahead:
+                return train(pieces, directory, steps, progress, stop, ahead)
         finally:
             engine.close()
 
@@ -113,13 +123,22 @@ def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objectiv
     return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 
-def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, stop: GracefulStop) -> dict[str, Any]:
+def train(
+    p: Pieces,
+    directory: RunDirectory,
+    steps: int,
+    progress: Progress,
+    stop: GracefulStop,
+    ahead: Ahead | None = None,
+) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples."""
     settings = p.recipe.run
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
     metrics, samples = directory.metrics(resume_after=state.step), directory.samples(resume_after=state.step)
     if state.step:
         p.engine.sync(p.loaded.model, state.step)
+        if ahead is not None:
+            ahead.read(checkpoints.folder_for(directory.checkpoints, state.step), p.prompts)
         progress.note(f"resumed after step {state.step}")
     else:
         check_start(p)
@@ -130,7 +149,7 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
         try:
-            rollouts, values, saved = step(p.at(numbers), state)
+            rollouts, values, saved = step(p.at(numbers), state, ahead)
         except torch.OutOfMemoryError as cause:
             longest = max(len(q.ids) for q in p.prompts)
             raise out_of_memory(p.recipe, p.loaded.model, longest, state.step + 1, str(directory.path)) from cause
@@ -152,9 +171,17 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
         due = settings.save_every is not None and state.step % settings.save_every == 0
         stopping = distributed.any_rank(stop.requested)
         if due or ends or stopping:
+            if ahead is not None:
+                ahead.finish(p)
             with p.watchdog.phase("save"):
                 checkpoint.save(
-                    directory.checkpoints, state, p.loaded, p.optimizer, settings.keep_checkpoints, p.critic
+                    directory.checkpoints,
+                    state,
+                    p.loaded,
+                    p.optimizer,
+                    settings.keep_checkpoints,
+                    p.critic,
+                    *([ahead.write] if ahead is not None else []),
                 )
         if stopping:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
@@ -171,10 +198,12 @@ def train(p: Pieces, directory: RunDirectory, steps: int, progress: Progress, st
     }
 
 
-def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
-    """One RL step. Returns the scored rollouts, the step's metrics, and what `whatif` needs of the rollouts; moves
-    `state` past the prompts that it drew."""
-    rollouts, gathered = collect(p, state)
+def step(
+    p: Pieces, state: checkpoint.State, ahead: Ahead | None = None
+) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
+    """One RL step, on its own rollouts or on those drawn ahead. Returns the scored rollouts, the step's metrics, and
+    what `whatif` needs of the rollouts; moves `state` past the prompts that it drew."""
+    rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     scored = batch_of(p, rollouts, state).to(p.loaded.device)
@@ -186,8 +215,11 @@ def step(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, A
 
     with p.watchdog.phase("update"), p.compiled():
         metrics, measured, logp = update(p, batch, sequences, state.step)
-    with p.watchdog.phase("sync"):
-        p.engine.sync(p.loaded.model, state.step + 1)
+    if ahead is None:
+        with p.watchdog.phase("sync"):
+            p.engine.sync(p.loaded.model, state.step + 1)
+    else:
+        values["rollout/staleness"] = sum(state.step - r.version for r in rollouts) / len(rollouts)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
