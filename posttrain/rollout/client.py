@@ -37,6 +37,7 @@ class Client:
         self.host, self.port = place.hostname or "", place.port or 80
         self.name = ""  # of the session
         self._held: socket.socket | None = None
+        self._asking: set[socket.socket] = set()  # connections on which an answer is awaited
 
     def open(self) -> dict[str, Any]:
         """Begin a session and return what the server says of itself. Raises EngineError."""
@@ -69,9 +70,10 @@ class Client:
     def close(self) -> None:
         """End the session, and with it what the server still does for us. Calling it twice is fine."""
         held, self._held = self._held, None
-        if held is not None:
+        for sock in (*([held] if held is not None else []), *tuple(self._asking)):
             with contextlib.suppress(OSError):
-                held.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer stops waiting
+        if held is not None:
             held.close()
 
     @property
@@ -131,7 +133,9 @@ class Client:
     def _answer(self, method: str, path: str, body: wire.Body | Path) -> Generator[dict[str, Any], None, None]:
         """The lines of an answer. Raises the error that one of them tells."""
         headers = {wire.SESSION: self.name} if self.name else {}
-        with contextlib.closing(self._connected()) as connection:
+        if self.name and self._held is None:
+            raise ConnectionResetError("this run has ended the session")
+        with contextlib.closing(self._connected()) as connection, self._awaited(connection.sock.dup()):
             response = self._send(connection, method, path, body, headers)
             while True:
                 try:
@@ -144,6 +148,16 @@ class Client:
                 if "error" in values:
                     raise wire.error_of(values, self.url)
                 yield values
+
+    @contextlib.contextmanager
+    def _awaited(self, sock: socket.socket) -> Generator[None, None, None]:
+        """Inside, `close` ends the connection. sock: a double of its socket, which is closed behind it."""
+        with sock:
+            self._asking.add(sock)
+            try:
+                yield
+            finally:
+                self._asking.discard(sock)
 
     def _connected(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=CONNECT_S)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,7 +45,6 @@ class ServerEngine(PushedEngine):
         self.pushes = 0
         self.processes: list[LocalServer] = []
         self.clients: list[Client] = []
-        self.threads: ThreadPoolExecutor | None = None
         try:
             self._begin(section.server)
             self.sync(loaded.model, 0)
@@ -60,7 +60,6 @@ class ServerEngine(PushedEngine):
             self.processes.append(LocalServer.start(device, self.scratch / f"server-{number}.log"))
         self.clients = [Client(p.url, server.timeout_s, fate=p.fate) for p in self.processes]
         self.clients += [Client(url, server.timeout_s) for _, url in mine(server.urls, "urls")]
-        self.threads = ThreadPoolExecutor(len(self.clients), "engine")
         for client in self.clients:
             client.open()
         folder = self.scratch / "engine-model"
@@ -88,8 +87,7 @@ class ServerEngine(PushedEngine):
 
     def _everywhere(self, work: Callable[..., T], *of_each: Iterable[Any]) -> list[T]:
         """`work(client, ...)` for each server, side by side. The first error is raised."""
-        assert self.threads is not None
-        return list(self.threads.map(work, self.clients, *of_each))
+        return side_by_side([partial(work, *given) for given in zip(self.clients, *of_each, strict=True)])
 
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
@@ -158,8 +156,29 @@ class ServerEngine(PushedEngine):
             client.close()
         for process in self.processes:
             process.close()
-        if self.threads is not None:
-            self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
+    """What each gives, all at once in threads that keep no process alive. Raises the first error at once."""
+    if len(works) == 1:
+        return [works[0]()]
+    ended: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run(number: int) -> None:
+        try:
+            ended.put((number, works[number](), None))
+        except BaseException as error:
+            ended.put((number, None, error))
+
+    for number in range(len(works)):
+        threading.Thread(target=run, args=(number,), daemon=True).start()
+    found: dict[int, Any] = {}
+    while len(found) < len(works):
+        number, value, error = ended.get()
+        if error is not None:
+            raise error
+        found[number] = value
+    return [found[number] for number in range(len(works))]
 
 
 def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:

@@ -89,6 +89,7 @@ class EngineServer:
         self.loading: _Loading | None = None
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._closed = False
         self._http = _Http(listener, self)
 
     def serve(self) -> None:
@@ -103,6 +104,7 @@ class EngineServer:
                 except BaseException as error:
                     future.set_exception(error)
         finally:
+            self._close()
             self._http.shutdown()
             self._http.server_close()
             if self.core is not None:
@@ -112,8 +114,20 @@ class EngineServer:
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Have it done in the thread of `serve`."""
         future: Future[Any] = Future()
-        self._jobs.put((work, future))
+        with self._lock:
+            if self._closed:
+                future.set_exception(EngineError("the engine there has ended"))
+            else:
+                self._jobs.put((work, future))
         return future
+
+    def _close(self) -> None:
+        """Take no more jobs; nobody does those that are left."""
+        with self._lock:
+            self._closed = True
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None:
+                job[1].set_exception(EngineError("the engine there has ended"))
 
     def begin(self, who: str) -> str:
         """The name of a new session. Raises EngineError while there is one."""
