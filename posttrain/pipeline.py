@@ -22,6 +22,7 @@ from posttrain.errors import MissingExtra, PosttrainError, RecipeError, RunError
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.stages import PipelineRecipe, Stage
+from posttrain.run import rounds
 from posttrain.run.children import ERROR, MILESTONE, Child, run_children, stop_with_parent
 from posttrain.run.directory import RunDirectory, refuse_other_recipe
 from posttrain.run.durable import read_json, write_json
@@ -108,7 +109,7 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
     done: dict[str, Done] = {}
     for stage in recipe.stages:
         name = stage["name"]
-        values = resolve({**stage, "run": {**stage.get("run", {}), "seed": seed}}, done)
+        values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name)}}, done)
         loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")
         folder = path.resolve() / f"seed-{seed}" / name
         summary = read_json(folder / "summary.json")
@@ -123,6 +124,8 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
         print(f"{MILESTONE}{name} in {took}  {headline(summary)}", file=sys.stderr, flush=True)
         done[name] = Done(folder, summary, skipped=False)
         gc.collect()  # the stage's model goes before the next one is loaded
+        for line in rounds.milestones([s["name"] for s in recipe.stages], {n: d.summary for n, d in done.items()}):
+            print(f"{MILESTONE}{line}", file=sys.stderr, flush=True)
     return done
 
 
@@ -195,19 +198,23 @@ def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
 
 
 def summarise(recipe: PipelineRecipe, path: Path) -> dict[str, Any]:
-    """`seeds`: {seed: {stage: its summary}}; `table`: the compared evaluations, if the recipe names any."""
+    """`seeds`: {seed: {stage: its summary}}; `rounds`: {name: a row a round}, if there are any; `table`: the compared
+    evaluations, if the recipe names any."""
     names = [stage["name"] for stage in recipe.stages]
     seeds = {
         str(seed): {name: read_json(path / f"seed-{seed}" / name / "summary.json") for name in names}
         for seed in recipe.seeds
     }
+    found: dict[str, Any] = {"seeds": seeds}
+    if by_round := rounds.progress(seeds.values()):
+        found["rounds"] = by_round
     if not recipe.table:
-        return {"seeds": seeds}
+        return found
     from posttrain.evaluate.table import closing_table, findings
 
     labels = _labels(recipe)
     rows = closing_table({labels[name]: {s: path / f"seed-{s}" / name for s in seeds} for name in recipe.table})
-    return {"seeds": seeds, "table": rows, "findings": findings(rows)}
+    return {**found, "table": rows, "findings": findings(rows)}
 
 
 def _labels(recipe: PipelineRecipe) -> dict[str, str]:

@@ -80,6 +80,10 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(summary)
         return
+    for name, by_round in summary.get("rounds", {}).items():
+        from posttrain.run.table import print_rounds
+
+        print_rounds(name, by_round)
     rows = summary.get("table")
     if isinstance(rows, list) and rows:
         from posttrain.run.table import print_table

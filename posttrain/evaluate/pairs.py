@@ -46,7 +46,7 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
     summary = {
         "pairs": len(found.rows),
         "completions": len(records),
-        "accuracy": rate([r.get("correct") for r in records]),
+        "right": rate([r["correct"] and r["finish"] == "stop" for r in records if r.get("correct") is not None]),
         "longer_chosen": found.longer_chosen,
         "score_gap": rate([_score_gap(row) for row in found.rows]),
         "style_accuracy": style_accuracy(found.rows),

@@ -109,7 +109,12 @@ def override(tree: Node, text: str) -> Node:
             where=origin.mark,
             hint=f"write {path}=null for none, {path}='\"\"' for empty text",
         )
-    return merge(tree, _nested(tree, parts, parse_value(value, origin), ()), keys.components_in(tree))
+    return with_value(tree, parts, parse_value(value, origin))
+
+
+def with_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
+    """The tree with another value at `parts`. Raises RecipeError if there is no such place."""
+    return merge(tree, _nested(tree, parts, value, ()), keys.components_in(tree))
 
 
 def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[str | int, ...]) -> Node:

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain import registry
 from posttrain.errors import Problem, nearest
-from posttrain.recipe import keys, layers
+from posttrain.places import split_function
+from posttrain.recipe import keys, layers, rounds
+from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
 from posttrain.recipe.stages import PipelineRecipe, Stage
-from posttrain.recipe.tree import Node, dotted, follow, leaves, plain
+from posttrain.recipe.tree import Node, dotted, follow, from_plain, leaves, plain
 from posttrain.recipe.validate import check, resolved, with_preset
 
-MODEL_MAKERS = ("sft", "dpo", "rl", "merge")
 MINUTES = ("run", "max_minutes")  # `stage:NAME` here: as long as that stage trained
-REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
 _NAME = re.compile(r"\w[\w.-]*$")
 
 
@@ -34,14 +35,18 @@ class Resolved:
 def resolve(tree: Node, problems: list[Problem]) -> Resolved:
     """Merge and check each entry of `stages`. What is wrong is added to `problems`."""
     node = tree.mapping.get("stages")
-    entries = node.value if node and isinstance(node.value, list) else []
     defaults = tree.mapping.get("defaults") or Node({}, tree.origin)
     earlier: dict[str, str] = {}  # name -> stage
-    found = [_entry(entry, defaults, position, earlier, problems) for position, entry in enumerate(entries)]
+    found = []
+    for entry in _entries(node.value if node and isinstance(node.value, list) else [], earlier, problems):
+        if entry.round == 1 or not problems:  # later rounds would tell the same mistakes again
+            found.append(_entry(entry, defaults, earlier, problems))
+        else:
+            earlier[str(entry.node.mapping["name"].value)] = ""
     _refuse_seed(defaults, "defaults.run", problems)
     _check_defaults(defaults, set(earlier.values()), problems)
     _check_table(tree.mapping.get("table"), earlier, problems)
-    if node is None or not entries:
+    if node is None or not found:
         return Resolved(tree, [], tree)
 
     def with_stages(stages: list[Node]) -> Node:
@@ -53,11 +58,30 @@ def resolve(tree: Node, problems: list[Problem]) -> Resolved:
     return Resolved(with_stages(list(merged)), [v for v in values if v], with_stages(list(layered)))
 
 
+def _entries(written: list[Node], earlier: dict[str, str], problems: list[Problem]) -> Iterator[Entry]:
+    """The entries of `stages` with all rounds written out, and what they made put in for their names."""
+    results: dict[str, str] = {}
+    for position, node in enumerate(written):
+        node = rounds.with_results(node, results)
+        if not rounds.is_rounds(node):
+            yield Entry(node, ("stages", position))
+            continue
+        known = len(problems)
+        _check_references(Node({"start": node.mapping["start"]} if "start" in node.mapping else {}, node.origin),
+                          f"stages.{position}", earlier, problems)  # fmt: skip
+        expanded = rounds.expand(node, ("stages", position), problems)
+        if len(problems) > known:  # what they make is not known: later stages may name it
+            earlier |= dict.fromkeys(rounds.names(node), "")
+            continue
+        results |= expanded.results
+        yield from expanded.entries
+
+
 def _entry(
-    entry: Node, defaults: Node, position: int, earlier: dict[str, str], problems: list[Problem]
+    given: Entry, defaults: Node, earlier: dict[str, str], problems: list[Problem]
 ) -> tuple[Node, dict[str, Any], Node]:
     """One stage: over the defaults, its resolved values if it is right, and over its preset as well."""
-    head = f"stages.{position}"
+    entry, head = given.node, dotted(given.path)
     if not isinstance(entry.value, dict):
         return entry, {}, entry  # the schema tells that a mapping is wanted
     name = _name(entry, head, earlier, problems)
@@ -68,8 +92,9 @@ def _entry(
     own = Node({k: v for k, v in entry.value.items() if k != "name"}, entry.origin, entry.key_origin)
     stage = model.model_fields["stage"].default
     full = layers.merge(for_stage(defaults, model), own, keys.components_of(stage))
+    full = _with_anchors(full, with_preset(full, model, []), given)
     layered = with_preset(full, model, problems)
-    recipe, found = check(_without_minutes(layered), model, ("stages", position))
+    recipe, found = check(_without_minutes(layered), model, given.path)
     _add(found, head, defaults, problems)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
@@ -83,6 +108,25 @@ def _entry(
         values,
         Node({**named, **layered.mapping}, entry.origin, entry.key_origin),
     )
+
+
+def _with_anchors(full: Node, layered: Node, given: Entry) -> Node:
+    """A dpo stage of a round with the other policies that its loss reads, where it names none itself."""
+    stage = layered.mapping.get("stage")
+    if stage is None or stage.value != "dpo" or not (given.reference or given.history):
+        return full
+    loss = layers.spelt_out(layered.mapping["loss"]).mapping if "loss" in layered.mapping else {}
+    use = str(loss["use"].value) if "use" in loss else "dpo"
+    known = registry.index()["pair_loss"].get(use, {}).get("needs", ())
+    needs = {"ref_logp"} if split_function(use) is not None else set(known)
+    if "reference_free" in loss and loss["reference_free"].value is True:
+        needs.discard("ref_logp")
+    anchors: dict[str, Any] = {}
+    if given.reference and "ref_logp" in needs:
+        anchors["reference"] = given.reference
+    if given.history and "history" in needs:
+        anchors["history"] = list(given.history)
+    return layers.merge(from_plain({"anchors": anchors}, full.origin), full) if anchors else full
 
 
 def _add(found: list[Problem], head: str, defaults: Node, problems: list[Problem]) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from posttrain import registry
 from posttrain.recipe import keys, presets
+from posttrain.recipe.rounds import Rounds
 from posttrain.recipe.section import ComponentSection, params_model
 from posttrain.recipe.stages import PipelineRecipe, Stage
 
@@ -31,7 +32,10 @@ def build() -> Schema:
         definitions[f"stage_{name}"] = schema
         definitions[f"entry_{name}"] = _without_requirements(schema)
     definitions.pop("entry_pipeline")
-    definitions["stage_pipeline"]["properties"]["stages"]["items"] = _entry(list(stages))
+    definitions["entry"] = _entry(list(stages))
+    definitions["rounds"] = _rounds()
+    either = {"if": {"required": ["rounds"]}, "then": {"$ref": "#/definitions/rounds"}}
+    definitions["stage_pipeline"]["properties"]["stages"]["items"] = {**either, "else": {"$ref": "#/definitions/entry"}}
     definitions["stage_pipeline"]["properties"]["defaults"] = _defaults(stages)
     named = {"type": "object", "required": ["stage"], "properties": {"stage": {"enum": list(stages)}}}
     choices = [_when("stage", name, f"stage_{name}") for name in stages]
@@ -171,6 +175,13 @@ def _entry(stages: list[str]) -> Schema:
         "properties": {"name": {"type": "string"}, "stage": {"enum": names}},
     }
     return {**base, "allOf": [_when("stage", name, f"entry_{name}") for name in names]}
+
+
+def _rounds() -> Schema:
+    """An entry of a pipeline that runs stages again and again."""
+    schema: Schema = _tidy(Rounds.model_json_schema(), {})
+    schema["properties"]["stages"]["items"] = {"$ref": "#/definitions/entry"}
+    return schema
 
 
 def _without_requirements(stage: Schema) -> Schema:

@@ -246,7 +246,7 @@ class PairsRecipe(Stage):
     """Preference pairs from completions of prompts, graded by `eval` or here."""
 
     verb: ClassVar = "pairs"
-    unused: ClassVar = {**_NO_TRAINING, "run.seed": "nothing here is drawn"}
+    unused: ClassVar = _NO_TRAINING
     stage: Literal["pairs"] = "pairs"
     completions: str = Field(
         description="the policy's: the run directory of an eval or a generate, or its completions.jsonl; in a pipeline "

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from posttrain.run import rounds
 from posttrain.run.curves import Point, chart, number
 from posttrain.run.directory import flatten
 from posttrain.run.durable import read_json, write_text
@@ -46,6 +47,7 @@ def render(run_path: Path) -> str:
         _tiles(summary),
         _closing_table(summary),
         _findings(summary),
+        _rounds(summary),
         _stages(run_path, summary),
         _stage_curves(run_path, summary),
         _curves(read_metrics(run_path)),
@@ -113,6 +115,13 @@ def _findings(summary: Mapping[str, Any]) -> str:
     says = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.get("findings", []))
     tables = "".join(f"<h3>{escape(t['title'])}</h3>{_table(t['head'], t['rows'])}" for t in shown)
     return f"<section><h2>Findings</h2><ul>{says}</ul>{tables}</section>"
+
+
+def _rounds(summary: Mapping[str, Any]) -> str:
+    """A table for each list of rounds, a row a round."""
+    found: Mapping[str, Any] = summary.get("rounds") or {}
+    tables = [f"<h2>{escape(name)} by round</h2>{_table(*rounds.table(rows))}" for name, rows in found.items()]
+    return f"<section>{''.join(tables)}</section>" if tables else ""
 
 
 def _stages(run_path: Path, summary: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""The closing table of a pipeline as text: a row a model, accuracy with its interval per seed and over all seeds."""
+"""The closing tables of a pipeline as text: a row a model, accuracy with its interval per seed and over all seeds; and
+a row a round."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from posttrain.run import rounds
 
 
 def headers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -45,16 +48,29 @@ def half_width(value: Mapping[str, Any]) -> str:
     return f"{value['mean']:.3f} ±{(value['high'] - value['low']) / 2:.3f}".replace("±0.", "±.")
 
 
+def print_rounds(name: str, rows: Sequence[Mapping[str, float]]) -> None:
+    """What each round of a pipeline came to, on stdout."""
+    heads, cells = rounds.table(rows)
+    _print(f"{name} by round", heads, cells)
+
+
 def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> None:
     """The table and a sentence a comparison on stdout; wide enough where stdout is a file or a pipe."""
+    console = _print("", headers(rows), [row_cells(row) for row in rows])
+    for sentence in findings:
+        console.print(sentence, soft_wrap=True)
+
+
+def _print(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Console:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 200
+    if title:
+        console.print(title)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    for name in headers(rows):
+    for name in heads:
         table.add_column(name, justify="left" if name == "model" else "right")
-    for row in rows:
-        table.add_row(*row_cells(row))
+    for row in cells:
+        table.add_row(*row)
     console.print(table)
-    for sentence in findings:
-        console.print(sentence, soft_wrap=True)
+    return console

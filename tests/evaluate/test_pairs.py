@@ -42,7 +42,7 @@ def test_pairs_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[st
     left_behind(tmp_path / "answers", {"2": True, "two": True, "3": False})
     summary, rows = make(tmp_path, completions="answers/completions.jsonl")
     assert (summary["pairs"], summary["completions"], summary["dropped"]) == (2, 3, {})
-    assert summary["accuracy"] == pytest.approx(2 / 3) and summary["score_gap"] == 1
+    assert summary["right"] == pytest.approx(2 / 3) and summary["score_gap"] == 1
     assert [(r["prompt"], r["chosen"], r["rejected"]) for r in rows] == [(PROMPT, "2", "3"), (PROMPT, "two", "3")]
     assert "2 pairs from 3 completions, 50% with a longer chosen side" in capsys.readouterr().err
     loaded = load_rows(Data(source=str(tmp_path / "run" / "pairs.jsonl")), tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,23 @@ def rows_of(opened: Any, tmp_path: Path) -> Callable[..., list[Values]]:
 
 def without_time(rows: list[Values]) -> list[Values]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+
+
+@pytest.fixture(scope="session")
+def train() -> Iterator[Callable[..., int]]:
+    """Trains in a process of its own (killable.py); returns its exit status."""
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "killable.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def run(recipe: dict[str, Any], output: Path, *, resume: bool = False, kill: Any = None) -> int:
+        assert server.stdin is not None and server.stdout is not None
+        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output), "resume": resume, "kill": kill}
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    yield run
+    server.kill()  # it has nothing to finish
+    server.communicate()

@@ -1,8 +1,9 @@
 """Run as a program: trains in child processes and kills them with SIGKILL. See test_killed.py.
 
-Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"} or
-"in save". The libraries are imported once, before any child is forked, so that a run costs a second and not ten.
-Answers each job with a line: the child's exit status, negative for a signal.
+Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"},
+{"file": what must have appeared below the output} or "in save". The libraries are imported once, before any child is
+forked, so that a run costs a second and not ten. Answers each job with a line: the child's exit status, negative for a
+signal.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 
+from posttrain import pipeline
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import MetricsLog
 from posttrain.train import preference, rl, sft
 
-RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run}
+RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.run_stage}
 
 
 def main() -> None:
@@ -35,7 +37,9 @@ def main() -> None:
         if child == 0:
             train(job, tell)
         os.close(tell)
-        if isinstance(job["kill"], dict):
+        if isinstance(job["kill"], dict) and "file" in job["kill"]:
+            kill_at(child, Path(job["output"]) / job["kill"]["file"])
+        elif isinstance(job["kill"], dict):
             kill_later(child, told, **job["kill"])
         _, status = os.waitpid(child, 0)
         os.close(told)
@@ -69,6 +73,15 @@ def kill_later(child: int, told: int, rows: int, delay: float) -> None:
         if not os.read(told, 1):
             return  # it ended before
     time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+
+
+def kill_at(child: int, file: Path) -> None:
+    """SIGKILL as soon as the file is there."""
+    while not file.exists():
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return  # it ended before
+        time.sleep(0.001)
     os.kill(child, signal.SIGKILL)
 
 

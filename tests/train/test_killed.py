@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,6 @@ import pytest
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 
-TESTS = Path(__file__).parent
 STEPS, SAVE_EVERY = 14, 3
 RECIPES = {
     # dropout: random numbers must resume too. Warm-up and cosine: so must the schedule.
@@ -57,31 +52,9 @@ def digits(completion, token_count):
     return sum(c.isdigit() for c in completion) / max(token_count, 1)
 """
 
-Train = Callable[..., int]
-
-
-@pytest.fixture(scope="module")
-def train() -> Iterator[Train]:
-    """Trains in a process of its own; returns its exit status."""
-    server = subprocess.Popen(
-        [sys.executable, str(TESTS / "killable.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-    def run(recipe: dict[str, Any], output: Path, *, resume: bool = False, kill: Any = None) -> int:
-        assert server.stdin is not None and server.stdout is not None
-        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output), "resume": resume, "kill": kill}
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        return int(server.stdout.readline())
-
-    yield run
-    server.kill()  # it has nothing to finish
-    server.communicate()
-
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
-def test_five_kills_leave_no_trace(train: Train, stage: str, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> None:
+def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path) -> None:
     del sft_recipe, dpo_recipe  # they write the rows
     (tmp_path / "digits.py").write_text(DIGITS)
     recipe = RECIPES[stage]

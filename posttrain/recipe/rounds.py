@@ -1,0 +1,299 @@
+"""Rounds of a pipeline: a list of stages that is run again and again, each time from the model of the time before.
+
+    - name: improve
+      rounds: 3
+      start: stage:sft            # the policy of round 1
+      reference: initial          # what dpo stages compare with
+      stages:
+        - {name: answers, stage: eval, model: {path: round:policy}, ...}
+        - {name: pairs, stage: pairs, completions: stage:answers/completions.jsonl}
+        - {name: train, stage: dpo, model: {path: round:policy}, data: {source: stage:pairs/pairs.jsonl}, ...}
+
+Rounds are written out when the recipe is read: stage `answers` of round 2 is the stage `improve.2.answers` like any
+other, checked, run and resumed like any other. `stage:improve` is the last round's model, `stage:improve.1` that of
+the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import Field, ValidationError
+
+from posttrain.errors import Problem, nearest
+from posttrain.recipe import layers
+from posttrain.recipe.problems import tell
+from posttrain.recipe.section import Section
+from posttrain.recipe.sections import Positive, Share
+from posttrain.recipe.stages import Stage
+from posttrain.recipe.tree import Node, Origin, Path_, from_plain, plain
+
+MODEL_MAKERS = ("sft", "dpo", "rl", "merge")
+SAMPLERS = ("eval", "generate")
+REFERENCE = re.compile(r"stage:([\w.-]+)(?:/(.+))?$")
+_ROUND = re.compile(r"round:(.*)$")
+WORDS = ("policy", "initial", "reference")
+Reference = Literal["previous", "initial", "extrapolated", "random_past", "average"]
+
+
+class Rounds(Section):
+    """Stages that are run again and again, each time from the model of the time before."""
+
+    verb: ClassVar = "run"
+    unused: ClassVar[dict[str, str]] = {}
+    stage: Literal["rounds"] = "rounds"
+    name: str
+    rounds: Positive = Field(description="how often")
+    start: str = Field(description="the policy of the first round: stage:NAME, or a model")
+    reference: Reference = Field(
+        "previous",
+        description="what dpo stages compare with: the round's own policy (previous), that of the first round, one of "
+        "the policies so far (random_past), their moving average; extrapolated: as previous, and each round's model is "
+        "moved on along its last change",
+    )
+    alpha: Annotated[float, Field(gt=0)] = Field(0.3, description="extrapolated: how far beyond, of the last change")
+    decay: Share = Field(0.5, description="average: share of the average that stays in each round")
+    history: Positive = Field(2, description="policies that a loss with a history (mnpo) plays against, at most")
+    extragradient: bool = Field(
+        False,
+        description="run the stages of a round twice: the second time the answers are those of the model of the first "
+        "time, and training starts from the round's policy again (EGPO)",
+    )
+    result: str | None = Field(None, description="the stage whose model the next round starts from; default: the last")
+    by_round: dict[str, list[Any]] = Field(
+        default_factory=dict, description="NAME.key.path of a stage: its value in each round"
+    )
+    stages: list[dict[str, Any]] = Field(min_length=1, description="as in a pipeline; round:policy is its model")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a pipeline as it is checked: where it was written, and what its round says of other policies."""
+
+    node: Node
+    path: Path_
+    round: int = 1
+    reference: str | None = None
+    history: tuple[str, ...] = ()
+
+
+@dataclass
+class Expanded:
+    """The entries of all rounds; `results`: what `stage:NAME` of a whole round, and of all of them, stands for."""
+
+    entries: list[Entry] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+
+
+def is_rounds(entry: Node) -> bool:
+    return "rounds" in entry.mapping
+
+
+def names(entry: Node) -> list[str]:
+    """What later stages may call the models of rounds, as far as that can be read."""
+    name, count = (entry.mapping[key].value if key in entry.mapping else None for key in ("name", "rounds"))
+    most = max(count, 9) if isinstance(count, int) else 9  # the number may be what is wrong
+    return [str(name), *(f"{name}.{number}" for number in range(1, most + 1))]
+
+
+def expand(entry: Node, path: Path_, problems: list[Problem]) -> Expanded:
+    """The stages of all rounds one after the other; nothing where the entry itself is wrong."""
+    try:
+        settings = Rounds.model_validate(plain(entry))
+    except ValidationError as error:
+        problems += tell(error, entry, cast(type[Stage], Rounds), path)
+        return Expanded()
+    found = list(_problems(entry, settings, path))
+    problems += found
+    return Expanded() if found else _Writer(entry, path, settings).write()
+
+
+def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
+    """What the schema cannot say."""
+    inner = entry.mapping["stages"]
+    head = ".".join(map(str, path))
+    names = [stage.get("name") for stage in settings.stages]
+    kinds = {stage.get("name"): stage.get("stage") for stage in settings.stages}
+    for position, stage in enumerate(settings.stages):
+        node = cast(list[Node], inner.value)[position]
+        if "rounds" in stage:
+            yield Problem(node.origin.mark, f"{head}.stages.{position}: rounds within rounds")
+        if "." in str(stage.get("name", "")):
+            what = f"{head}.stages.{position}.name: a stage of rounds has no `.` in its name"
+            yield Problem(node.mapping["name"].origin.mark, what)
+        for text, place in _texts(node):
+            word = _ROUND.match(text)
+            if word and word[1] not in WORDS:
+                near = nearest(word[1], WORDS)
+                hint = f"did you mean `round:{near}`?" if near else ""
+                allowed = ", ".join(f"round:{w}" for w in WORDS)
+                yield Problem(place.mark, f"`{text}` is no policy of a round", f"known: {allowed}", hint)
+    makers = [name for name in names if kinds[name] in MODEL_MAKERS]
+    if not makers:
+        yield Problem(inner.at_key.mark, f"{head}.stages: none of them makes a model", ", ".join(MODEL_MAKERS))
+    elif settings.result is not None and settings.result not in makers:
+        mark = entry.mapping["result"].origin.mark
+        yield Problem(
+            mark, f"{head}.result: `{settings.result}` makes no model", f"those that do: {', '.join(map(str, makers))}"
+        )
+    if settings.reference in ("initial", "random_past", "average") and "dpo" not in kinds.values():
+        what = f"{head}.reference: does nothing: no stage of the rounds is a dpo"
+        yield Problem(entry.mapping["reference"].at_key.mark, what, hint="remove it")
+    if settings.start == "tiny":
+        what = f"{head}.start: `tiny` is made anew from the seed of each stage: rounds need a model that stays"
+        yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")
+    for key, values in settings.by_round.items():
+        node = entry.mapping["by_round"].mapping[key]
+        if key.partition(".")[0] not in names or not key.partition(".")[2]:
+            what = f"{head}.by_round: `{key}` is no key of a stage of these rounds"
+            yield Problem(
+                node.at_key.mark, what, f"written NAME.key.path; names: {', '.join(str(name) for name in names)}"
+            )
+        elif len(values) != settings.rounds:
+            what = f"{head}.by_round.{key}: {len(values)} values for {settings.rounds} rounds"
+            yield Problem(node.origin.mark, what)
+
+
+class _Writer:
+    """Writes the rounds out, one after the other; its lists hold the models (`stage:NAME`) of the rounds so far."""
+
+    def __init__(self, entry: Node, path: Path_, settings: Rounds) -> None:
+        self.entry, self.path, self.settings = entry, path, settings
+        self.stages = cast(list[Node], entry.mapping["stages"].value)
+        makers = [s["name"] for s in settings.stages if s.get("stage") in MODEL_MAKERS]
+        self.result = settings.result or makers[-1]
+        self.names = {s.get("name") for s in settings.stages}
+        self.policies = [settings.start]  # what each round starts from
+        self.trained = [settings.start]  # what its training made, before it is moved on
+        self.averages = [settings.start]
+        self.out = Expanded()
+
+    def write(self) -> Expanded:
+        for number in range(1, self.settings.rounds + 1):
+            self._round(number)
+            self.out.results[f"{self.settings.name}.{number}"] = self.policies[-1]
+        self.out.results[self.settings.name] = self.policies[-1]
+        return self.out
+
+    def _round(self, number: int) -> None:
+        policy, sampler = self.policies[-1], self.policies[-1]
+        reference = self._reference(number)
+        history = tuple(reversed(self.policies))[: self.settings.history]
+        for half in ("half.", "") if self.settings.extragradient else ("",):
+            prefix = f"{self.settings.name}.{number}.{half}"
+            for position, node in enumerate(self.stages):
+                kind = node.mapping["stage"].value if "stage" in node.mapping else None
+                meaning = {
+                    "policy": sampler if kind in SAMPLERS else policy,
+                    "initial": self.settings.start,
+                    "reference": reference or policy,
+                }
+                own = self._named(self._of_round(node, number), prefix, meaning)
+                if kind == "pairs" and "not_in" not in own.mapping and number > 1:
+                    own = self._with(own, "not_in", self._earlier_pairs(str(own.mapping["name"].value), number))
+                path = (*self.path, "stages", position)
+                self.out.entries.append(Entry(own, path, number, reference, history))
+            sampler = f"stage:{prefix}{self.result}"
+        self.trained.append(sampler)
+        self._next_policy(number)
+
+    def _reference(self, number: int) -> str | None:
+        """The model that dpo stages of a round compare with; None: the one that they start from."""
+        found = {
+            "initial": self.settings.start,
+            "average": self.averages[-1],
+            # The same draw in all seeds of a pipeline, which then differ in nothing else.
+            "random_past": random.Random(f"random past {self.settings.name} {number}").choice(self.policies),
+        }.get(self.settings.reference)
+        return None if found == self.policies[-1] else found
+
+    def _next_policy(self, number: int) -> None:
+        """The model that the next round starts from, and the average that it is compared with."""
+        name = f"{self.settings.name}.{number}"
+        if self.settings.reference == "extrapolated":
+            merge: dict[str, Any] = {"merge_method": "task_arithmetic", "base_model": self.trained[-2]}
+            merge |= {"models": [{"model": self.trained[-1]}], "parameters": {"lambda": 1 + self.settings.alpha}}
+            self.policies.append(self._merged(f"{name}.extrapolated", number, merge))
+            return
+        self.policies.append(self.trained[-1])
+        if self.settings.reference == "average" and number < self.settings.rounds:
+            shares = ((self.averages[-1], self.settings.decay), (self.trained[-1], 1 - self.settings.decay))
+            models = [{"model": model, "parameters": {"weight": share}} for model, share in shares]
+            self.averages.append(self._merged(f"{name}.average", number, {"merge_method": "linear", "models": models}))
+
+    def _merged(self, name: str, number: int, values: dict[str, Any]) -> str:
+        """Adds a merge stage; returns its model."""
+        at = self.entry.mapping["reference"].origin
+        self.out.entries.append(Entry(from_plain({"name": name, "stage": "merge", **values}, at), self.path, number))
+        return f"stage:{name}"
+
+    def _of_round(self, node: Node, number: int) -> Node:
+        """The stage with the values that `by_round` gives this round."""
+        given = self.entry.mapping["by_round"].mapping if "by_round" in self.entry.mapping else {}
+        for key, values in given.items():
+            name, _, below = key.partition(".")
+            if "name" in node.mapping and node.mapping["name"].value == name:
+                value = cast(list[Node], values.value)[number - 1]
+                node = layers.with_value(node, below.split("."), value)
+        return node
+
+    def _named(self, node: Node, prefix: str, meaning: dict[str, str]) -> Node:
+        """The stage under its name of this round, `stage:` and `round:` replaced by what they mean in it."""
+
+        def change(text: str) -> str:
+            if (word := _ROUND.match(text)) and word[1] in meaning:
+                return meaning[word[1]]
+            found = REFERENCE.match(text)
+            if found and found[1] in self.names:
+                return f"stage:{prefix}{text.removeprefix('stage:')}"
+            return text
+
+        name = node.mapping.get("name")
+        changed = replaced(node, change)
+        return changed if name is None else self._with(changed, "name", f"{prefix}{name.value}", name)
+
+    def _earlier_pairs(self, name: str, number: int) -> list[str]:
+        """The files of the same stage in the rounds before."""
+        rest = name.removeprefix(f"{self.settings.name}.{number}.")
+        return [f"stage:{self.settings.name}.{past}.{rest}/pairs.jsonl" for past in range(1, number)]
+
+    @staticmethod
+    def _with(node: Node, key: str, value: Any, like: Node | None = None) -> Node:
+        made = from_plain(value, (like or node).origin)
+        return Node({**node.mapping, key: made}, node.origin, node.key_origin)
+
+
+def replaced(node: Node, change: Callable[[str], str]) -> Node:
+    """The tree with every text put through `change`."""
+    if isinstance(node.value, dict):
+        value: Any = {key: replaced(below, change) for key, below in node.value.items()}
+    elif isinstance(node.value, list):
+        value = [replaced(below, change) for below in node.value]
+    else:
+        value = change(node.value) if isinstance(node.value, str) else node.value
+    return dataclasses.replace(node, value=value)
+
+
+def with_results(entry: Node, results: dict[str, str]) -> Node:
+    """The entry with `stage:NAME` of whole rounds replaced by the model that they made."""
+
+    def change(text: str) -> str:
+        found = REFERENCE.match(text)
+        if found is None or found[1] not in results:
+            return text
+        return results[found[1]] + (f"/{found[2]}" if found[2] else "")
+
+    return replaced(entry, change)
+
+
+def _texts(node: Node) -> Iterator[tuple[str, Origin]]:
+    if isinstance(node.value, str):
+        yield node.value, node.origin
+    children: Sequence[Node] = node.value if isinstance(node.value, list) else list(node.mapping.values())
+    for below in children:
+        yield from _texts(below)

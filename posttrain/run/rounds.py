@@ -1,0 +1,71 @@
+"""Rounds of a pipeline, told by the names of their stages: NAME.ROUND.STAGE."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from posttrain.run.seeds import derive
+
+_NAME = re.compile(r"(?P<group>.+?)\.(?P<round>\d+)\.(?P<stage>.+)$")
+# What is shown of a stage's summary, if it has it.
+SHOWN = ("accuracy", "mean_tokens", "pairs", "longer_chosen", "loss_first", "loss_last", "reward_last")
+TOLD = ("accuracy", "pairs", "loss_last", "reward_last")  # on one line, as soon as a round is done
+
+Summary = Mapping[str, Any]
+Row = dict[str, float]
+
+
+def seed(of_pipeline: int, name: str) -> int:
+    """The seed of a stage: that of the pipeline, and in rounds one of the round's own, so that no round draws what
+    another one drew."""
+    found = _NAME.match(name)
+    return derive(of_pipeline, "round", int(found["round"])) % 2**31 if found else of_pipeline
+
+
+def progress(seeds: Iterable[Mapping[str, Summary | None]]) -> dict[str, list[Row]]:
+    """NAME -> a row a round: `round`, and STAGE/NUMBER of what its stages say of themselves, the mean over seeds."""
+    gathered: dict[str, dict[int, dict[str, list[float]]]] = {}
+    for stages in seeds:
+        for name, summary in stages.items():
+            found = _NAME.match(name)
+            for key in SHOWN if found and summary else ():
+                value = summary.get(key) if summary else None
+                if found and isinstance(value, int | float):
+                    row = gathered.setdefault(found["group"], {}).setdefault(int(found["round"]), {})
+                    row.setdefault(f"{found['stage']}/{key}", []).append(float(value))
+    return {
+        group: [
+            {"round": number, **{key: sum(values) / len(values) for key, values in row.items()}}
+            for number, row in sorted(rows.items())
+        ]
+        for group, rows in gathered.items()
+    }
+
+
+def milestones(names: Sequence[str], done: Mapping[str, Summary]) -> list[str]:
+    """A line on the round that the stage which was just done completes, if it does."""
+    last = list(done)[-1] if done else ""
+    found = _NAME.match(last)
+    if found is None:
+        return []
+    own = [name for name in names if name.startswith(f"{found['group']}.{found['round']}.") and _NAME.match(name)]
+    if own[-1] != last:
+        return []
+    every = {m["round"] for name in names if (m := _NAME.match(name)) and m["group"] == found["group"]}
+    rows = progress([{name: done[name] for name in own}]).get(found["group"], [])
+    shown = [(key, value) for row in rows for key, value in row.items() if key.rpartition("/")[2] in TOLD]
+    told = "  ".join(f"{_words(key)} {value:.3g}" for key, value in shown)
+    return [f"{found['group']}: round {found['round']} of {len(every)} is done  {told}"] if rows else []
+
+
+def table(rows: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of one NAME's rows as text."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    heads = [_words(column) for column in columns]
+    return heads, [[f"{row[c]:.4g}" if c in row else "-" for c in columns] for row in rows]
+
+
+def _words(key: str) -> str:
+    return key.replace("/", " ").replace("_", " ")
