@@ -98,7 +98,8 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
                 summary = run_stage(loaded.recipe, directory)
             except Interrupted as stopped:
                 raise Interrupted("stopped; completions of --prompt are not kept", hint="") from stopped
-        lines = Path(summary["completions"]).read_text(encoding="utf-8").splitlines()
+        written = summary.get("best", summary["completions"])
+        lines = Path(written).read_text(encoding="utf-8").splitlines()
     if as_json:
         typer.echo("\n".join(lines))
     else:

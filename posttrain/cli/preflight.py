@@ -28,9 +28,11 @@ def check(loaded: Loaded) -> list[str]:
     names: list[str] = []
     problems: list[Problem] = []
     for prefix, section in _stages(loaded.resolved):
-        for number, values in enumerate(section.get("rewards", [])):
-            with _Collected(loaded, f"{prefix}rewards.{number}.use", problems):
-                names.append(load_reward(Reward(**values), base_dir).name)
+        for place in ("", "best_of."):
+            holder = (section.get("best_of") or {}) if place else section
+            for number, values in enumerate(holder.get("rewards", [])):
+                with _Collected(loaded, f"{prefix}{place}rewards.{number}.use", problems):
+                    names.append(load_reward(Reward(**values), base_dir).name)
         for key, source in _sources(section.get("data", {})):
             with _Collected(loaded, f"{prefix}data.{key}", problems):
                 _find_source(source, loaded)

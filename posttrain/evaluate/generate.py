@@ -1,22 +1,35 @@
-"""The generate stage: completions of prompts, ungraded, in completions.jsonl; the prompts' rows in problems.jsonl."""
+"""The generate stage: completions of prompts in completions.jsonl; the prompts' rows in problems.jsonl.
+
+With `best_of` completions are scored, and the best one of each prompt is in best.jsonl as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from posttrain.data.render import asked
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, prepare, sample
+from posttrain.evaluate.best_of import SUM, best_of, best_records, table
+from posttrain.evaluate.run import grade
+from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Grade, Record, prepare, sample
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
+from posttrain.verify.load import check_columns
+from posttrain.verify.score import Scorer
+
+BEST = "best.jsonl"
 
 
 def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Sample, write completions.jsonl (one object a completion) and return counts."""
     prepared = prepare(recipe)
-    records = sample(recipe, directory, prepared.items, recipe.samples, lambda rollouts: [{} for _ in rollouts])
+    with contextlib.ExitStack() as open_scorer:
+        scored = _scoring(recipe, open_scorer, {column for row in prepared.rows for column in row})
+        records = sample(recipe, directory, prepared.items, recipe.samples, scored)
     rows = [
         {"uid": p.uid, "prompt": asked(p.row, p.text, recipe.data), "row": json.loads(json.dumps(p.row, default=str))}
         for p in prepared.items
@@ -32,4 +45,28 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
         "sampling": recipe.sampling.model_dump(),
         "seed": recipe.run.seed,
         "completions": str(directory.path / COMPLETIONS),
+        **(_best(recipe, directory, records) if recipe.best_of else {}),
+    }
+
+
+def _scoring(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: set[str]) -> Grade:
+    """What is added to each record: nothing, or scores."""
+    if recipe.best_of is None:
+        return lambda rollouts: [{} for _ in rollouts]
+    scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir))
+    check_columns(scorer.rewards, columns)
+    kept = ("scores", "reward")
+    return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts)]
+
+
+def _best(recipe: GenerateRecipe, directory: RunDirectory, records: Sequence[Record]) -> dict[str, Any]:
+    """Write best.jsonl; the summary's keys about it."""
+    picked = best_records(records)
+    write_text(directory.path / BEST, to_lines([{k: v for k, v in r.items() if k != "step"} for r in picked]))
+    rows = best_of(records, SUM, seed=recipe.run.seed)
+    return {
+        "best": str(directory.path / BEST),
+        "prompts_without_a_score": len({r["problem"] for r in records}) - len(picked),
+        "best_of": {"by": SUM, "rows": rows},
+        "tables": [table(rows, SUM)],
     }

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from posttrain.evaluate.estimators import bootstrap_ci
+from posttrain.evaluate.run import titled
 
 BINS = 10  # of confidence, from 1/2 to 1
 MATCHED = 0.1  # sides whose lengths differ by at most this share of the longer one
@@ -223,19 +223,9 @@ def show(found: Mapping[str, Any]) -> None:
     """Tables and findings on stderr."""
     console = Console(stderr=True, markup=False, highlight=False)
     for one in tables(found):
-        console.print(table(one))
+        console.print(titled(one))
     for line in found["findings"]:
         console.print(line, soft_wrap=True)
-
-
-def table(one: Mapping[str, Any]) -> Table:
-    """A titled table: the first column to the left, numbers to the right."""
-    made = Table(title=one["title"], title_justify="left", box=None, pad_edge=False)
-    for n, name in enumerate(one["head"]):
-        made.add_column(name, justify="right" if n else "left")
-    for row in one["rows"]:
-        made.add_row(*row)
-    return made
 
 
 def _cell(interval: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ from posttrain.data.render import asked
 from posttrain.errors import RecipeError
 from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
+from posttrain.evaluate.best_of import SUM, best_of, check_name
+from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.memory import contamination
 from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, sample
@@ -44,6 +46,8 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare(recipe)
     rewards = [load_reward(reward, recipe.base_dir) for reward in recipe.rewards]
     check_columns(rewards, {column for row in prepared.rows for column in row})
+    if settings.best_of:
+        check_name(settings.best_of, [reward.name for reward in rewards])
     order = vote_order(recipe.rewards, rewards)
     baseline = located(settings.baseline, recipe.base_dir) if settings.baseline else None
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
@@ -64,6 +68,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         "efficiency": asdict(efficiency(records, None, settings.aes)),
         **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
         **({} if seen is None else {"contamination": seen}),
+        **(best_of_summary(records, recipe) if settings.best_of else {}),
         **({"habits": habit_rates([r["completion"] for r in records])} if settings.habits else {}),
         "samples": n,
         "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
@@ -75,6 +80,13 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
     show(summary)
     return summary
+
+
+def best_of_summary(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
+    """The summary's keys `best_of` and, for the report, `tables`."""
+    by, settings = recipe.eval.best_of or SUM, recipe.eval
+    rows = best_of(records, by, level=settings.level, resamples=settings.bootstrap, seed=recipe.run.seed)
+    return {"best_of": {"by": by, "rows": rows}, "tables": [best_of_table(rows, by)]}
 
 
 def against_baseline(
@@ -129,6 +141,8 @@ def show(summary: Mapping[str, Any]) -> None:
     """The closing table, on stderr: the numbers, and what they rest on."""
     console = Console(stderr=True, markup=False, highlight=False)
     console.print(result_table(summary))
+    for found in summary.get("tables", []):
+        console.print(titled(found))
     for line in remarks(summary):
         console.print(line, soft_wrap=True)
 
@@ -144,6 +158,16 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         else:
             bounds = f"{found['low']:.{digits}f} to {found['high']:.{digits}f}"
             shown.add_row(name, f"{found['mean']:.{digits}f}", bounds, found["note"])
+    return shown
+
+
+def titled(found: Mapping[str, Any]) -> Table:
+    """A table of a summary: `title`, `head` and `rows`; the first column to the left, numbers to the right."""
+    shown = Table(title=found["title"], title_justify="left", box=None, pad_edge=False)
+    for n, name in enumerate(found["head"]):
+        shown.add_column(name, justify="right" if n else "left")
+    for row in found["rows"]:
+        shown.add_row(*row)
     return shown
 
 

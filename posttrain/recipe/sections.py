@@ -511,7 +511,18 @@ class EvalSettings(Section):
         default_factory=lambda: [0.25, 0.5, 0.75], description="borders of the difficulty buckets by baseline accuracy"
     )
     contamination: Contamination | None = Field(None, description="probe whether the problems were seen in training")
+    best_of: str | None = Field(
+        None,
+        description="name of a reward, or `reward` for their weighted sum: how right is the best-scored of n samples",
+    )
     habits: bool = Field(False, description="count verification, backtracking, subgoals, backward chaining by patterns")
+
+
+class BestOf(Section):
+    """What scores the completions of a prompt; the best one of each goes to best.jsonl."""
+
+    rewards: list[Reward] = Field(min_length=1, description="e.g. a reward_model")
+    scoring: Scoring = Field(default_factory=Scoring)
 
 
 class Filtered(Section):

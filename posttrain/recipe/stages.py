@@ -105,6 +105,8 @@ class RewardModelRecipe(Stage):
     presets: ClassVar = True
     unused: ClassVar = {
         **_NO_ROLLOUTS,
+        **_NO_REFERENCE_COPY,
+        "model.compile": "a reward model is not compiled",
         "data.train_on": "a reward model reads whole answers",
         "data.thought_dropout": "only sft empties thoughts",
         "batch.packing": "only sft packs rows",
@@ -240,6 +242,15 @@ class GenerateRecipe(Stage):
     sampling: s.Sampling = Field(default_factory=s.Sampling)
     engine: s.EngineSection = Field(default_factory=s.EngineSection)
     samples: s.Positive = Field(1, description="completions a prompt")
+    best_of: s.BestOf | None = Field(
+        None, description="score the samples of a prompt, and write the best to best.jsonl"
+    )
+
+    @model_validator(mode="after")
+    def _best_of_several(self) -> GenerateRecipe:
+        if self.best_of and self.samples < 2:
+            raise ValueError("best_of picks among the samples of a prompt: write `samples`, e.g. 8")
+        return self
 
 
 class PairsRecipe(Stage):
