@@ -231,9 +231,11 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
         "prompts_per_step": spec["prompts"],
         "group_size": GROUP,
         "max_new_tokens": spec["new"],
+        "staleness": settings.get("staleness", 0),
     }
     if not spec["smoke"]:
         rollout["vllm"] = {"gpu_memory": settings["share"], "sleep": settings["sleep"]}
+        rollout["vllm"] |= {"server": settings["server"]} if "server" in settings else {}
     return {
         "stage": "rl",
         "algorithm": "grpo",
@@ -256,7 +258,7 @@ def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
     """The engine with the lengths of work B, and with a measurement of generation alone before it closes."""
     if spec["lengths"]:
         give_lengths(engine, spec)
-    if spec["smoke"]:
+    if spec["smoke"] or not spec.get("alone", True):
         return engine
     close, complete, last = engine.close, engine.complete, list[Any]()
 

@@ -70,6 +70,9 @@ def _print(found: dict[str, Any]) -> None:
         typer.echo(f"  {part + ' (host)':28}{size:>10.2f}")
     verdict = "fits" if found["fits"] else "does NOT fit"
     typer.echo(f"\npeak {found['peak_gib']} GiB in `{found['peak_phase']}`: {verdict} in {found['card_gib']} GiB")
+    if found["elsewhere"]:
+        each, count = found["elsewhere"]["gib_each"], found["elsewhere"]["servers"]
+        typer.echo(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}, {each} GiB each on a card like this one")
     for edit in found["edits"]:
         typer.echo(f"  {edit['change']:40} peak {edit['peak_gib']} GiB")
     for name, number in found.get("measured", {}).items():

@@ -248,10 +248,20 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
         "host_gib": {part: round(size / GIB, 2) for part, size in found.host.items()},
         "card_gib": round(machine.card / GIB, 1),
         "fits": found.peak < machine.card,
+        "elsewhere": elsewhere(recipe, machine),
         "edits": [
             {"change": e.text, "peak_gib": round(e.peak / GIB, 2)} for e in edits(recipe, shape, longest, machine)
         ],
     }
+
+
+def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
+    """Servers that generate for the run, and what each holds on a card like the trainer's; empty without."""
+    vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
+    if vllm is None or vllm.server is None:
+        return {}
+    count = len(vllm.server.devices or vllm.server.urls)
+    return {"servers": count, "gib_each": round(vllm.share * machine.card / GIB, 1)}
 
 
 def arithmetic(recipe: Recipe) -> tuple[dict[str, int], int]:

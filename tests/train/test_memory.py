@@ -197,6 +197,16 @@ def test_the_arithmetic_of_a_step(recipe: Any) -> None:
     assert 32 * 16 < found["tokens a step at most"] <= 32 * (16 + found["longest prompt"])
 
 
+def test_an_engine_elsewhere_is_not_on_the_trainers_gpu(recipe: Any) -> None:
+    """80 GiB assumed, 0.9 of each of two other cards."""
+    sizes = {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 16, "engine": "vllm"}
+    here, there = (plan(recipe(rollout={**sizes, **more})) for more in ({}, {"vllm": {"server": {"devices": [1, 2]}}}))
+    assert "engine" in here["memory_gib"]["update"] and here["elsewhere"] == {}
+    assert list(there["memory_gib"]) == ["update"] and "engine" not in there["memory_gib"]["update"]
+    assert there["elsewhere"] == {"servers": 2, "gib_each": 72.0}
+    assert not any(edit["change"].startswith("rollout.vllm") for edit in there["edits"])
+
+
 def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
     machine = Machine(80 * GIB, True, "test")
     asked = recipe(

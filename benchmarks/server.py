@@ -1,0 +1,108 @@
+"""Work B (`rl_step.py`, posttrain's side) on two GPUs: one alone, both with an engine each, and one that trains while
+the other generates.
+
+    python benchmarks/server.py --lora --out benchmarks/results/server_lora.json
+    python benchmarks/server.py --recompute benchmarks/results/server_lora.json
+    python benchmarks/server.py --smoke        # tiny, on a CPU, transformers generate: does the script run?
+
+- `one`: the synchronous loop on GPU 0, vLLM colocated. The others' ratios are to it.
+- `both`: the same on both GPUs (`--gpus 2`), each with its engine.
+- `server`: GPU 0 trains, vLLM in a process of its own on GPU 1, `rollout.staleness: 1`, engine log-probs of every token
+  for the correction that old rollouts need.
+
+The step is the same for all: 64 prompts x 8 of the same lengths. The first two steps are left out. About 6 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import rl_step
+import scale_ranks
+import sides
+
+from posttrain.errors import RunError
+from posttrain.run import ranks
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, what differs
+    "one": (1, {}),
+    "both": (2, {}),
+    "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
+}
+
+
+def main() -> None:
+    args = arguments()
+    if args.recompute:
+        print(table(json.loads(args.recompute.read_text())))
+        return
+    lib = None if args.smoke else sides.nvml()
+    with tempfile.TemporaryDirectory(prefix="server-") as scratch:
+        spec = {**rl_step.specification(args, "B", Path(scratch)), "alone": False}
+        record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib, 0)}
+        record |= {"setting": rl_step.setting(spec), "runs": {}}
+        for name in args.runs:
+            record["runs"][name] = measured(spec, name, Path(scratch), args)
+            if args.out is not None:  # after each: what was measured stays if the next is cut off
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(record, indent=1) + "\n")
+            print(table(record), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lora", action="store_true", help="train a rank-16 adapter on all linear layers")
+    parser.add_argument("--runs", nargs="*", choices=[*RUNS], default=[*RUNS])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--micro-tokens", type=int, default=8192, help="batch.micro_tokens")
+    parser.add_argument("--server-micro-tokens", type=int, help="the same of `server`, whose GPU holds no engine")
+    parser.add_argument("--share", type=float, default=None, help="vllm.gpu_memory of `one` and `both` (default: 0.3)")
+    parser.add_argument("--sleep", action="store_true", help="vllm.sleep of `one` and `both`")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
+    parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the table of a committed JSON")
+    parser.set_defaults(correction="none")
+    return parser.parse_args()
+
+
+def measured(spec: dict[str, Any], name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds, phases and tokens by step of one run, or its error."""
+    processes, changes = RUNS[name]
+    settings = {**spec["posttrain"], **changes}
+    if "server" in changes:
+        settings |= {"sleep": False, "micro_tokens": args.server_micro_tokens or settings["micro_tokens"]}
+        spec = {**spec, "correction": "tis"}
+    out, path = folder / f"{name}.json", folder / f"{name}.spec.json"
+    path.write_text(json.dumps({**spec, "posttrain": settings, "out": str(out), "run": str(folder / name)}))
+    try:
+        code = ranks.launch([sys.executable, scale_ranks.__file__, "--worker", str(path)], processes)
+    except RunError as error:
+        return {"settings": settings, "error": str(error)}
+    if code:
+        return {"settings": settings, "error": f"exit code {code}; its messages are above"}
+    return {"settings": settings, "processes": processes, **json.loads(out.read_text())}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Seconds by phase, tokens a second, and how many times those of `one`."""
+    lines = [f"work B  {record['card']}  steps {sides.LEFT_OUT + 1} and later"]
+    base = record["runs"].get("one", {})
+    for name, run in record["runs"].items():
+        if "error" in run:
+            lines.append(f"{name:>8}  failed: {run['error'].strip().splitlines()[-1]}")
+            continue
+        rate = 1 / sides.seconds_a_token(run)
+        ratio = f"  x {rate * sides.seconds_a_token(base):.2f}" if "step_s" in base else ""
+        phases = ", ".join(f"{phase} {sides.mean(s[sides.LEFT_OUT :]):.2f}" for phase, s in run["phases"].items())
+        lines.append(f"{name:>8}  {sides.seconds_a_step(run):7.2f} s a step  {rate:8.0f} tokens/s{ratio}  ({phases})")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
