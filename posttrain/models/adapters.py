@@ -12,7 +12,7 @@ from posttrain.recipe.sections import Lora
 REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
 
 
-def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0, task: str = "CAUSAL_LM") -> Any:
+def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> Any:
     """`model` with a fresh trainable adapter (PEFT): its B matrices are 0, so the policy starts as the base.
 
     task SEQ_CLS: the classification head is trained as a whole.
@@ -20,8 +20,6 @@ def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0, task: str = "
     import torch
     from peft import LoraConfig, get_peft_model
 
-    if quantized:
-        model = _prepare_quantized(model)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -40,13 +38,6 @@ def add(model: Any, lora: Lora, *, quantized: bool, seed: int = 0, task: str = "
             ) from cause
 
 
-def _prepare_quantized(model: Any) -> Any:
-    """Freeze the 4-bit base and let gradients reach the adapters. Checkpointing is switched on elsewhere, if at all."""
-    from peft import prepare_model_for_kbit_training
-
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-
-
 def merge_in(model: Any, folder: Path) -> Any:
     """The dense base with the adapter in `folder` added to its weights: a plain model again, all of it trainable."""
     return _load(model, folder, trainable=False).merge_and_unload(safe_merge=True).requires_grad_(True)
@@ -57,7 +48,7 @@ def continue_from(model: Any, folder: Path) -> Any:
 
     For a 4-bit base, into which nothing may be merged: the reference policy is the base with the old adapter.
     """
-    peft = _load(_prepare_quantized(model), folder, trainable=True)
+    peft = _load(model, folder, trainable=True)
     peft.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
     peft.set_adapter("default")
     for name, parameter in peft.named_parameters():

@@ -229,7 +229,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
     if old:
         model = adapters.merge_in(model, old)
     if training and section.lora:
-        model = adapters.add(model, section.lora, quantized=quantized, seed=seed)
+        model = adapters.add(model, section.lora, seed=seed)
     return model, old is not None
 
 

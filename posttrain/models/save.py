@@ -58,7 +58,8 @@ def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
         return "full", _write_full(loaded, folder)
     if _base_is_elsewhere(loaded):
         _write_adapter(loaded, folder, with_base=True)
-        return "adapter", probe_logits(model, loaded.tokenizer)
+        with loaded.autocast():
+            return "adapter", probe_logits(model, loaded.tokenizer)
     _write_adapter(loaded, folder / "adapter", with_base=_reproducible_base(loaded))
     return "merged", _write_merged(loaded, folder)
 
@@ -110,7 +111,8 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
         peft = adapters.load_frozen(dense(origin.section, origin.base, origin.base_dir), folder / "adapter")
         peft = peft.to(loaded.device)
     peft.get_base_model().save_pretrained(folder, state_dict=merged_state(peft))
-    return probe_logits(peft, loaded.tokenizer)
+    with loaded.autocast():
+        return probe_logits(peft, loaded.tokenizer)
 
 
 def merged_state(peft: Any, adapter: str = "default") -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ def load(
         raise ModelError(f"{section.path} has {found} heads, the recipe wants {outputs}")
     model = loaded.model
     if training and section.lora:
-        model = adapters.add(model, section.lora, quantized=False, seed=seed, task="SEQ_CLS")
+        model = adapters.add(model, section.lora, seed=seed, task="SEQ_CLS")
     if training and section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if section.lora:

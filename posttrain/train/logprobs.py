@@ -1,25 +1,20 @@
 """Log-probs of completion tokens under a model, without ever building the full logits.
 
 The backbone runs over rows that are packed behind each other (no padding), or over right-padded rows of similar length
-where an architecture cannot be packed. The vocabulary projection then runs over completion positions only, in chunks,
-and is recomputed in the backward pass, so memory does not grow with the vocabulary.
+where an architecture cannot be packed. The vocabulary projection then runs over completion positions only (`head`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from posttrain.train.attention import Packed
-
-MIN_CHUNK = 16  # tokens
-CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
+from posttrain.train.head import Head, token_scores
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def completion_scores(
     else:
         states = _padded_states(causal, sequences, device)[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
-    found = _project(_Head(causal), states, targets, scale, extras)
+    found = token_scores(Head(causal), states, targets, scale, vocab_mean=extras.vocab_mean, top_k=extras.top_k)
     if extras.hidden:
         found["hidden"] = states.detach().float()
     if extras.value_head is not None:
@@ -159,52 +154,6 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device) -> T
     positions = torch.cat([torch.arange(n) for n in sequences.lengths]).to(device)[None]
     borders = Packed.of(sequences.lengths, device)
     return causal.base_model(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
-
-
-class _Head(nn.Module):
-    """The model's own way from hidden states to logits, with the scalings that some architectures add."""
-
-    def __init__(self, causal: Any) -> None:
-        super().__init__()
-        config = causal.config.get_text_config()
-        self.project = causal.get_output_embeddings()
-        self.softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        self.multiply = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        self.divide = getattr(config, "logits_scaling", None) or 1.0  # Granite
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.project(hidden).float() * (self.multiply / self.divide)
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
-
-
-def _project(
-    head: _Head, hidden: Tensor, targets: Tensor, temperature: float | Tensor, extras: Extras
-) -> dict[str, Tensor]:
-    """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H], and the extras that read the vocabulary."""
-    names = ["logp", "entropy", *(["vocab_mean_logp"] if extras.vocab_mean else [])]
-    names += ["topk_logp", "topk_chosen"] if extras.top_k else []
-
-    def chunk(h: Tensor, t: Tensor, scale: float | Tensor) -> tuple[Tensor, ...]:
-        logp_all = (head(h) / scale).log_softmax(-1)
-        found = [logp_all.gather(-1, t[:, None])[:, 0]]
-        with torch.no_grad():
-            found.append(-(logp_all.exp() * logp_all).sum(-1))
-        if extras.vocab_mean:
-            found.append(logp_all.mean(-1))
-        if extras.top_k:
-            top = logp_all.detach().topk(min(extras.top_k, logp_all.shape[-1]))
-            found += [top.values, top.indices == t[:, None]]
-        return tuple(found)
-
-    size = max(MIN_CHUNK, CHUNK_CELLS // head.project.weight.shape[0])
-    if len(targets) <= size:
-        return dict(zip(names, chunk(hidden, targets, temperature), strict=True))
-    scales = temperature.split(size) if isinstance(temperature, Tensor) else repeat(temperature)
-    parts = [
-        checkpoint(chunk, h, t, scale, use_reentrant=False)
-        for h, t, scale in zip(hidden.split(size), targets.split(size), scales, strict=False)
-    ]
-    return {name: torch.cat([part[n] for part in parts]) for n, name in enumerate(names)}
 
 
 def check_head(model: nn.Module, sequences: Sequences) -> float:

@@ -17,7 +17,7 @@ from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
 from posttrain.recipe.sections import Lora
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
-from posttrain.train.logprobs import CHUNK_CELLS
+from posttrain.train.head import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.objective import Objective
 from posttrain.train.policy import AT_ROLLOUT, BY_REFERENCE, TOP_K

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from posttrain.train import logprobs
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.logprobs import (
     Extras,
@@ -97,7 +96,7 @@ def test_chunks_over_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPat
         return logp.detach(), model.lm_head.weight.grad
 
     whole = run()
-    monkeypatch.setattr(logprobs, "CHUNK_CELLS", 16 * 32)  # 16 tokens a chunk: four chunks
+    monkeypatch.setattr("posttrain.train.head.CHUNK_CELLS", 16 * 32)  # 16 tokens a chunk: four chunks
     for chunked, expected in zip(run(), whole, strict=True):
         torch.testing.assert_close(chunked, expected, atol=1e-6, rtol=1e-5)
 
@@ -135,8 +134,8 @@ def test_extras_are_those_of_the_model_s_own_logits(
     """Vocabulary means (with gradient), the most likely tokens, hidden states, values; a temperature for each row."""
     model = small("llama")
     if chunked:  # 3 positions at a time
-        monkeypatch.setattr(logprobs, "MIN_CHUNK", 3)
-        monkeypatch.setattr(logprobs, "CHUNK_CELLS", 3 * 32)
+        monkeypatch.setattr("posttrain.train.head.MIN_CHUNK", 3)
+        monkeypatch.setattr("posttrain.train.head.CHUNK_CELLS", 3 * 32)
     if packed:
         assert use_packed_attention(model)
     head = torch.nn.Linear(16, 1)

@@ -183,7 +183,7 @@ def test_the_shape_is_that_of_the_loaded_model(recipe: Any, lora: Lora | None) -
     if lora is not None:
         from posttrain.models import adapters
 
-        model = adapters.add(model, lora, quantized=False, seed=0)
+        model = adapters.add(model, lora, seed=0)
         assert shape.adapter == sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert shape_of(model, lora) == shape
 
