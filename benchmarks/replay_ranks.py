@@ -188,6 +188,7 @@ def pieces(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
         objective=Objective.from_recipe(recipe),
         controls=Controls.from_recipe(recipe),
         optimizer=optim.build(loaded.model, recipe.optim),
+        scaler=optim.loss_scaler(loaded),
         steps=1,
         reference=reference_policy(loaded),
         critic=None,

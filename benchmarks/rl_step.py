@@ -64,11 +64,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=None, help="posttrain's vllm.gpu_memory (A: 0.15, B: 0.3)")
     parser.add_argument("--sleep", action="store_true", help="posttrain's vllm.sleep")
     parser.add_argument("--checkpointing", action="store_true", help="posttrain: recompute activations")
+    parser.add_argument("--compile", action="store_true", help="posttrain: model.compile")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="posttrain: of products")
     parser.add_argument("--trl-share", type=float, default=0.3, help="TRL's vllm_gpu_memory_utilization")
     parser.add_argument("--trl-sleep", choices=["off", "on", "both"], default="both")
     parser.add_argument("--trl-micro", type=int, nargs="*", help="micro-batches to try, largest first")
     parser.add_argument("--trl-checkpointing", action="store_true", help="TRL: recompute activations (its default)")
     parser.add_argument("--sides", choices=["both", "posttrain", "trl"], default="both")
+    parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
     parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument(
@@ -89,10 +92,11 @@ def compare(args: argparse.Namespace, work: str) -> None:
         record = {"work": work, "lora": args.lora, **sides.environment(lib, args.gpu), "setting": setting(spec)}
         if args.sides != "trl":
             record["posttrain"] = sides.run_side(__file__, "posttrain", spec, folder, lib, args.gpu)
+            sides.finish(record, args.out, floors)  # so that it stays if the other side is cut off
         if args.sides != "posttrain":
             tries = trl_tries(args, spec, folder, lib)
             record |= {"trl": sides.best_of(tries), "trl_tries": tries}
-        sides.finish(record, args.out, floors)
+            sides.finish(record, args.out, floors)
 
 
 def trl_tries(args: argparse.Namespace, spec: dict[str, Any], folder: Path, lib: Any) -> list[dict[str, Any]]:
@@ -121,8 +125,9 @@ def specification(args: argparse.Namespace, work: str, folder: Path) -> dict[str
             shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
             model = folders.random_qwen2(folder / "qwen2", model, **shape)
     else:
-        model = folders.smollm2(folder / "model")
-        model = folders.random_qwen2(folder / "qwen2", model) if work == "B" else model
+        home = getattr(args, "models", None) or folder
+        model = folders.smollm2(home / "model")
+        model = folders.random_qwen2(home / "qwen2", model) if work == "B" else model
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions(prompts * steps)))
     lengths = seeded_lengths(steps, prompts * GROUP, new) if work == "B" else None
@@ -144,6 +149,8 @@ def specification(args: argparse.Namespace, work: str, folder: Path) -> dict[str
             "share": share,
             "sleep": args.sleep,
             "checkpointing": args.checkpointing,
+            "compile": getattr(args, "compile", False),
+            "dtype": getattr(args, "dtype", "bfloat16"),
         },
     }
 
@@ -242,6 +249,8 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
         "model": {
             "path": spec["model"],
             "gradient_checkpointing": settings["checkpointing"],
+            "compile": settings["compile"],
+            "dtype": "auto" if spec["smoke"] else settings["dtype"],
             **({"lora": {}} if spec["lora"] else {}),
         },
         "data": {"source": spec["rows"], "shuffle": False},

@@ -4,7 +4,7 @@ AdamW in pure bfloat16 loses updates below 1/256 of a weight, which is where RL'
 parameters are kept in float32 and autocast computes; frozen weights (the base under LoRA) stay as they were loaded.
 
 float16 has three bits more of a product than bfloat16, so that trainer and engine agree better (2510.26788), and a
-smaller range: small gradients vanish unless the loss is scaled up, see `train.scaling`.
+smaller range: small gradients vanish unless the loss is scaled up, see `train.optim.loss_scaler`.
 """
 
 from __future__ import annotations

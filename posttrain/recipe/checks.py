@@ -53,6 +53,13 @@ def _quantized(recipe: Any) -> Found:
         yield "model.quantize", "4-bit weights cannot be trained themselves", "add `lora: {}` to `model`"
 
 
+def _half(recipe: Any) -> Found:
+    trains = isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RewardModelRecipe)
+    if trains and recipe.model.dtype == "float16":
+        what = "training in float16 needs a scaled loss, which only rl has"
+        yield "model.dtype", what, "write `bfloat16`, or `auto`"
+
+
 def _offloaded_reference(recipe: Any) -> Found:
     if isinstance(recipe, st.RlRecipe) and recipe.model.offload_reference and recipe.model.lora:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
@@ -224,6 +231,7 @@ def _merge_inputs(recipe: Any) -> Found:
 CHECKS: tuple[Callable[[Any], Found], ...] = (
     _length,
     _quantized,
+    _half,
     _offloaded_reference,
     _compiled,
     _reward_names,

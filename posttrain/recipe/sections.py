@@ -32,7 +32,9 @@ class Model(Section):
     path: str = Field(description="a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline")
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
+        "auto",
+        description="of products and of frozen weights; auto: bfloat16 on a GPU, float32 on a CPU;"
+        " float16 (rl): trainer and vLLM agree better",
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import AdamW, Optimizer
 
 from posttrain.errors import MissingExtra, RecipeError
+from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Optim
 
 PAGED = "paged_adamw_8bit"
@@ -83,6 +85,12 @@ def _eight_bit_adamw(*, paged: bool) -> Any:
                         state[name] = buffer.copy_(state[name])
 
     return EightBit
+
+
+def loss_scaler(loaded: LoadedModel) -> GradScaler:
+    """Scales the loss up before the backward pass and gradients down after it, where products are float16, so that
+    small gradients do not vanish; halves the scale when one overflows. Elsewhere it hands everything on as it is."""
+    return GradScaler(loaded.device.type, enabled=loaded.half == torch.float16)
 
 
 def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:

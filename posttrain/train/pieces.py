@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from posttrain.batch import Prompt
@@ -38,6 +39,7 @@ class Pieces:
     objective: Objective
     controls: Controls
     optimizer: Optimizer
+    scaler: GradScaler  # of the loss, where products are float16; elsewhere it does nothing
     steps: int
     reference: ReferencePolicy | None
     critic: nn.Module | None  # a value head, where a component reads values

@@ -99,6 +99,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 objective=objective,
                 controls=Controls.from_recipe(recipe, steps),
                 optimizer=optim.build(loaded.model, recipe.optim, critic, recipe.critic.lr),
+                scaler=optim.loss_scaler(loaded),
                 steps=steps,
                 reference=_reference(loaded, recipe, objective),
                 critic=critic,
@@ -139,6 +140,8 @@ def train(
         p.engine.sync(p.loaded.model, state.step)
         if ahead is not None:
             ahead.read(checkpoints.folder_for(directory.checkpoints, state.step), p.prompts)
+        if state.scaler:
+            p.scaler.load_state_dict(state.scaler)
         progress.note(f"resumed after step {state.step}")
     else:
         check_start(p)
@@ -215,6 +218,7 @@ def step(
 
     with p.watchdog.phase("update"), p.compiled():
         metrics, measured, logp = update(p, batch, sequences, state.step)
+    state.scaler = p.scaler.state_dict()
     if ahead is None:
         with p.watchdog.phase("sync"):
             p.engine.sync(p.loaded.model, state.step + 1)

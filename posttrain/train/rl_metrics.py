@@ -108,14 +108,15 @@ class Mismatch:
 
 def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float) -> dict[str, Any]:
     """Means over the trained tokens of all updates of a step; loss and gradient norm are means over updates."""
-    tokens = max(sums.get("tokens", 0.0), 1.0)
-    means = {name: value / tokens for name, value in sums.items() if name not in ("loss", "tokens")}
+    tokens, skipped = max(sums.get("tokens", 0.0), 1.0), sums.get("skipped", 0.0)
+    means = {name: value / tokens for name, value in sums.items() if name not in ("loss", "tokens", "skipped")}
     return {
         **means,
-        "loss": sums.get("loss", 0.0) / max(len(norms), 1),
+        "loss": sums.get("loss", 0.0) / max(len(norms) + skipped, 1),
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "lr": lr,
         "updates": len(norms),
+        **({"updates_skipped": skipped} if skipped else {}),
         "trained_tokens": sums.get("tokens", 0.0),
     }
 

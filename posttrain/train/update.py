@@ -83,19 +83,25 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         if batch.old_logp is None:
             tally.mismatch.add(logp, part.rollout_logp, part.mask)
         loss, stats = p.objective.loss(part, logp, totals)
-        loss.backward()
+        p.scaler.scale(loss).backward()
         sums.add(stats)
         sums.add({"loss": loss.detach(), "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()})
     distributed.sum_gradients(p.loaded.model, p.critic)
     tally.sums.add(distributed.total(sums))
+    p.scaler.unscale_(p.optimizer)
     norm = float(optim.clip_gradients(p.loaded.model, p.recipe.optim.max_grad_norm))
     if p.critic is not None:
         optim.clip_gradients(p.critic, p.recipe.optim.max_grad_norm)
-    if not math.isfinite(norm) or not math.isfinite(tally.sums["loss"]):
+    overflow = p.scaler.get_scale() > 1 and not math.isfinite(norm)  # float16: no update, a smaller scale for the next
+    if not math.isfinite(tally.sums["loss"]) or not (overflow or math.isfinite(norm)):
         raise non_finite(p, batch.select(active), sequences.select(active), step, tally.sums["loss"], norm)
-    p.optimizer.step()
+    p.scaler.step(p.optimizer)
+    p.scaler.update()
     p.optimizer.zero_grad(set_to_none=True)  # here, so that their memory is free until the next update
-    tally.norms.append(norm)
+    if overflow:
+        tally.sums.add({"skipped": 1.0})
+    else:
+        tally.norms.append(norm)
 
 
 def with_signal(p: Pieces, batch: RolloutBatch) -> list[int]:

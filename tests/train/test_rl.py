@@ -76,6 +76,26 @@ def timeless(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
 
 
+def test_float16_products_need_a_scaled_loss_whose_scale_is_resumed(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale at which gradients overflow costs updates, not the run; a resumed run goes on with the scale."""
+    too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**24, backoff_factor=2.0**-10)
+    monkeypatch.setattr("posttrain.train.optim.GradScaler", too_large)
+    half = functools.partial(recipe, model={"dtype": "float16"})
+    with opened() as directory:
+        rl.run(half(run={"steps": 4}), directory)
+        whole = timeless(directory.path)
+    assert [row.get("updates_skipped", 0) for row in whole] == [1, 0, 0, 0]
+    assert [row["updates"] for row in whole] == [0, 1, 1, 1]
+    assert whole[-1]["reward"] > whole[0]["reward"]
+    with opened("interrupted") as directory:
+        rl.run(half(run={"steps": 2}), directory)
+    with opened("interrupted", resume=True) as directory:
+        rl.run(half(run={"steps": 4}), directory)
+        assert timeless(directory.path) == whole
+
+
 def test_the_reward_rises_and_the_model_is_saved(recipe: Make, opened: Opened) -> None:
     with opened() as directory:
         summary = rl.run(recipe(run={"steps": 20}), directory)
