@@ -9,6 +9,8 @@ smaller range: small gradients vanish unless the loss is scaled up, see `train.o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -21,6 +23,7 @@ def keep_master_weights(model: nn.Module) -> torch.dtype | None:
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), None)
+    module: Any
     for module in model.modules():
         if half is not None and hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
