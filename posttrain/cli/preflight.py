@@ -28,8 +28,8 @@ def check(loaded: Loaded) -> list[str]:
     names: list[str] = []
     problems: list[Problem] = []
     for prefix, section in _stages(loaded.resolved):
-        for place in ("", "best_of."):
-            holder = (section.get("best_of") or {}) if place else section
+        for place in ("", "best_of.", "search."):
+            holder = (section.get(place.rstrip(".")) or {}) if place else section
             for number, values in enumerate(holder.get("rewards", [])):
                 with _Collected(loaded, f"{prefix}{place}rewards.{number}.use", problems):
                     names.append(load_reward(Reward(**values), base_dir).name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,16 +25,16 @@ def pick_weights(scores: Sequence[float], n: int) -> list[float]:
     total = len(scores)
     if not 1 <= n <= total:
         raise ValueError(f"n must be from 1 to {total}, got {n}")
+    by_rank = [n / total]
+    for rank in range(total - 1):  # C(N - 2 - i, n - 1) / C(N - 1 - i, n - 1) = (N - n - i) / (N - 1 - i)
+        by_rank.append(by_rank[-1] * (total - n - rank) / (total - 1 - rank))
     order = sorted(range(total), key=lambda i: -scores[i])
-    draws = math.comb(total, n)
     weights = [0.0] * total
-    start = 0
-    while start < total:
-        tied = [i for i in order[start:] if scores[i] == scores[order[start]]]
-        share = sum(math.comb(total - 1 - rank, n - 1) for rank in range(start, start + len(tied))) / draws
-        for i in tied:
-            weights[i] = share / len(tied)
-        start += len(tied)
+    for _, tied in itertools.groupby(enumerate(order), key=lambda ranked: scores[ranked[1]]):
+        ranked = list(tied)
+        share = math.fsum(by_rank[rank] for rank, _ in ranked) / len(ranked)
+        for _, i in ranked:
+            weights[i] = share
     return weights
 
 

@@ -1,20 +1,24 @@
 """The generate stage: completions of prompts in completions.jsonl; the prompts' rows in problems.jsonl.
 
-With `best_of` completions are scored, and the best one of each prompt is in best.jsonl as well.
+With `best_of` completions are scored, and the best one of each prompt is in best.jsonl as well. With `search` there is
+one completion a prompt, found step by step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.batch import Rollout
 from posttrain.data.render import asked
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.run import grade
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Grade, Record, prepare, sample
+from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Around, Grade, Record, prepare, sample
 from posttrain.recipe.stages import GenerateRecipe
+from posttrain.rollout.search import SearchEngine
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
@@ -29,7 +33,8 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare(recipe)
     with contextlib.ExitStack() as open_scorer:
         scored = _scoring(recipe, open_scorer, {column for row in prepared.rows for column in row})
-        records = sample(recipe, directory, prepared.items, recipe.samples, scored)
+        around = _searching(recipe, open_scorer, {column for row in prepared.rows for column in row})
+        records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around)
     rows = [
         {"uid": p.uid, "prompt": asked(p.row, p.text, recipe.data), "row": json.loads(json.dumps(p.row, default=str))}
         for p in prepared.items
@@ -52,11 +57,32 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
 def _scoring(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: set[str]) -> Grade:
     """What is added to each record: nothing, or scores."""
     if recipe.best_of is None:
-        return lambda rollouts: [{} for _ in rollouts]
+        return lambda rollouts: [{"search": r.scores} if r.scores else {} for r in rollouts]
     scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir))
     check_columns(scorer.rewards, columns)
     kept = ("scores", "reward")
     return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts)]
+
+
+def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: set[str]) -> Around | None:
+    """The search around the engine, with its judge."""
+    settings = recipe.search
+    if settings is None:
+        return None
+    scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir))
+    check_columns(scorer.rewards, columns)
+
+    def judge(traces: Sequence[Rollout]) -> list[float]:
+        found = [one["reward"] for one in grade(scorer, traces)]
+        return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in found]
+
+    return lambda engine, loaded: SearchEngine(
+        engine, settings, judge, loaded.tokenizer, loaded.eos_ids, recipe.sampling
+    )
+
+
+def sigmoid(score: float) -> float:
+    return 0.5 * (1 + math.tanh(score / 2))
 
 
 def _best(recipe: GenerateRecipe, directory: RunDirectory, records: Sequence[Record]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.errors import Interrupted
-from posttrain.models.load import load, load_tokenizer
+from posttrain.models.load import LoadedModel, load, load_tokenizer
 from posttrain.recipe.sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
-from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.rollout.engine import Engine, check_fits, make_engine, needed_length
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, read_rows
@@ -29,6 +29,7 @@ VLLM_CHUNK = 4096  # sequences: long chunks keep vLLM's batch full, and a stop l
 
 Record = dict[str, Any]
 Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
+Around = Callable[[Engine, LoadedModel], Any]
 
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
@@ -48,13 +49,14 @@ def sample(
     columns: Sequence[str] = (),
     *,
     file: str = COMPLETIONS,
+    around: Around | None = None,
 ) -> list[Record]:
     """n completions of every prompt as records, in the order of the prompts, all of them in completions.jsonl (`file`).
 
     grade: what to add to the record of each rollout of a chunk (nothing, or scores). A record has `step` (the number of
     its chunk), `problem` (the prompt's position), `uid`, `prompt`, `sample`, `completion`, `finish` and `tokens`.
-    columns: keys of numbers in records whose running mean the display shows. Raises Interrupted after Ctrl-C; every
-    finished chunk is kept.
+    around: gives the engine to ask, from the one that the recipe names and its model. columns: keys of numbers in
+    records whose running mean the display shows. Raises Interrupted after Ctrl-C; every finished chunk is kept.
     """
     path = directory.path / file
     chunks = split(len(prompts), n, recipe.engine)
@@ -65,7 +67,7 @@ def sample(
         if done < len(chunks):
             if done:
                 print(f"resumed: {len(records)} completions are there already", file=sys.stderr)
-            records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns)
+            records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around)
     finally:
         log.close()
     return records
@@ -99,11 +101,13 @@ def _generate(
     done: int,
     log: StepLog,
     columns: Sequence[str],
+    around: Around | None,
 ) -> list[Record]:
     """Load the model and sample the chunks that are left."""
     loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     longest = needed_length(prompts, recipe.sampling)
-    engine = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
+    engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
+    engine = around(engine, loaded) if around else engine
     records: list[Record] = []
     try:
         check_fits(prompts, recipe.sampling, engine.window)

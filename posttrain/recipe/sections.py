@@ -527,6 +527,22 @@ class BestOf(Section):
     scoring: Scoring = Field(default_factory=Scoring)
 
 
+class Search(Section):
+    """Step-wise decoding: traces grow a step at a time, rewards score each, the best go on."""
+
+    beam: Positive = Field(4, description="traces of a prompt that go on")
+    branch: Positive = Field(4, description="next steps tried for each")
+    ends: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=lambda: ["\n\n"], min_length=1, description="texts that end a step, besides EOS"
+    )
+    step_tokens: Positive = Field(256, description="longest step")
+    max_steps: Positive = 32
+    mean: bool = Field(False, description="compare traces by the mean of their steps' rewards instead of the sum")
+    sigmoid: bool = Field(False, description="a step's reward is the sigmoid of the score, e.g. of a reward model")
+    rewards: list[Reward] = Field(min_length=1, description="what scores a trace so far, e.g. a reward_model")
+    scoring: Scoring = Field(default_factory=Scoring)
+
+
 class Filtered(Section):
     """A value for the tensors whose name holds `filter`; without one, for all that no filter before it took."""
 

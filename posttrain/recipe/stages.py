@@ -246,6 +246,18 @@ class GenerateRecipe(Stage):
         None, description="score the samples of a prompt, and write the best to best.jsonl"
     )
 
+    search: s.Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
+
+    @model_validator(mode="after")
+    def _search_finds_one(self) -> GenerateRecipe:
+        if self.search and self.samples > 1:
+            raise ValueError("a search finds one completion a prompt: leave `samples` out")
+        if self.search and self.sampling.stop:
+            raise ValueError("`sampling.stop` would end a search's steps: write `search.ends`")
+        if self.search and self.sampling.temperature == 0:
+            raise ValueError("greedy steps are all the same: a search needs sampling.temperature above 0")
+        return self
+
     @model_validator(mode="after")
     def _best_of_several(self) -> GenerateRecipe:
         if self.best_of and self.samples < 2:

@@ -16,6 +16,7 @@ from posttrain.loss import (
     pair_rounds,
     reward_model,
 )
+from posttrain.rollout import search
 
 POLICY = {
     "chosen_logps": "chosen_logp",
@@ -303,6 +304,15 @@ ADAPTERS = {
         reward_model.urpo,
         {"judge_rewards": "judge_rewards", "player_rewards": "player_rewards"},
         tables=["referee_scores"],
+    ),
+    "pra": by_inputs(
+        {
+            "step_rewards": call(search.beam_step, outputs={"kept": "kept", "cumulative": "cumulative"}),
+            "logp1": call(
+                search.step_labels,
+                outputs={"reasoning": "reasoning", "shift": "shift", "threshold": "threshold", "search": "search"},
+            ),
+        }
     ),
     "accel_po": by_inputs(
         {

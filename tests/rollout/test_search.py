@@ -1,0 +1,145 @@
+"""Step-wise search: the beam by hand, labels by hand, and a search whose best trace is known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import RecipeError
+from posttrain.evaluate import generate
+from posttrain.models import tiny
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Reward, Sampling, Search
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.scripted import ScriptedEngine
+from posttrain.rollout.search import SearchEngine, beam_step, step_labels
+from posttrain.run.directory import RunDirectory
+from posttrain.run.jsonl import read_rows
+
+
+def test_the_best_steps_go_on_and_a_finished_trace_competes():
+    """Totals 1.0 + (0.1, 0.4) and a finished 1.2 at index 2: 1.4, 1.2; with a beam of 4 all three."""
+    found = beam_step([1.0, 1.2], [[0.1, 0.4], [9.0, 9.0]], beam=2, finished=[False, True])
+    assert found.kept == [1, 2] and found.cumulative == pytest.approx([1.4, 1.2])
+    assert beam_step([1.0, 1.2], [[0.1, 0.4], [9.0, 9.0]], beam=4, finished=[False, True]).kept == [1, 2, 0]
+
+
+def test_ties_keep_the_lower_index():
+    assert beam_step([0.0, 0.0], [[1.0, 1.0], [1.0, 1.0]], beam=3).kept == [0, 1, 2]
+
+
+def test_labels():
+    """Margins 1, -1, 2 become 2, 1, 2: shifts -1, -2, 0; the median size is 1, only 2 is above it."""
+    found = step_labels([1, 0, 2], [0, 1, 0], [2, 1, 2], [0, 0, 0])
+    assert (found.reasoning, found.shift, found.threshold, found.search) == ([1, 1, 1], [-1, -2, 0], 1, [0, 1, 0])
+    assert step_labels([], [], [], []).search == []
+
+
+class Steps(ScriptedEngine):
+    """A text that ends with a full stop is a step; any other ends with EOS."""
+
+    def _completion(self, prompt: Prompt, sample: int, sampling: Sampling, logprobs: bool) -> Completion:
+        del sampling, logprobs
+        text = self._text(prompt, sample)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return Completion((*ids, *(() if text.endswith(".") else (self.tokenizer.eos_token_id,))), None, "stop")
+
+
+TOKENIZER = tiny.build_tokenizer()
+
+
+def prompt_of(text: str) -> Prompt:
+    return Prompt(text, {"prompt": text}, text, tuple(TOKENIZER.encode(text, add_special_tokens=False)))
+
+
+def searched(judge: Any, *, most: int = 40, **settings: Any) -> tuple[Rollout, Steps]:
+    """Each step writes a digit, the sample's number; the third step of a trace ends it with `!`."""
+
+    def script(prompt: Prompt, sample: int) -> str:
+        written = TOKENIZER.decode(list(prompt.ids)).count(".")
+        return f"{sample}!" if written == 2 else f"{sample}."
+
+    engine = Steps(script, TOKENIZER)
+    section = Search(**{"beam": 2, "branch": 3, "ends": ["."], "rewards": [Reward(use="a.b")], **settings})
+    search = SearchEngine(engine, section, judge, TOKENIZER, [TOKENIZER.eos_token_id], Sampling(max_new_tokens=most))
+    (found,) = search.generate([prompt_of("q")], 1, Sampling(max_new_tokens=most), seed=0, logprobs=False)
+    return found, engine
+
+
+def last_digit(traces: Any) -> list[float]:
+    return [float(t.text.rstrip(".!")[-1]) for t in traces]
+
+
+def test_a_search_finds_the_best_trace():
+    """The judge likes the digit of each new step: 2 each time, 6 in all, after three steps of two traces at most."""
+    found, engine = searched(last_digit)
+    assert (found.text, found.finish) == ("2.2.2!", "stop")
+    assert found.scores == {"search/reward": 6.0, "search/steps": 3.0}
+    assert [len(call["prompts"]) for call in engine.calls] == [1, 2, 2]
+    assert len({call["seed"] for call in engine.calls}) == 3
+
+
+def test_a_late_reward_needs_a_beam():
+    """The first step 0 pays nothing and is the only way to a 5 in the second: one trace misses it, three do not."""
+
+    def judge(traces):
+        return [
+            5.0 if t.text.startswith("0.1") and t.text.count(".") == 2 else 0.1 * last_digit([t])[0] for t in traces
+        ]
+
+    assert searched(judge, beam=1)[0].text.startswith("2.")
+    assert searched(judge, beam=3)[0].text.startswith("0.1.")
+
+
+def test_limits():
+    found, _ = searched(last_digit, most=3)
+    assert (found.text, found.finish) == ("2.2", "length")
+    found, _ = searched(last_digit, max_steps=2)
+    assert (found.text, found.finish) == ("2.2.", "length")
+
+
+def test_the_mean_does_not_favour_long_traces():
+    """Sample 2 ends at once and pays 0.9; the others go on at 0.5 a step: 1.5 in all, 0.5 on average."""
+
+    def script(prompt: Prompt, sample: int) -> str:
+        written = TOKENIZER.decode(list(prompt.ids)).count(".")
+        return "end!" if sample == 2 and written == 0 else "on!" if written == 2 else "on."
+
+    def judge(traces):
+        return [0.9 if t.text == "end!" else 0.5 for t in traces]
+
+    def best(mean: bool) -> str:
+        section = Search(beam=3, branch=3, ends=["."], rewards=[Reward(use="a.b")], mean=mean)
+        sampling = Sampling(max_new_tokens=40)
+        engine = SearchEngine(Steps(script, TOKENIZER), section, judge, TOKENIZER, [TOKENIZER.eos_token_id], sampling)
+        return engine.generate([prompt_of("q")], 1, sampling, seed=0, logprobs=False)[0].text
+
+    assert best(mean=True) == "end!" and best(mean=False).startswith("on.")
+
+
+def test_in_a_generation_on_the_tiny_model(tmp_path):
+    """The judge counts `e`: the search writes more of them than sampling does, and the record says what it found."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(3)))
+    (tmp_path / "e.py").write_text("def e(completion):\n    return float(completion.count('e'))\n")
+    recipe: dict[str, Any] = {
+        "stage": "generate", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"},
+        "sampling": {"max_new_tokens": 24},
+    }  # fmt: skip
+    search = {"beam": 2, "branch": 6, "step_tokens": 4, "ends": ["\n"], "rewards": [{"use": "e.py:e"}],
+              "scoring": {"workers": 1}}  # fmt: skip
+
+    def run(name: str, **more: Any) -> list[dict[str, Any]]:
+        loaded = load_dict({**recipe, **more}, base_dir=tmp_path, where="test")
+        with RunDirectory.open(tmp_path / name, name="g", text="", resolved=loaded.resolved) as directory:
+            generate.run(loaded.recipe, directory)
+        return read_rows(tmp_path / name / "completions.jsonl")
+
+    plain, found = run("plain"), run("search", search=search)
+    assert len(found) == 3 and all(r["tokens"] <= 24 for r in found)
+    assert sum(r["completion"].count("e") for r in found) > sum(r["completion"].count("e") for r in plain)
+    assert found[0]["search"]["search/steps"] >= 1 and "search" not in plain[0]
+    with pytest.raises(RecipeError, match="one completion a prompt"):
+        load_dict({**recipe, "samples": 2, "search": search}, base_dir=tmp_path, where="test")
