@@ -42,6 +42,7 @@ class LoadedModel:
     source: str
     origin: Origin | None = None
     half: torch.dtype | None = None  # trained weights are float32, products are computed in this; None: nothing to cast
+    skeleton: Any = None  # of a model that is divided among ranks: the same without storage
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The context of every forward pass in training."""
@@ -52,12 +53,21 @@ class LoadedModel:
         return next(self.model.parameters()).device
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of every weight."""
+        return self.skeleton is not None
+
+    @property
     def is_lora(self) -> bool:
         return hasattr(self.model, "peft_config")
 
 
-def load(section: Model, base_dir: Path, *, seed: int = 0, training: bool = False) -> LoadedModel:
+def load(
+    section: Model, base_dir: Path, *, seed: int = 0, training: bool = False, on_host: bool = False
+) -> LoadedModel:
     """Model and tokenizer of a recipe. `seed` draws `tiny` and a fresh adapter; `training` puts the adapter on.
+
+    on_host: leave it in the host's memory, in the precision of the recipe's device.
 
     An adapter directory is its base plus the adapter. Training LoRA on top of one: the old adapter is merged into the
     base and a fresh one put on, so that the frozen base is the starting policy. Nothing is merged into 4 bits; the
@@ -67,7 +77,7 @@ def load(section: Model, base_dir: Path, *, seed: int = 0, training: bool = Fals
     tokenizer = _tokenizer(section, place, base_dir)
     base = _base_of(place, base_dir)
     with quiet():
-        model = _base_model(section, base, base_dir, seed)
+        model = _base_model(section, base, base_dir, seed, on_host=on_host)
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
     _check_vocabulary(model, tokenizer, section.path)
     eos = chat.eos_ids(tokenizer, model.generation_config, model.config)
@@ -167,10 +177,11 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
     return tokenizer
 
 
-def _base_model(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
+def _base_model(section: Model, base: Place, base_dir: Path, seed: int, *, on_host: bool = False) -> Any:
     if section.quantize:
         return quantize.leave_unpacked(_quantized(section, base, base_dir, seed))
-    return dense(section, base, base_dir, seed).to(device_of(section))
+    model = dense(section, base, base_dir, seed)
+    return model if on_host else model.to(device_of(section))
 
 
 def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:

@@ -71,6 +71,25 @@ def _compiled(recipe: Any) -> Found:
         yield "model.compile", "4-bit weights are unpacked by kernels that no graph holds", "remove it"
 
 
+def _divided(recipe: Any) -> Found:
+    """Keys that cannot work beside model.shard."""
+    if not isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) or not recipe.model.shard:
+        return
+    if recipe.model.lora:
+        yield "model.shard", "an adapter has next to nothing to divide", "remove it"
+    if recipe.optim.use != "adamw":
+        yield "optim.use", "8-bit moments cannot be divided among GPUs", "write `optim.use: adamw`"
+    if recipe.model.compile:
+        yield "model.compile", "was not proven together with model.shard", "remove one of the two"
+    if recipe.model.dtype == "float16":
+        yield "model.dtype", "float16 was not proven together with model.shard", "write bfloat16 or float32"
+    if recipe.model.offload_reference:
+        yield "model.offload_reference", "model.shard divides the reference as well", "remove it"
+    if isinstance(recipe, st.RlRecipe) and recipe.rollout.engine == "vllm" and recipe.rollout.vllm.server:
+        what = "a server takes whole weights from one process"
+        yield "model.shard", what, "use vllm without `server`, or the transformers engine"
+
+
 def _reward_names(recipe: Any) -> Found:
     rewards: list[Reward] = getattr(recipe, "rewards", [])
     names = Counter(reward_name(r) for r in rewards)
@@ -234,6 +253,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _half,
     _offloaded_reference,
     _compiled,
+    _divided,
     _reward_names,
     _groups,
     _server,

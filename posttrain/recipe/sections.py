@@ -41,6 +41,10 @@ class Model(Section):
     quantize: Literal["nf4"] | None = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    shard: bool = Field(
+        False,
+        description="full training with --gpus N: each GPU keeps a part of weights, gradients and moments (FSDP2)",
+    )
     compile: bool = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
     offload_reference: bool = Field(
         False, description="full training: the frozen reference waits in host memory while it is not read"

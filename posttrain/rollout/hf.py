@@ -1,10 +1,16 @@
-"""The transformers engine: samples with the trainer's own model object, so weights are never copied."""
+"""The transformers engine: samples with the trainer's own model object, so weights are not copied.
+
+Where they are divided among ranks it has a copy of its own: ranks decode different prompts, and no two as long.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
@@ -13,6 +19,7 @@ from posttrain.rollout.decode import decode
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.stopping import StopStrings
+from posttrain.rollout.weights import dense_weights
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -21,7 +28,10 @@ UNBOUNDED = 1 << 30
 
 
 class TransformersEngine:
-    """An Engine on the model that is trained. `sync` only counts; `probe` is 0 by construction."""
+    """An Engine on the model that is trained: `sync` only counts; `probe` is 0 by construction.
+
+    Given a copy of a model that is divided among ranks: `sync` copies its weights, all ranks together.
+    """
 
     def __init__(self, loaded: LoadedModel, *, batch_size: int) -> None:
         self.loaded = loaded
@@ -78,7 +88,13 @@ class TransformersEngine:
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
-        if getattr(model, "module", model) is not self.model:
+        model = getattr(model, "module", model)
+        if isinstance(model, FSDPModule):
+            own = dict(dense_weights(self.model))
+            with torch.no_grad():
+                for name, weight in dense_weights(model):
+                    own[name].copy_(weight)
+        elif model is not self.model:
             raise EngineError("the transformers engine generates with the model it was made with; got another one")
         self.version = version
 

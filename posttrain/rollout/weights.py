@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -19,7 +21,8 @@ def dense_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of every weight of the model, or of the base under its adapters. Streams.
 
     Tied weights come once, under their first name. 4-bit weights come dequantised, so that the engine holds the very
-    base that the trainer computes with and not the one it was rounded from.
+    base that the trainer computes with and not the one it was rounded from. Weights that are divided among ranks
+    come whole, one at a time; all ranks must ask.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     seen: set[int] = set()
@@ -35,6 +38,8 @@ def _is_quantisation_detail(name: str) -> bool:
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor()
     state = getattr(tensor, "quant_state", None)
     if state is None:
         return tensor.detach()
@@ -51,10 +56,15 @@ def write_config(loaded: LoadedModel, folder: Path) -> Path:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what vLLM gets is dense
     base = loaded.model.get_base_model() if loaded.is_lora else loaded.model
-    config.architectures = [type(base).__name__]
+    config.architectures = [architecture(base)]
     config.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder
+
+
+def architecture(model: Any) -> str:
+    """The name of the model's class; one that is divided among ranks has a class made for it, after its own."""
+    return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule)).__name__
 
 
 def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints
-from posttrain.train import distributed
+from posttrain.train import distributed, sharding
 from posttrain.train.critic import load_head, save_head
 
 
@@ -52,16 +52,17 @@ def save(
 
     more: writes what else belongs into the folder.
 
-    Rank 0 writes: what is saved is the same on all ranks, and the others wait.
+    Rank 0 writes: what is saved is the same on all ranks, and the others wait. A divided model is put together first.
     """
-    return distributed.on_main(_save, root, state, loaded, optimizer, keep, critic, more)
+    moments = sharding.optimizer_state(optimizer)
+    return distributed.on_main(_save, root, state, sharding.whole(loaded), moments, keep, critic, more)
 
 
 def _save(
     root: Path,
     state: State,
     loaded: LoadedModel,
-    optimizer: Optimizer,
+    moments: dict[str, Any],
     keep: int,
     critic: nn.Module | None,
     more: Callable[[Path], None],
@@ -74,7 +75,7 @@ def _save(
         loaded.tokenizer.save_pretrained(partial)
         if critic is not None:
             save_head(critic, partial)
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+        torch.save(moments, partial / "optimizer.pt")
         more(partial)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
     if not checkpoints.verify(folder):
@@ -92,7 +93,8 @@ def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Mo
     if critic is not None:
         load_head(critic, folder)
     # From the host: each optimiser brings its moments to where it keeps them.
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True))
+    moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(sharding.spread(optimizer, moments))
     return State(**json.loads((folder / "state.json").read_text()))
 
 
@@ -103,17 +105,24 @@ def load_weights(loaded: LoadedModel, folder: Path) -> None:
 
         result: Any = set_peft_model_state_dict(loaded.model, load_file(folder / "adapter_model.safetensors"))
         missing = [k for k in result.missing_keys if "lora_" in k and ".default." in k]
+        unexpected = result.unexpected_keys
     else:
         weights: dict[str, torch.Tensor] = {}
         for path in sorted(folder.glob("model*.safetensors")):
             weights |= load_file(path)
-        result = loaded.model.load_state_dict(weights, strict=False)
+        missing, unexpected = _fill(loaded, weights)
         tied = set(getattr(loaded.model, "all_tied_weights_keys", None) or ())
-        missing = [k for k in result.missing_keys if k not in tied]
-    if missing or result.unexpected_keys:
-        raise RunError(
-            f"checkpoint {folder} does not fit: missing {missing[:3]}, unexpected {result.unexpected_keys[:3]}"
-        )
+        missing = [k for k in missing if k not in tied]
+    if missing or unexpected:
+        raise RunError(f"checkpoint {folder} does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
+
+
+def _fill(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Copy whole weights into the model; returns names that it misses, and names that it does not know."""
+    if loaded.is_sharded:
+        return sharding.fill(loaded.model, weights), [n for n in weights if n not in loaded.model.state_dict()]
+    result: Any = loaded.model.load_state_dict(weights, strict=False)
+    return result.missing_keys, result.unexpected_keys
 
 
 def _bytes(model: nn.Module) -> int:

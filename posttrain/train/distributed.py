@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from posttrain.errors import PeerLost, UserError
 from posttrain.run import ranks
@@ -190,10 +191,16 @@ def add_up(tensor: Tensor) -> Tensor:
 
 
 def sum_gradients(*modules: nn.Module | None) -> None:
-    """Add up the gradients of all ranks. A parameter that has one anywhere has one everywhere afterwards."""
+    """Add up the gradients of all ranks. A parameter that has one anywhere has one everywhere afterwards.
+
+    Those of divided parameters were added up in the backward pass.
+    """
     if world() == 1:
         return
-    trained = [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
+    parameters = [p for m in modules if m is not None for p in m.parameters()]
+    trained = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not trained:
+        return
     found = torch.tensor([p.grad is not None for p in trained], device=trained[0].device)
     for parameter, anywhere in zip(trained, add_up(found).tolist(), strict=True):
         if anywhere and parameter.grad is None:
@@ -219,13 +226,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def same_weights(*modules: nn.Module | None) -> None:
     """Give every rank the trained weights of rank 0: they must agree to the last bit, since they are never compared
-    again."""
+    again. Divided ones are in one place each."""
     if world() == 1:
         return
     with _told(), torch.no_grad():
         for module in modules:
             for parameter in module.parameters() if module is not None else ():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
                     dist.broadcast(parameter.data, src=0)
 
 

@@ -33,7 +33,7 @@ from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, compiled, distributed, optim
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding
 from posttrain.train.plan import out_of_memory
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
@@ -65,6 +65,7 @@ def check_machine(recipe: SftRecipe | DpoRecipe) -> None:
     device = models.device_of(recipe.model)
     optim.check(recipe.optim, device)
     compiled.check(recipe.model, device)
+    sharding.check(recipe.model)
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:
@@ -183,6 +184,7 @@ class RunLoop:
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums = batches, 0, {}
+        self.idle = sharding.idle(len(distributed.share(len(batches))), self.job.loaded)
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
@@ -208,10 +210,21 @@ class RunLoop:
         if not torch.isfinite(loss):
             raise non_finite(self.job, self.micro_batches, "the loss")
         if self.done == len(self.micro_batches):
+            for _ in range(self.idle):
+                self._idle_pass(model, inputs, num_items_in_batch)
             distributed.sum_gradients(model)
             if name := bad_gradient(model):
                 raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
         return loss
+
+    def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], like: Tensor) -> None:
+        """Forward and backward without a gradient: divided by an endless number of items."""
+        sums = dict(self.sums)
+        super().training_step(model, inputs, torch.full_like(like, torch.inf, dtype=torch.float32))  # type: ignore[misc]
+        self.sums = sums
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        return float(sharding.plain(super()._get_grad_norm(model, grad_norm)))  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """After every optimiser step: write its metrics, save when due, and decide whether to go on."""
@@ -258,8 +271,9 @@ class RunLoop:
 
 def bad_gradient(model: nn.Module) -> str | None:
     """The first parameter with a gradient that is not finite, or None."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if torch.isfinite(nn.utils.get_total_norm(gradients.values())):
+    gradients = {name: sharding.local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    finite = bool(torch.isfinite(nn.utils.get_total_norm(gradients.values())))
+    if not distributed.any_rank(not finite):
         return None
     return next((name for name, grad in gradients.items() if not torch.isfinite(grad).all()), "all weights together")
 
@@ -325,7 +339,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
         "model": str(directory.final),
-        "save": distributed.on_main(saver, job.loaded, directory.final),
+        "save": distributed.on_main(saver, sharding.whole(job.loaded), directory.final),
     }
 
 
@@ -358,7 +372,7 @@ def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: 
     trainer.remove_callback(PrinterCallback)  # stdout is for data
     for name, parameter in job.loaded.model.named_parameters():
         # TRL turns the adapter of a 4-bit model into bfloat16, in which small updates are lost.
-        if name in dtypes:
+        if parameter.dtype != dtypes.get(name, parameter.dtype):
             parameter.data = parameter.data.to(dtypes[name])
     return trainer
 

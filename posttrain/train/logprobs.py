@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.train.attention import Packed
 from posttrain.train.head import Head, token_scores
+from posttrain.train.sharding import as_forward
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,17 @@ def completion_scores(
     read as 1. packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding. Extras:
     `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H].
     """
-    extras = extras or Extras()
-    device = next(model.parameters()).device
-    rows, positions, columns, targets = _completion_positions(sequences, device)
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters stay active
+    return as_forward(
+        causal, lambda: _completion_scores(causal, sequences, width, temperature, packed, extras or Extras())
+    )
+
+
+def _completion_scores(
+    causal: Any, sequences: Sequences, width: int, temperature: float | Tensor, packed: bool, extras: Extras
+) -> dict[str, Tensor]:
+    device = next(causal.parameters()).device
+    rows, positions, columns, targets = _completion_positions(sequences, device)
     if packed:
         hidden = _packed_states(causal, sequences, device)
         starts = torch.tensor([0, *sequences.lengths[:-1]], device=device).cumsum(0)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from posttrain.errors import MissingExtra, RecipeError
@@ -159,4 +160,5 @@ def stable_decay(
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
     """Clip to `max_norm` in place (None: only measure) and return the norm before clipping, a 0-d tensor."""
     parameters = [p for p in model.parameters() if p.grad is not None]
-    return nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else torch.inf)
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else torch.inf)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.regularise import reference_power
-from posttrain.train import distributed
+from posttrain.train import distributed, sharding
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.pieces import Pieces
 
@@ -132,13 +132,18 @@ def _in_parts(
     if divided:
         rows = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows])]
     lengths = [len(sequences.ids[r]) for r in rows]
-    for micro in micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed):
+    parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed)
+    idle = sharding.idle(len(parts), p.loaded) if divided else 0
+    for micro in parts:
         chosen = [rows[m] for m in micro]
         for name, value in run(sequences.select(chosen), chosen).items():
             value = value.float() if value.is_floating_point() else value
             if name not in out:
                 out[name] = value.new_zeros((len(sequences), *value.shape[1:]))
             out[name][chosen] = value
+    for _ in range(idle):
+        shortest = [min(rows, key=lambda r: len(sequences.ids[r]))]
+        run(sequences.select(shortest), shortest)
     return {name: distributed.add_up(value) for name, value in out.items()} if divided else out
 
 

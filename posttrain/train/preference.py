@@ -7,10 +7,11 @@ second model is ever in memory; a loss without reference costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer
+from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
@@ -32,7 +34,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
-from posttrain.train import anchors, distributed, hf_trainer, pair_columns, pair_packing
+from posttrain.train import anchors, distributed, hf_trainer, pair_columns, pair_packing, sharding
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -61,7 +63,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     columns = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
     measure = functools.partial(measured, recipe, prepared.items)
     columns |= anchors.columns(recipe, directory, prepared.items, columns, tokenizer, measure)
-    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     longest = max(prepared.items, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     packed = not single and packs(loaded, prepared.items)
@@ -101,24 +103,34 @@ def make_trainer(
     """
     padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
     collate = pair_packing.packed(job.loaded.device) if packed else padded
-    trainer = hf_trainer.make_trainer(
-        Preference,
-        DPOConfig,
-        job,
-        {
-            # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
-            "precompute_ref_log_probs": not job.loaded.is_lora,
-            "disable_dropout": False,  # dropout is what the recipe says
-            "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
-        },
-        train_dataset=dataset(pairs, columns or {}),
-        data_collator=functools.partial(collated, collate),
-    )
+    options = {
+        # Keeps TRL from loading a second model; we compute the reference ourselves. Under LoRA it loads none.
+        "precompute_ref_log_probs": not job.loaded.is_lora,
+        "disable_dropout": False,  # dropout is what the recipe says
+        "router_aux_loss_coef": 0.0,  # no load-balancing term on preference pairs
+    }
+    rows, collator = dataset(pairs, columns or {}), functools.partial(collated, collate)
+    with unhashed():
+        trainer = hf_trainer.make_trainer(
+            Preference, DPOConfig, job, options, train_dataset=rows, data_collator=collator
+        )
     add_log_probs(job.loaded)
     trainer.pair_loss = pair_loss
     if job.loaded.is_lora and "ref" in job.loaded.model.peft_config:
         job.loaded.model.delete_adapter("ref")  # TRL's copy of the starting adapter, not needed here
     return trainer
+
+
+@contextlib.contextmanager
+def unhashed() -> Iterator[None]:
+    """TRL names its store of reference log-probs by a hash of all weights. We have a store of our own; hashing takes
+    long for a large model, and cannot be done for a divided one."""
+    before = dpo_trainer.hash_module
+    dpo_trainer.hash_module = lambda _: ""
+    try:
+        yield
+    finally:
+        dpo_trainer.hash_module = before
 
 
 def add_log_probs(loaded: LoadedModel) -> None:
@@ -301,7 +313,9 @@ def reference_logps(
     training = model.training
     model.eval()
     with Progress("reference", len(order), ()) as progress:
-        for part in distributed.share(math.ceil(len(order) / micro)):
+        parts = distributed.share(math.ceil(len(order) / micro))
+        idle = sharding.idle(len(parts), loaded)
+        for part in parts:
             start = part * micro
             numbers = order[start : start + micro]
             batch = collate([rows[n] for n in numbers])
@@ -309,6 +323,9 @@ def reference_logps(
                 sums = summed_logps(model, on_device(batch, loaded.device))
             out[:, numbers] = sums.cpu().view(2, -1)
             progress.update(start + len(numbers), {})
+        for _ in range(idle):
+            with torch.no_grad(), loaded.autocast():
+                summed_logps(model, on_device(collate([rows[order[-1]]]), loaded.device))
     model.train(training)
     return dict(zip(SIDES, distributed.add_up(out).unbind(), strict=True))
 

@@ -35,6 +35,18 @@ def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> Reference
     return lambda: _frozen(frozen, device)
 
 
+def frozen_policy(model: nn.Module) -> ReferencePolicy:
+    """The same for a second model, which is for this alone."""
+    model.eval().requires_grad_(False)
+
+    @contextmanager
+    def opened() -> Iterator[nn.Module]:
+        with torch.no_grad():
+            yield model
+
+    return opened
+
+
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:
     """A copy without gradients. Linear weights in the half precision that autocast would give them at every use: the
     same products from half the memory. Those that are tied to embeddings stay, since embeddings are not cast."""

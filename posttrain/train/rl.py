@@ -38,7 +38,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts
+from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
 from posttrain.train.controls import Controls
@@ -50,7 +50,7 @@ from posttrain.train.pieces import Pieces
 from posttrain.train.plan import out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
-from posttrain.train.reference import ReferencePolicy, reference_policy
+from posttrain.train.reference import ReferencePolicy, frozen_policy, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
 from posttrain.train.update import update
@@ -66,6 +66,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     quiet()
     optim.check(recipe.optim, models.device_of(recipe.model))
     compiled.check(recipe.model, models.device_of(recipe.model))
+    sharding.check(recipe.model)
     prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
@@ -78,14 +79,14 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     ):
         if distributed.is_main():
             progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
-        loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+        loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         distributed.same_weights(loaded.model)
         critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
         check_fits(prepared.items, recipe.rollout, model_window(loaded))
         max_len = needed_length(prepared.items, recipe.rollout)
         with watchdog.phase("engine start"):
             scratch = distributed.own(directory.path / "engine")
-            engine = make_engine(recipe.rollout, loaded, scratch=scratch, max_len=max_len)
+            engine = make_engine(recipe.rollout, _sampled(loaded, recipe), scratch=scratch, max_len=max_len)
         try:
             pieces = Pieces(
                 recipe=recipe,
@@ -118,9 +119,18 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             engine.close()
 
 
+def _sampled(loaded: models.LoadedModel, recipe: RlRecipe) -> models.LoadedModel:
+    """What the engine is made from. transformers samples with the model itself, which a divided one cannot do."""
+    if loaded.is_sharded and recipe.rollout.engine == "transformers":
+        return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    return loaded
+
+
 def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objective) -> ReferencePolicy | None:
     if not objective.needs & set(BY_REFERENCE):
         return None
+    if loaded.is_sharded:
+        return frozen_policy(sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model)
     return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 
@@ -189,7 +199,7 @@ def train(
         if stopping:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
     with p.watchdog.phase("final save"):
-        report = distributed.on_main(save, p.loaded, directory.final)
+        report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
     return {
         "steps": state.step,
         "train_seconds": state.seconds,

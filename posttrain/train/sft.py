@@ -18,11 +18,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
-from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import hf_trainer
+from posttrain.train import hf_trainer, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -37,7 +36,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     quiet()
     hf_trainer.check_machine(recipe)
-    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     prepared = prepare_examples(recipe.data, loaded.tokenizer, recipe.base_dir)
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch
 from posttrain.errors import NonFiniteError
 from posttrain.run.seeds import derive
-from posttrain.train import distributed, optim
+from posttrain.train import distributed, optim, sharding
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.pieces import Pieces
 from posttrain.train.policy import current, measure
@@ -78,6 +78,9 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
     tally.logp[active] = 0.0
     sums = Sums()
     for chosen in my_micro_batches(p, batch, sequences, active):
+        if not chosen:
+            idle_pass(p, batch, sequences, active)
+            continue
         logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
         tally.logp[chosen] = logp.detach().float()
         if batch.old_logp is None:
@@ -104,6 +107,13 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         tally.norms.append(norm)
 
 
+def idle_pass(p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
+    """Forward and backward without a gradient, while other ranks have a micro-batch more."""
+    row = [min(active, key=lambda r: len(sequences.ids[r]))]
+    logp, _, _ = current(p, batch.select(row), sequences.select(row))
+    (logp.sum() * 0).backward()
+
+
 def with_signal(p: Pieces, batch: RolloutBatch) -> list[int]:
     """Rows that have a gradient. All ranks take those of rank 0: a GPU may add up in another order than its neighbour,
     and what one divides by another must be the same list."""
@@ -113,13 +123,19 @@ def with_signal(p: Pieces, batch: RolloutBatch) -> list[int]:
 def my_micro_batches(
     p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Row numbers of this rank's part of the `active` rows, in micro-batches; a loss over groups gets whole ones."""
+    """Row numbers of this rank's part of the `active` rows, in micro-batches; a loss over groups gets whole ones.
+
+    Empty ones follow where a divided model makes all ranks run as many passes.
+    """
     whole = p.objective.whole_groups
     lengths = [len(sequences.ids[r]) for r in active]
     mine = distributed.mine(lengths, batch.group_ids[active].tolist() if whole else None)
     rows = [active[n] for n in mine]
     groups = batch.group_ids[rows].tolist() if whole else None
-    for micro in micro_batches([lengths[n] for n in mine], p.recipe.batch.micro_tokens, packed=p.packed, groups=groups):
+    limit = p.recipe.batch.micro_tokens
+    parts = micro_batches([lengths[n] for n in mine], limit, packed=p.packed, groups=groups)
+    idle = sharding.idle(len(parts), p.loaded)
+    for micro in [*parts, *[list[int]()] * idle]:
         yield [rows[m] for m in micro]
 
 
@@ -155,7 +171,8 @@ def non_finite(
     tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}
     tensors |= {f"gradient of {n}": q.grad for n, q in p.loaded.model.named_parameters() if q.grad is not None}
     tensors |= {n: q.detach() for n, q in p.loaded.model.named_parameters()}
-    bad = next((n for n, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "loss")
+    parts = {n: sharding.local(t) for n, t in tensors.items() if t is not None}
+    bad = next((n for n, t in parts.items() if not torch.isfinite(t).all()), "loss")
     return NonFiniteError(
         f"step {step + 1}: {bad} is not finite (loss {loss}, gradient norm {norm}); no update was made",
         allowed=f"the batch is in {path}; the last checkpoint is kept",

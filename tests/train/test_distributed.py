@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
@@ -111,6 +113,45 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
     summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("one", "two")]
     assert summaries[0]["num_tokens"] == summaries[1]["num_tokens"]
     assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
+
+
+def full(recipe: Values, **model: Any) -> Values:
+    return {**recipe, "model": {"path": "tiny", **model}}
+
+
+@pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=lambda recipe: recipe["stage"])
+def test_a_divided_model_computes_what_a_whole_one_does(train: Train, recipe: Values, folder: Path) -> None:
+    """One rank, two whole copies, two halves; then halves that stop, go on as one whole, and as halves again.
+
+    Ranks have different numbers of micro-batches (SFT: 6 rows in 3s; DPO: 3 pairs; RL: by tokens), so some passes are
+    idle. The saved models are files of the same bytes to rounding, whoever wrote them.
+    """
+    batch = {"sft": {"size": 6, "micro_size": 2}, "dpo": {"size": 3}, "rl": {"minibatches": 2, "micro_tokens": 48}}
+    base = {**recipe, "batch": batch[recipe["stage"]]}
+    upto = {n: {"run": {"steps": n, "save_every": 1}} for n in (1, 2, 3)}
+    assert train({**full(base), **upto[3]}, folder / "one", ranks=1) == [0]
+    assert train({**full(base), **upto[3]}, folder / "copies", ranks=2) == [0, 0]
+    assert train({**full(base, shard=True), **upto[3]}, folder / "parts", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert all(row["grad_norm"] > 0 for row in expected)
+    assert_same(rows_of(folder / "copies"), expected)
+    assert_same(rows_of(folder / "parts"), expected)
+    assert_same_weights(folder / "parts" / "final", folder / "one" / "final")
+    assert train({**full(base, shard=True), **upto[1]}, folder / "mixed", ranks=2) == [0, 0]
+    assert train({**full(base), **upto[2]}, folder / "mixed", ranks=1, resume=True) == [0]
+    assert train({**full(base, shard=True), **upto[3]}, folder / "mixed", ranks=2, resume=True) == [0, 0]
+    assert_same(rows_of(folder / "mixed"), expected)
+
+
+def assert_same_weights(folder: Path, other: Path) -> None:
+    """On the whole: where a gradient is 0 but for rounding, Adam's first step makes much of the rounding."""
+    weights, others = (load_file(path / "model.safetensors") for path in (folder, other))
+    assert weights.keys() == others.keys()
+    gap, size = (
+        torch.cat([w.flatten() for w in of])
+        for of in ([weights[name] - others[name] for name in weights], list(others.values()))
+    )
+    assert float(gap.norm()) < 1e-5 * float(size.norm())
 
 
 def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train, folder: Path) -> None:

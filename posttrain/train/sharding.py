@@ -1,0 +1,163 @@
+"""Full training whose weights, gradients and moments are divided among the ranks (FSDP2, torch's `fully_shard`).
+
+Each rank keeps an even part of every weight, in float32. A layer is whole only while it runs, forward and backward;
+gradients are summed into the parts, not averaged, since losses are divided by denominators of the whole step. Ranks
+must run as many passes as each other: one that has fewer micro-batches runs idle ones, see `idle`.
+
+What needs the whole model (a save, a checkpoint) gets an ordinary one on rank 0's host, so files are those of a run
+without ranks: a run may go on with another number of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from posttrain.errors import RecipeError
+from posttrain.models import load as models
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.sections import Model
+from posttrain.train import distributed
+from posttrain.train.compiled import layers_of
+
+T = TypeVar("T")
+PASS = "run_as_forward"  # the method of a sharded model that runs a function with its own weights whole
+
+
+def check(section: Model) -> None:
+    """Raises RecipeError where there is nobody to share with."""
+    if section.shard and distributed.world() == 1:
+        raise RecipeError("model.shard divides a model among several processes; this is one", hint="add --gpus N")
+
+
+def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
+    """The model to train: whole, or divided layer by layer on its way from the host to the GPU."""
+    loaded = models.load(section, base_dir, seed=seed, training=True, on_host=section.shard)
+    return sharded(loaded, models.device_of(section)) if section.shard else loaded
+
+
+def sharded(loaded: LoadedModel, device: torch.device) -> LoadedModel:
+    """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
+    skeleton = without_storage(loaded.model)
+    shard(loaded.model, device)
+    return dataclasses.replace(loaded, skeleton=skeleton)
+
+
+def without_storage(model: nn.Module) -> nn.Module:
+    """A copy whose parameters are on the meta device; buffers are copied, for some are in no checkpoint."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Divide the parameters of `model` in place and bring this rank's part to `device`."""
+    mesh = init_device_mesh(device.type, (distributed.world(),))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows sums only
+    setattr(model, PASS, lambda function: function())
+    register_fsdp_forward_method(model, PASS)
+
+
+def as_forward(model: Any, function: Callable[[], T]) -> T:
+    """What `function` returns, run as a forward pass of `model`: it may use embeddings and head by themselves."""
+    return getattr(model, PASS)(function) if isinstance(model, FSDPModule) else function()
+
+
+def idle(passes: int, loaded: LoadedModel) -> int:
+    """How many passes this rank must add to its own, so that all make as many. Ask before the first of them: the answer
+    is a talk with the others, who may not be in the middle of a pass."""
+    return max(distributed.gather(passes)) - passes if loaded.is_sharded else 0
+
+
+# --- whole tensors ---
+
+
+def plain(tensor: Any) -> Any:
+    """The whole of a divided tensor, on every rank; all ranks must ask. Other values are what they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a divided tensor, without asking the others."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(full: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a tensor that every rank has, divided as `like` is."""
+    full = full.to(like.device)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def whole(loaded: LoadedModel) -> LoadedModel:
+    """An ordinary model with the weights of a divided one, on rank 0's host; all ranks must ask, others get theirs.
+
+    One weight at a time is whole on the GPUs. A model that is not divided is given back as it is.
+    """
+    if loaded.skeleton is None:
+        return loaded
+    state: dict[str, Tensor] = {}
+    found: dict[int, Tensor] = {}  # tied weights stay one tensor
+    for name, tensor in loaded.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in found:
+            full = plain(tensor.detach())
+            found[id(tensor)] = full.cpu() if distributed.is_main() else full.new_empty(0)
+        state[name] = found[id(tensor)]
+    if not distributed.is_main():
+        return loaded
+    model = copy.deepcopy(loaded.skeleton)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    return dataclasses.replace(loaded, model=model, skeleton=None)
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor]) -> list[str]:
+    """Copy whole weights into a divided model; returns the names that it has and `weights` has not."""
+    missing = []
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in weights:
+                local(tensor).copy_(local(part_of(weights[name], tensor)))
+            else:
+                missing.append(name)
+    return missing
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """`state_dict` with whole tensors on rank 0's host; all ranks must ask. Without divided ones: as it is."""
+    state = optimizer.state_dict()
+    if not any(isinstance(v, DTensor) for values in state["state"].values() for v in values.values()):
+        return state
+    return {**state, "state": {n: {k: _on_main(v) for k, v in values.items()} for n, values in state["state"].items()}}
+
+
+def _on_main(value: Any) -> Any:
+    value = plain(value)
+    return value.cpu() if isinstance(value, Tensor) and distributed.is_main() else None
+
+
+def spread(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A `state_dict` with whole tensors as one that fits `optimizer`: divided where its parameters are."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if isinstance(parameter, DTensor):
+            values = state["state"].get(number, {})
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    values[key] = part_of(value, parameter)
+    return state
