@@ -8,7 +8,7 @@ import typer
 
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
-from posttrain.cli.stage import Json, Overrides, Recipe
+from posttrain.cli.stage import Gpus, Json, Overrides, Recipe
 
 
 def register(app: typer.Typer) -> None:
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
     app.command("plan")(plan)
 
 
-def plan(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
+def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json: Json = False) -> None:
     """Memory by phase, batch arithmetic, and what to change if it does not fit; for rl, sft, dpo and reward-model
     recipes.
 
@@ -35,7 +35,7 @@ def plan(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
     from posttrain.train.quiet import quiet
 
     quiet()
-    found = planning.plan(loaded.recipe)
+    found = planning.plan(loaded.recipe, planning.Machine.here(gpus))
     if torch.cuda.is_available() and isinstance(loaded.recipe, RlRecipe) and found["fits"]:
         from posttrain.train.calibrate import calibrate
 
@@ -54,8 +54,9 @@ def plan(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
 def _print(found: dict[str, Any]) -> None:
     """Text for people: arithmetic, memory by phase, changes."""
     trained = found["trained"] / found["parameters"]
+    each = f", each of {found['ranks']}" if found["ranks"] > 1 else ""
     typer.echo(
-        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} as many are trained; on {found['machine']}\n"
+        f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} as many are trained; on {found['machine']}{each}\n"
     )
     for name, number in found["batch"].items():
         typer.echo(f"  {name:28}{number:>12,}")

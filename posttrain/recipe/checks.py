@@ -71,7 +71,7 @@ def _compiled(recipe: Any) -> Found:
         yield "model.compile", "4-bit weights are unpacked by kernels that no graph holds", "remove it"
 
 
-def _divided(recipe: Any) -> Found:
+def divided(recipe: Any) -> Found:
     """Keys that cannot work beside model.shard."""
     if not isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) or not recipe.model.shard:
         return
@@ -253,7 +253,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _half,
     _offloaded_reference,
     _compiled,
-    _divided,
+    divided,
     _reward_names,
     _groups,
     _server,

@@ -39,7 +39,8 @@ def _is_quantisation_detail(name: str) -> bool:
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()
+        whole: Tensor = tensor.full_tensor()
+        return whole.detach()
     state = getattr(tensor, "quant_state", None)
     if state is None:
         return tensor.detach()

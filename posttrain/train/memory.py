@@ -44,6 +44,7 @@ class Settings:
     reference_copy: bool = False  # full training with a term that needs the reference
     reference_offloaded: bool = False  # it waits in the host's memory
     full_logits: bool = False  # sft and dpo
+    ranks: int = 1  # that the model is divided among
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
     measured: int = 0  # bytes a step of what components read besides log-probs: hidden states, the likeliest tokens
@@ -129,9 +130,22 @@ def reference(shape: Shape, s: Settings) -> int:
     return 4 * shape.parameters - (2 * shape.linear if s.half else 0)
 
 
+def passing(shape: Shape, s: Settings) -> int:
+    """What is whole for a while of a divided model: a layer that runs, the next one, and a layer's gradients, in the
+    precision of products; what is outside of the layers with its gradients, in float32."""
+    if s.ranks == 1:
+        return 0
+    outside = shape.parameters - shape.linear
+    return 3 * (2 if s.half else 4) * shape.linear // shape.layers + 8 * outside
+
+
 def casts(shape: Shape, s: Settings) -> int:
-    """What autocast holds of trained weights during a pass: matrices of the blocks and the output head in bfloat16."""
-    return 2 * (shape.linear + shape.vocabulary * shape.hidden) if s.half and not shape.adapter else 0
+    """What autocast holds of trained weights during a pass: matrices of the blocks and the output head in bfloat16.
+
+    The blocks of a divided model come in bfloat16.
+    """
+    blocks = shape.linear if s.ranks == 1 else 0
+    return 2 * (blocks + shape.vocabulary * shape.hidden) if s.half and not shape.adapter else 0
 
 
 def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
@@ -144,13 +158,17 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
     if s.optimizer == "paged_adamw_8bit":
         host |= {name: kept.pop(name) for name in optimizer(shape, s)}
     copy = {"reference copy": reference(shape, s)} if s.reference_copy else {}
+    if s.ranks > 1:  # a divided reference is float32 throughout
+        copy = dict.fromkeys(copy, 4 * shape.parameters // s.ranks)
+        kept = {name: size if name == "CUDA context" else size // s.ranks for name, size in kept.items()}
     if s.reference_offloaded:
         host |= copy
     else:
         kept |= copy
     update = {
         **kept,
-        "gradients": 4 * trained(shape),
+        "gradients": 4 * trained(shape) // s.ranks,
+        "whole for a while": passing(shape, s),
         "activations": activations(shape, s),
         "logits": logits(shape, s, chunk_cells),
         "measured for components": s.measured,

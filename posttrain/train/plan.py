@@ -15,8 +15,10 @@ from torch import nn
 
 from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
+from posttrain.recipe import checks
 from posttrain.recipe.sections import Lora
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
+from posttrain.train import distributed
 from posttrain.train.head import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.objective import Objective
@@ -65,14 +67,16 @@ def _is_target(name: str, targets: str | list[str]) -> bool:
     return name.rpartition(".")[2] in targets
 
 
-def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card: int) -> Settings:
-    """longest: tokens of the longest prompt (rl) or row; card: bytes of the GPU, of which vLLM takes a share."""
+def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card: int, ranks: int = 1) -> Settings:
+    """longest: tokens of the longest prompt (rl) or row; card: bytes of the GPU, of which vLLM takes a share; ranks:
+    processes that train together."""
     model = recipe.model
     common: dict[str, Any] = {
         "quantized": model.quantize is not None,
         "half": half,
         "checkpointing": model.gradient_checkpointing,
         "optimizer": recipe.optim.use,
+        "ranks": ranks if model.shard else 1,
     }
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size
@@ -124,19 +128,22 @@ class Machine:
     card: int  # bytes
     half: bool
     name: str
+    ranks: int = 1  # such machines, or processes of one
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls, ranks: int | None = None) -> Machine:
+        """ranks: as many processes as were asked for; default: as many as there are."""
+        ranks = ranks or distributed.world()
         if torch.cuda.is_available():
             found = torch.cuda.get_device_properties(0)
-            return cls(found.total_memory, True, found.name)
-        return cls(ASSUMED_GIB * GIB, True, f"a GPU of {ASSUMED_GIB} GiB (none is here)")
+            return cls(found.total_memory, True, found.name, ranks)
+        return cls(ASSUMED_GIB * GIB, True, f"a GPU of {ASSUMED_GIB} GiB (none is here)", ranks)
 
 
 def predicted(recipe: Recipe, shape: Shape, longest: int, machine: Machine) -> Phases:
     """Memory by phase; `shape` may be that of another training mode (with or without adapter)."""
     half = machine.half and recipe.model.dtype != "float32" and recipe.model.device != "cpu"
-    settings = settings_of(recipe, shape, half=half, longest=longest, card=machine.card)
+    settings = settings_of(recipe, shape, half=half, longest=longest, card=machine.card, ranks=machine.ranks)
     return phases(shape, settings, chunk_cells=CHUNK_CELLS)
 
 
@@ -154,7 +161,7 @@ def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: i
     before = predicted(recipe, shape, longest, machine).peak
     found = []
     now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
-    for key, change in _changes(recipe, shape, now.micro_tokens):
+    for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
         changed = _set(recipe, key, change)
         peak = predicted(changed, shape, longest, machine).peak
         if peak < before:
@@ -162,7 +169,7 @@ def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: i
     return found[:count]
 
 
-def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str, Any]]:
+def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> list[tuple[str, Any]]:
     """Candidates in the order in which they are worth trying; micro_tokens: those that a forward pass really has."""
     changes: list[tuple[str, Any]] = []
     if isinstance(recipe, RlRecipe):
@@ -171,11 +178,13 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str,
         changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
     if not recipe.model.gradient_checkpointing:
         changes.append(("model.gradient_checkpointing", True))
+    if ranks > 1 and not shape.adapter and not recipe.model.shard and not incompatible_with_shard(recipe):
+        changes.append(("model.shard", True))
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
     if vllm is not None and not elsewhere and not vllm.sleep:
         changes.append(("rollout.vllm.sleep", True))
-    if isinstance(recipe, RlRecipe) and not shape.adapter and not recipe.model.offload_reference:
+    if isinstance(recipe, RlRecipe) and not (shape.adapter or recipe.model.offload_reference or recipe.model.shard):
         changes.append(("model.offload_reference", True))
     if vllm is not None and not elsewhere:
         changes.append(("rollout.vllm.gpu_memory", round(vllm.share / 2, 3)))
@@ -185,11 +194,17 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int) -> list[tuple[str,
         changes.append(("rollout.max_new_tokens", recipe.rollout.max_new_tokens // 2))
     elif recipe.data.max_length:
         changes.append(("data.max_length", recipe.data.max_length // 2))
-    if not shape.adapter and recipe.optim.use == "adamw":
+    if not shape.adapter and recipe.optim.use == "adamw" and not recipe.model.shard:
         changes.append(("optim.use", "adamw_8bit"))
     if shape.adapter and recipe.model.quantize is None:
         changes.append(("model.quantize", "nf4"))
     return changes
+
+
+def incompatible_with_shard(recipe: Recipe) -> bool:
+    """Whether a key of the recipe stands against `model.shard`."""
+    divided = _set(recipe, "model.shard", True)
+    return any(True for _ in checks.divided(divided))
 
 
 def _set(recipe: Any, key: str, value: Any) -> Any:
@@ -236,6 +251,7 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
     found = predicted(recipe, shape, longest, machine)
     return {
         "machine": machine.name,
+        "ranks": machine.ranks,
         "parameters": shape.parameters,
         "trained": shape.adapter or shape.parameters,
         "batch": counts,

@@ -1,8 +1,10 @@
 """Full training whose weights, gradients and moments are divided among the ranks (FSDP2, torch's `fully_shard`).
 
-Each rank keeps an even part of every weight, in float32. A layer is whole only while it runs, forward and backward;
-gradients are summed into the parts, not averaged, since losses are divided by denominators of the whole step. Ranks
-must run as many passes as each other: one that has fewer micro-batches runs idle ones, see `idle`.
+Each rank keeps an even part of every weight, in float32. A layer is whole only while it runs, forward and backward, and
+then in the half precision that its products are computed in anyway; what is outside of the layers (embeddings, last
+norm, head) stays float32, and so do the residuals. Gradients are summed into the parts in float32, not averaged, since
+losses are divided by denominators of the whole step. Ranks must run as many passes as each other: one that has fewer
+micro-batches runs idle ones, see `idle`.
 
 What needs the whole model (a save, a checkpoint) gets an ordinary one on rank 0's host, so files are those of a run
 without ranks: a run may go on with another number of them.
@@ -19,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -49,7 +51,7 @@ def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
 def sharded(loaded: LoadedModel, device: torch.device) -> LoadedModel:
     """Divide the model in place; it keeps a skeleton of itself, from which `whole` builds an ordinary one."""
     skeleton = without_storage(loaded.model)
-    shard(loaded.model, device)
+    shard(loaded.model, device, loaded.half)
     return dataclasses.replace(loaded, skeleton=skeleton)
 
 
@@ -59,11 +61,12 @@ def without_storage(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
-    """Divide the parameters of `model` in place and bring this rank's part to `device`."""
+def shard(model: nn.Module, device: torch.device, half: torch.dtype | None) -> None:
+    """Divide the parameters of `model` in place and bring this rank's part to `device`. half: see above; or None."""
     mesh = init_device_mesh(device.type, (distributed.world(),))
+    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):

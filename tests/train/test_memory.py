@@ -80,6 +80,24 @@ def test_an_offloaded_reference_is_there_while_it_is_read() -> None:
     assert here.peak - away.peak == 2400 and away.peak_phase == "update"
 
 
+def test_a_divided_model_by_hand() -> None:
+    """Of 1000 parameters 800 in 2 blocks: in four parts 16 bytes a parameter become 4. Whole for a while: three times a
+    block of 400 in bfloat16, and the 200 outside with their gradients; of casts the head's are left, 50 * 10."""
+    settings = Settings(micro_tokens=100, ranks=4, reference_copy=True)
+    found = phases(SHAPE, settings, chunk_cells=CHUNK).parts["update"]
+    assert found == {
+        "weights (float32)": 1000,
+        "AdamW moments": 2000,
+        "CUDA context": GIB // 2,
+        "reference copy": 1000,
+        "gradients": 1000,
+        "whole for a while": 3 * 2 * 400 + 8 * 200,
+        "activations": 100 * 580 * 2,
+        "logits": 18 * 100 * 50,
+        "bfloat16 casts of weights": 2 * 500,
+    }
+
+
 def test_moments_in_eight_bits_by_hand() -> None:
     """A byte a moment and 8/256 of scales for 900 numbers, and 8 for the 100 of embeddings; paged they may leave."""
     shape, settings = replace(SHAPE, embeddings=100), Settings(micro_tokens=1, optimizer="adamw_8bit")
@@ -224,6 +242,18 @@ def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
     ]
     for edit in found:
         assert edit.peak == predicted(edit.recipe, shape, 20, machine).peak < before.peak
+
+
+def test_dividing_is_advised_where_there_are_gpus_to_divide_among(recipe: Any) -> None:
+    shape = replace(shape_of(skeleton(recipe()), None), parameters=10**9, linear=9 * 10**8)
+    texts = [[e.text for e in edits(recipe(), shape, 20, Machine(80 * GIB, True, "test", n))] for n in (1, 2)]
+    assert "model.shard=true" not in texts[0] and "model.shard=true" in texts[1]
+    eight_bits = recipe(optim={"use": "adamw_8bit"})
+    assert "model.shard=true" not in [e.text for e in edits(eight_bits, shape, 20, Machine(80 * GIB, True, "test", 2))]
+    parts = predicted(
+        recipe(model={"path": "tiny", "shard": True}), shape, 20, Machine(80 * GIB, True, "test", 2)
+    ).parts
+    assert parts["update"]["AdamW moments"] == 4 * 10**9
 
 
 def test_a_micro_batch_holds_no_more_than_an_update(recipe: Any) -> None:

@@ -1,0 +1,57 @@
+"""What cannot stand beside `model.shard`, `model.compile` and `model.offload_reference` is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import load_dict
+
+BASE: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "tiny"},
+    "data": {"source": "x"},
+    "rewards": [{"use": "math.accuracy"}],
+    "run": {"steps": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "told"),
+    [
+        ({"shard": True, "lora": {}}, {}, "model.shard: an adapter has next to nothing to divide"),
+        ({"shard": True}, {"optim": {"use": "adamw_8bit"}}, "optim.use: 8-bit moments cannot be divided"),
+        ({"shard": True, "compile": True}, {}, "model.compile: was not proven together with model.shard"),
+        ({"shard": True, "offload_reference": True}, {}, "model.shard divides the reference as well"),
+        ({"compile": True, "lora": {}, "quantize": "nf4"}, {}, "model.compile: 4-bit weights"),
+        ({"offload_reference": True, "lora": {}}, {}, "under LoRA the reference is the base itself"),
+    ],
+)
+def test_what_cannot_work_together_is_refused(model: dict[str, Any], others: dict[str, Any], told: str) -> None:
+    values = {**BASE, **others, "model": {"path": "tiny", **model}}
+    with pytest.raises(RecipeError) as error:
+        load_dict(values, base_dir=Path.cwd(), where="r")
+    assert told in str(error.value)
+
+
+def test_what_a_stage_has_no_use_for_is_refused() -> None:
+    values = {
+        "stage": "sft",
+        "model": {"path": "tiny", "offload_reference": True},
+        "data": {"source": "x"},
+        "run": {"steps": 1},
+    }
+    with pytest.raises(RecipeError, match="only rl keeps a copy of the starting policy"):
+        load_dict(values, base_dir=Path.cwd(), where="r")
+
+
+def test_one_process_has_nobody_to_share_with() -> None:
+    from posttrain.recipe.sections import Model
+    from posttrain.train import sharding
+
+    with pytest.raises(RecipeError, match="this is one") as told:
+        sharding.check(Model(path="tiny", shard=True))
+    assert "--gpus N" in str(told.value)
