@@ -48,8 +48,11 @@ def inspect(
     section: Any = loaded
     tokenizer = load_tokenizer(section.model, loaded.base_dir)
     eos_ids = load_eos_ids(section.model, loaded.base_dir, tokenizer)
-    weigh, single = _weigh(loaded, tokenizer), loaded.verb == "dpo" and "labels" in section.loss.needs
-    report = look(loaded.verb, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single)
+    weigh, of_pairs = _weigh(loaded, tokenizer), loaded.verb == "dpo"
+    single, rules = of_pairs and "labels" in section.loss.needs, section.pairs if of_pairs else None
+    report = look(
+        loaded.verb, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single, rules=rules
+    )
     if as_json:
         from posttrain.cli.show import print_json
 

@@ -14,7 +14,7 @@ from posttrain.data import prepare, render
 from posttrain.data.prepare import Prepared
 from posttrain.data.render import Example, Pair
 from posttrain.errors import DataError
-from posttrain.recipe.sections import Data
+from posttrain.recipe.sections import Data, PairRules
 
 if TYPE_CHECKING:
     from posttrain.batch import Prompt
@@ -37,16 +37,18 @@ def inspect(
     weigh: Weigh | None = None,
     *,
     single: bool = False,
+    rules: PairRules | None = None,
 ) -> Report:
     """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
     Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut {cause: uids}, lengths {part: {min, median, p95,
     max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}]. Raises
     DataError as training would. weigh: what each token of an sft example counts; its tokens and runs have a `weight`.
-    single: the rows of a dpo recipe are answers with labels.
+    single: the rows of a dpo recipe are answers with labels; rules: what becomes of its bad pairs.
     """
     check_stage(stage)
-    examples, pairs = functools.partial(_examples, weigh=weigh), functools.partial(_pairs, single=single)
+    examples = functools.partial(_examples, weigh=weigh)
+    pairs = functools.partial(_pairs, single=single, rules=rules)
     describe = {"sft": examples, "dpo": pairs}.get(stage, _prompts)
     prepared, report = describe(section, tokenizer, base_dir, tuple(eos_ids), samples)
     return {
@@ -94,9 +96,16 @@ def _examples(
 
 
 def _pairs(
-    section: Data, tokenizer: Any, base_dir: Path, eos: tuple[int, ...], samples: int, *, single: bool
+    section: Data,
+    tokenizer: Any,
+    base_dir: Path,
+    eos: tuple[int, ...],
+    samples: int,
+    *,
+    single: bool,
+    rules: PairRules | None,
 ) -> tuple[Prepared[Any], Report]:
-    prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single)
+    prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules)
     items: list[Pair] = prepared.items
     return prepared, {
         "lengths": {

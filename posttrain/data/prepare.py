@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from posttrain.data import render
+from posttrain.data.account import told
 from posttrain.data.labelled import labelled
 from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
 from posttrain.data.sft_rows import without_thought
 from posttrain.errors import DataError
-from posttrain.recipe.sections import Data
+from posttrain.recipe.sections import Data, PairRules
 
 if TYPE_CHECKING:
     from posttrain.batch import Prompt
 
 T = TypeVar("T")
+
+SIDES = ("chosen", "rejected")
 
 TOO_LONG = "longer than max_length"
 ANSWER_TOO_LONG = "trained part alone longer than max_length"
@@ -27,6 +30,7 @@ EMPTY_COMPLETION = "empty completion"
 EMPTY_PROMPT = "empty prompt"
 PROMPT_CUT = "prompt cut to max_length"
 SAME_SIDES = "chosen and rejected are the same"
+TOO_FAR_APART = "one side longer than the other by more than pairs.max_gap"
 KEPT_LONG = "kept although longer than max_length"
 
 
@@ -76,11 +80,15 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[
     return _check_ratio(_checked(prepared), section)
 
 
-def prepare_pairs(section: Data, tokenizer: Any, base_dir: Path, *, single: bool = False) -> Prepared[Pair]:
+def prepare_pairs(
+    section: Data, tokenizer: Any, base_dir: Path, *, single: bool = False, rules: PairRules | None = None
+) -> Prepared[Pair]:
     """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left.
 
-    single: rows are answers with labels, and the rejected side is an answer of another row.
+    single: rows are answers with labels, and the rejected side is an answer of another row. rules: what becomes of rows
+    from which nothing can be learned; texts are compared without outer white space.
     """
+    rules = rules or PairRules()
     rows = load_rows(section, base_dir)
     rows = labelled(rows) if single else rows
     texts = [text for row in rows for text in render.pair_texts(row, tokenizer, section)]
@@ -88,7 +96,10 @@ def prepare_pairs(section: Data, tokenizer: Any, base_dir: Path, *, single: bool
     prepared: Prepared[Pair] = Prepared([], rows)
     for row, chosen, rejected in zip(rows, sides[::2], sides[1::2], strict=True):
         pair = render.join_pair(str(row["uid"]), chosen, rejected)
-        fitted = _fit_pair(pair, section, prepared, tokenizer)
+        cause = _bad_pair(row, pair, rules, single)
+        if cause and rules.bad == "error":
+            raise DataError(cause, where=f"row {pair.uid}", hint="write `pairs: {bad: drop}` to leave such rows out")
+        fitted = _drop(prepared, cause, pair.uid) if cause else _fit_pair(pair, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
     prepared.trained_ratio = _ratio(
@@ -124,13 +135,22 @@ def _fit_example(example: Example, section: Data, into: Prepared[Any], tokenizer
     return example
 
 
-def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) -> Pair | None:
-    if not pair.chosen_ids or not pair.rejected_ids:
-        return _drop(into, EMPTY_COMPLETION, pair.uid)
-    if pair.chosen_ids == pair.rejected_ids:
-        return _drop(into, SAME_SIDES, pair.uid)
+def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | None:
+    """Why a pair is of no use, or None."""
+    chosen, rejected = (text.strip() if isinstance(text := row[side], str) else text for side in SIDES)
+    if not (chosen and pair.chosen_ids and rejected and pair.rejected_ids):
+        return EMPTY_COMPLETION
+    if chosen == rejected or pair.chosen_ids == pair.rejected_ids:
+        return SAME_SIDES
     if not pair.prompt_ids:
-        return _drop(into, EMPTY_PROMPT, pair.uid)
+        return EMPTY_PROMPT
+    lengths = len(pair.chosen_ids), len(pair.rejected_ids)
+    if not single and rules.max_gap is not None and max(lengths) > rules.max_gap * min(lengths):
+        return TOO_FAR_APART
+    return None
+
+
+def _fit_pair(pair: Pair, section: Data, into: Prepared[Any], tokenizer: Any) -> Pair | None:
     keep = _room(pair.uid, len(pair.prompt_ids), max(len(pair.chosen_ids), len(pair.rejected_ids)), section, into)
     if keep is None:
         return None
@@ -182,8 +202,10 @@ def _ratio(counts: Iterable[tuple[int, int]]) -> float:
 
 def _checked(prepared: Prepared[T]) -> Prepared[T]:
     if not prepared.items:
-        causes = "; ".join(f"{cause}: {len(uids)}" for cause, uids in prepared.dropped.items())
-        raise DataError(f"no row is left of {len(prepared.rows)}: {causes}", hint="see `posttrain data inspect RECIPE`")
+        raise DataError(
+            f"no row is left of {len(prepared.rows)}: {told(prepared.dropped)}",
+            hint="see `posttrain data inspect RECIPE`",
+        )
     return prepared
 
 

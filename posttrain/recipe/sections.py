@@ -313,6 +313,15 @@ class PairLossSection(ComponentSection):
     use: str = "dpo"
 
 
+class PairRules(Section):
+    """What becomes of pairs from which nothing can be learned. They are counted and told by row in any case."""
+
+    bad: Literal["drop", "error"] = Field("drop", description="pairs with equal sides, an empty side or no prompt")
+    max_gap: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="pairs whose longer side has more than this times the tokens of the other are bad too"
+    )
+
+
 class Anchors(Section):
     """Other policies that the preference loss reads, as models (path or `stage:NAME`): the log-probs of every pair are
     computed once, one model after the other, before the policy is loaded."""

@@ -95,6 +95,7 @@ class DpoRecipe(Stage):
     data: s.Data
     loss: s.PairLossSection = Field(default_factory=lambda: s.PairLossSection.model_validate({}))
     anchors: s.Anchors = Field(default_factory=s.Anchors)
+    pairs: s.PairRules = Field(default_factory=s.PairRules)
     batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
     optim: s.DpoOptim = Field(default_factory=s.DpoOptim)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PrinterCallback, TrainingArguments
 
+from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError
@@ -407,9 +408,9 @@ def arguments(job: Job) -> dict[str, Any]:
 
 def rows_note(prepared: Prepared[Any], what: str) -> str:
     """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
-    causes = {**prepared.dropped, **prepared.cut}
-    counts = "".join(f"; {cause}: {len(uids)}" for cause, uids in causes.items())
-    return f"{len(prepared.items)} {what}, {prepared.trained_ratio:.0%} of their tokens are trained on{counts}"
+    causes = told({**prepared.dropped, **prepared.cut})
+    counts = f"{len(prepared.items)} {what}, {prepared.trained_ratio:.0%} of their tokens are trained on"
+    return f"{counts}; {causes}" if causes else counts
 
 
 def check_window(loaded: LoadedModel, uid: str, length: int) -> None:

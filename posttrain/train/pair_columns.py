@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain import registry
+from posttrain.data.account import named
 from posttrain.errors import DataError
 from posttrain.places import split_function
 from posttrain.recipe.sections import Anchors
@@ -50,32 +51,53 @@ def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
     Raises DataError naming the first row without a number that the loss needs, or that other rows have.
     """
     found: Columns = {}
+    _refuse_missing(rows, wanted, use)
     for need, fields in {**GIVEN, **ANCHORS}.items():
         if need not in wanted and "anything" not in wanted:
             continue
         there = any(row.get(field) is not None for field in fields for row in rows)
         if there or (need in GIVEN and need in wanted):
-            found |= {field: [_number(row, field, use) for row in rows] for field in fields}
+            found |= {field: [_number(row, field) for row in rows] for field in fields}
     for field in ANCHORS["history"]:
         if len({len(past) for past in found.get(field, [])}) > 1:
             raise DataError(f"`{field}` has more policies in some rows than in others", hint="one a policy in each row")
     return found
 
 
-def _number(row: Row, field: str, use: str) -> Any:
+def _refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> None:
+    """Raises DataError for a column that the loss needs, or that other rows have, with the rows that lack it."""
+    for need, fields in {**GIVEN, **ANCHORS}.items():
+        if need not in wanted and "anything" not in wanted:
+            continue
+        for field in fields:
+            lacking = [row for row in rows if row.get(field) is None]
+            there = any(row.get(other) is not None for other in fields for row in rows)
+            if lacking and (there or (need in GIVEN and need in wanted)):
+                raise DataError(
+                    f"pair loss `{use}` needs the column `{field}`; {len(lacking)} of {len(rows)} rows lack it",
+                    where=named([str(row["uid"]) for row in lacking]),
+                    allowed=f"columns of the first: {', '.join(k for k in lacking[0] if k != 'uid')}",
+                    hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
+                )
+
+
+def _number(row: Row, field: str) -> Any:
     """A finite number, or a list of them for a history."""
-    value = row.get(field)
-    if value is None:
-        raise DataError(
-            f"pair loss `{use}` needs the column `{field}`",
-            where=f"row {row['uid']}",
-            allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
-            hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
-        )
+    value: Any = row.get(field)
     numbers = value if field.startswith("history") else [value]
     if not isinstance(numbers, list) or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
         raise DataError(f"`{field}` is {str(value)[:40]!r}, not a finite number", where=f"row {row['uid']}")
     return [float(n) for n in numbers] if field.startswith("history") else float(value)
+
+
+def refuse_one_class(given: Sequence[float], use: str) -> None:
+    """Raises DataError where all answers are good or all are bad: nothing shows the model the other kind."""
+    good = sum(label > 0.5 for label in given)
+    if good in (0, len(given)):
+        raise DataError(
+            f"`label`: all {len(given)} answers are {'good' if good else 'bad'}; {use} learns from both kinds",
+            hint="add answers of the other kind, or train on the good ones alone with sft",
+        )
 
 
 def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
@@ -83,8 +105,6 @@ def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
     good = sum(label > 0.5 for label in given)
     bad = len(given) - good
     counts = f"{good} good answers, {bad} bad ones"
-    if not good or not bad:
-        return f"{counts}: nothing shows the model the other kind"
     if "desirable_weight" not in params or "undesirable_weight" not in params:
         return counts
     ratio = params["desirable_weight"] * good / (params["undesirable_weight"] * bad)

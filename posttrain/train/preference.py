@@ -25,6 +25,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from posttrain import registry
 from posttrain.batch import PairBatch, PairLoss
+from posttrain.data.account import named
 from posttrain.data.prepare import prepare_pairs
 from posttrain.data.render import Pair
 from posttrain.errors import RecipeError, UserError
@@ -39,6 +40,7 @@ from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 
+HUGE_GAP = 10  # a pair with such a difference in length teaches length
 COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
 REWARD_METRICS = {
     "chosen_rewards": "rewards/chosen",
@@ -58,9 +60,11 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     wanted = pair_columns.needs(component, recipe.loss.params)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     single = "labels" in wanted
-    prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single)
+    prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
     rows = {row["uid"]: row for row in prepared.rows}
     columns = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
+    if single:
+        pair_columns.refuse_one_class(columns["label"], recipe.loss.use)
     measure = functools.partial(measured, recipe, prepared.items)
     columns |= anchors.columns(recipe, directory, prepared.items, columns, tokenizer, measure)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
@@ -342,7 +346,11 @@ def lengths(pairs: Sequence[Pair]) -> str:
     )
     longer = sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
     means = f"{sum(chosen) / len(pairs):.1f} tokens chosen, {sum(rejected) / len(pairs):.1f} rejected on average"
-    return f"{means}; the chosen side is longer in {longer:.0%} of the pairs"
+    told = f"{means}; the chosen side is longer in {longer:.0%} of the pairs"
+    apart = [pair.uid for pair, c, r in zip(pairs, chosen, rejected, strict=True) if max(c, r) > HUGE_GAP * min(c, r)]
+    if not apart:
+        return told
+    return f"{told}; LOOK: in {len(apart)} one side is over {HUGE_GAP} times as long as the other ({named(apart)})"
 
 
 def pair_length(pair: Pair) -> int:

@@ -131,4 +131,3 @@ def test_what_is_told_of_lengths_and_labels() -> None:
         "2 good answers, 1 bad ones; weighted, 2.00 good to 1 bad; 1 to 1.33 is advised"
     )
     assert pair_columns.labels([1.0, 0.0], weights) == "1 good answers, 1 bad ones; weighted, 1.00 good to 1 bad"
-    assert pair_columns.labels([1.0], weights).endswith("nothing shows the model the other kind")

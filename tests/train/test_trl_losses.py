@@ -109,3 +109,50 @@ def test_losses_without_a_reference_are_those_of_trl() -> None:
     torch.testing.assert_close(orpo.losses, -chosen / lengths - term)
     cpo = registry.get("pair_loss", "cpo").function(made, beta=0.3, alpha=0.0, label_smoothing=0.1)
     torch.testing.assert_close(cpo.losses, CPOTrainer.cpo_loss(theirs, chosen, rejected)[0])
+    theirs.loss_type, theirs.simpo_gamma = "simpo", 0.3 * 0.5  # gamma; ours is its ratio to beta
+    simpo = registry.get("pair_loss", "simpo").function(made, beta=0.3, gamma_beta_ratio=0.5, label_smoothing=0.1)
+    expected = CPOTrainer.cpo_loss(theirs, chosen / lengths, rejected / lengths)[0]  # TRL's own averages
+    torch.testing.assert_close(simpo.losses, expected)
+
+
+def test_kto_is_that_of_trl() -> None:
+    """Loss and gradient by log-probs, with a positive KL estimate and with one below 0, which counts as 0. TRL takes
+    that of a micro-batch, ours is that of the step: here they are one."""
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
+    labels, ref = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([-5.0, -6.0, -2.0, -4.0])
+    for gap in (0.8, -0.8):
+        mine, other = (torch.tensor([-4.0, -7.0, -1.0, -3.5], requires_grad=True) for _ in range(2))
+        mismatched = torch.tensor([-9.0, -8.0, -7.0, -6.0])
+        batch = PairBatch(
+            mine,
+            mismatched + gap,
+            ref_chosen_logp=ref,
+            ref_rejected_logp=mismatched,
+            label=labels,
+        )
+        losses = registry.get("pair_loss", "kto").function(batch, beta=0.3, **weights).losses
+        expected = trl_kto(other, ref, labels, mismatched + gap, mismatched, beta=0.3, **weights)
+        torch.testing.assert_close(losses.mean(), expected)
+        losses.mean().backward()
+        expected.backward()
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def trl_kto(logp: Any, ref: Any, labels: Any, kl: Any, ref_kl: Any, **settings: float) -> torch.Tensor:
+    """The loss of TRL's KTOTrainer for completions of one token with these log-probs."""
+    from collections import defaultdict
+
+    from trl import KTOTrainer
+
+    ones = torch.ones(len(logp), 2, dtype=torch.long)
+    inputs = {"input_ids": ones, "attention_mask": ones, "completion_mask": ones, "label": labels.bool()}
+    inputs |= {"ref_logps": ref, "ref_KL_logps": ref_kl}
+    column = torch.zeros(len(logp), 1)
+    outputs = SimpleNamespace(log_probs=logp[:, None], entropy=column, mean_logits=column)
+    theirs: Any = SimpleNamespace(
+        model=torch.nn.Identity(), loss_type="kto", calculate_KL=True, precompute_ref_logps=True,
+        aux_loss_enabled=False,
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x), _total_train_tokens=0, _tp_size=1,
+        _metrics=defaultdict(lambda: defaultdict(list)), _compute_kl_logps=lambda *_: kl, **settings,
+    )  # fmt: skip
+    return KTOTrainer._compute_loss(theirs, lambda **_: outputs, inputs, False)

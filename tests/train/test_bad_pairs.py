@@ -1,0 +1,105 @@
+"""Bad pairs are told by row and counted, and the recipe's policy is applied: the table of docs/preference.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.data import prepare
+from posttrain.data import rows as rows_module
+from posttrain.data.prepare import prepare_pairs
+from posttrain.errors import DataError
+from posttrain.models import load as models
+from posttrain.recipe.sections import Data, PairRules
+from posttrain.train import hf_trainer, pair_columns, preference
+
+GOOD = {"name": "good", "prompt": "1+1", "chosen": "2", "rejected": "3"}
+BAD = {
+    "same": ({"chosen": "2", "rejected": "2"}, prepare.SAME_SIDES),
+    "spaces": ({"chosen": "2", "rejected": " 2\n"}, prepare.SAME_SIDES),
+    "empty": ({"rejected": ""}, prepare.EMPTY_COMPLETION),
+    "blank": ({"chosen": " \n"}, prepare.EMPTY_COMPLETION),
+    "far": ({"rejected": "3" * 40}, prepare.TOO_FAR_APART),
+    "long": ({"chosen": "2" * 200}, prepare.ANSWER_TOO_LONG),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    from posttrain.recipe.sections import Model
+
+    return models.load_tokenizer(Model(path="tiny"), Path())
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are called by their column `name`, not by a hash."""
+    monkeypatch.setattr(rows_module, "row_uid", lambda record, *_: record["name"])
+
+
+def data(tmp_path: Path, *rows: dict[str, Any]) -> Data:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Data(source=str(path), max_length=120)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_it_is_left_out_and_told_by_row(name: str, tmp_path: Path, tiny: Any) -> None:
+    changes, cause = BAD[name]
+    section = data(tmp_path, GOOD, {**GOOD, **changes, "name": name})
+    rules = PairRules(max_gap=10) if name == "far" else PairRules()
+    prepared = prepare_pairs(section, tiny, tmp_path, rules=rules)
+    assert [pair.uid for pair in prepared.items] == ["good"]
+    assert prepared.dropped == {cause: [name]}
+    assert hf_trainer.rows_note(prepared, "pairs").endswith(f"; {cause}: 1 (row {name})")
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name != "long"])
+def test_it_is_an_error_where_the_recipe_says_so(name: str, tmp_path: Path, tiny: Any) -> None:
+    changes, cause = BAD[name]
+    section = data(tmp_path, GOOD, {**GOOD, **changes, "name": name})
+    with pytest.raises(DataError, match=f"row {name}  {cause}"):
+        prepare_pairs(section, tiny, tmp_path, rules=PairRules(bad="error", max_gap=10))
+
+
+def test_too_long_is_an_error_where_the_recipe_says_so(tmp_path: Path, tiny: Any) -> None:
+    section = data(tmp_path, GOOD, {**GOOD, "chosen": "2" * 200, "name": "long"}).model_copy(
+        update={"overlong": "error"}
+    )
+    with pytest.raises(DataError, match=r"row long .* over data.max_length 120"):
+        prepare_pairs(section, tiny, tmp_path)
+
+
+def test_when_all_are_too_long_every_row_is_counted(tmp_path: Path, tiny: Any) -> None:
+    rows = [{**GOOD, "chosen": "2" * 200, "name": str(n)} for n in range(5)]
+    told = r"no row is left of 5: trained part alone longer than max_length: 5 \(rows 0, 1, 2, ...\)"
+    with pytest.raises(DataError, match=told):
+        prepare_pairs(data(tmp_path, *rows), tiny, tmp_path)
+
+
+def test_a_huge_gap_is_told_where_it_is_kept(tmp_path: Path, tiny: Any) -> None:
+    section = data(tmp_path, GOOD, {**GOOD, "rejected": "3" * 40, "name": "far"})
+    told = preference.lengths(prepare_pairs(section, tiny, tmp_path).items)
+    assert told.endswith("; LOOK: in 1 one side is over 10 times as long as the other (row far)")
+
+
+def test_missing_columns_are_counted() -> None:
+    """Of the rows' columns, or of a reference that only some rows have."""
+    rows = [{"uid": n, "chosen_win": 1.0, "rejected_win": 0.0} for n in "abc"]
+    rows[1].pop("chosen_win")
+    with pytest.raises(DataError, match=r"(?s)row b .*`sppo` needs the column `chosen_win`; 1 of 3 rows lack it"):
+        pair_columns.read(rows, frozenset({"ref_logp", "win_rates"}), "sppo")
+    rows = [{"uid": n, **({"ref_chosen_logp": 1.0, "ref_rejected_logp": 1.0} if n == "a" else {})} for n in "abcde"]
+    with pytest.raises(DataError, match=r"(?s)rows b, c, d, ... .*`ref_chosen_logp`; 4 of 5 rows lack it"):
+        pair_columns.read(rows, frozenset({"ref_logp"}), "dpo")
+
+
+def test_labels_of_one_class_are_refused(dpo_recipe: Any, opened: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1", "completion": str(n + 1), "label": True, "name": str(n)} for n in range(6)]
+    recipe = dpo_recipe(loss={"use": "kto"}, run={"steps": 1})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with opened() as directory, pytest.raises(DataError, match="`label`: all 6 answers are good; kto learns from both"):
+        preference.run(recipe, directory)
