@@ -8,7 +8,7 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,6 +39,7 @@ class Engine(Protocol):
         first_group: int = 0,
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
+        done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
         """n completions of each prompt, group-major: those of prompts[i] are at i*n ... i*n+n-1, group first_group + i.
 
@@ -49,6 +50,9 @@ class Engine(Protocol):
         share: sample only the prompts of these numbers, rising. Their groups keep their numbers, and (transformers;
         vLLM where requests have seeds of their own) their completions are those that all prompts together would have
         given: what is sampled does not depend on how many processes share the work.
+
+        done: hears of the rollouts of a prompt as soon as they are finished, where the engine can tell: in any order,
+        each prompt once at most, maybe in another thread. They are the objects that are returned in the end.
         """
         ...
 

@@ -6,7 +6,7 @@ Where they are divided among ranks it has a copy of its own: ranks decode differ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,8 +55,10 @@ class TransformersEngine:
         first_group: int = 0,
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
+        done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time."""
+        """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time;
+        `done` hears of them between two such batches."""
         check_fits(prompts, sampling, self.window)
         rows = sorted(range(len(prompts) * n), key=lambda r: (len(prompts[r // n].ids), r))
         u = uniforms(len(rows), sampling.max_new_tokens, seed)
@@ -64,7 +66,18 @@ class TransformersEngine:
             chosen = set(share)
             rows = [row for row in rows if row // n in chosen]
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
-        done: dict[int, Completion] = {}
+        found: dict[int, Completion] = {}
+        made: dict[int, list[Rollout]] = {}
+
+        def make(numbers: Sequence[int]) -> None:
+            """The rollouts of these prompts, whose completions are all there."""
+            ordered = [found[p * n + i] for p in numbers for i in range(n)]
+            ordered = ordered if logprobs else [Completion(c.ids, None, c.finish) for c in ordered]
+            rollouts = as_rollouts(
+                prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version, share=numbers
+            )
+            made.update({p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(numbers)})
+
         with evaluating(self.model), self.loaded.autocast():
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
@@ -80,11 +93,13 @@ class TransformersEngine:
                     pad_id=self.pad_id,
                     stops=stops,
                 )
-                done.update(zip(chunk, completions, strict=True))
-        ordered = [done[r] if logprobs else Completion(done[r].ids, None, done[r].finish) for r in sorted(rows)]
-        return as_rollouts(
-            prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version, share=share
-        )
+                found.update(zip(chunk, completions, strict=True))
+                whole = [p for p in distinct if all(p * n + i in found for i in range(n))]
+                make(whole)
+                if done is not None and len(found) < len(rows):
+                    for p in whole:
+                        done(made[p])
+        return [rollout for p in sorted(made) for rollout in made[p]]
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""

@@ -72,7 +72,8 @@ class LocalServer:
         if code is None:
             return ""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        said = self.log.read_text(errors="replace").strip().splitlines()[-5:] if self.log.is_file() else []
+        silent = code == -signal.SIGKILL or not self.log.is_file()  # that one leaves no time for words
+        said = [] if silent else self.log.read_text(errors="replace").strip().splitlines()[-5:]
         last = "; its last lines:\n    " + "\n    ".join(said) + "\n  " if said else "; "
         return f"the engine on {self.place} {how}{last}its output is in {self.log}"
 

@@ -98,20 +98,33 @@ class PushedEngine:
         first_group: int = 0,
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
+        done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
         """See `Engine.generate`."""
         check_fits(prompts, sampling, self.window)
         requests = requests_of(prompts, n, sampling, seed=seed, logprobs=logprobs, share=share)
-        completions = [c for samples in self.complete(requests, sampling, seed=seed) for c in samples]
-        return as_rollouts(
+        tokenizer, version, told = self.loaded.tokenizer, self.version, dict[int, list[Rollout]]()
+
+        def heard(place: int, samples: list[Completion]) -> None:
+            number = requests[place].number
+            first = first_group + number
+            told[place] = as_rollouts([prompts[number]], n, samples, tokenizer, first_group=first, version=version)
+            assert done is not None
+            done(told[place])
+
+        found = self.complete(requests, sampling, seed=seed, done=None if done is None else heard)
+        left = [place for place in range(len(requests)) if place not in told]
+        rest = as_rollouts(
             prompts,
             n,
-            completions,
-            self.loaded.tokenizer,
+            [c for place in left for c in found[place]],
+            tokenizer,
             first_group=first_group,
-            version=self.version,
-            share=share,
+            version=version,
+            share=[requests[place].number for place in left],
         )
+        told |= {place: rest[i * n : (i + 1) * n] for i, place in enumerate(left)}
+        return [rollout for place in range(len(requests)) for rollout in told[place]]
 
     def sync(self, model: Any, version: int) -> None:
         """Push the weights of `model` (its adapter, with LoRA) and check that they arrived. Raises EngineError."""

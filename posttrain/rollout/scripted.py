@@ -41,7 +41,9 @@ class ScriptedEngine:
         first_group: int = 0,
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
+        done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
+        del done  # it has nothing to do meanwhile
         self.calls.append({"prompts": [p.uid for p in prompts], "n": n, "seed": seed, "first_group": first_group})
         asked = prompts if share is None else [prompts[number] for number in share]
         completions = [self._completion(p, i, sampling, bool(logprobs)) for p in asked for i in range(n)]

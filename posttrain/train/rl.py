@@ -31,7 +31,7 @@ from posttrain.models.save import save
 from posttrain.recipe.checks import reward_name
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.engine import check_fits, make_engine, needed_length, token_ends
+from posttrain.rollout.engine import check_fits, make_engine, needed_length
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -53,9 +53,10 @@ from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
+from posttrain.train.scoring import scoring
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
-from posttrain.verify.score import Sample, Scorer
+from posttrain.verify.score import Scorer
 
 WATCHED = 4  # prompts a generation whose engine log-probs are compared, where no component reads those of all
 COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
@@ -246,7 +247,8 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
     while True:
         drawn = p.sampler.take(state.position, settings.prompts_per_step)
         state.position += len(drawn)
-        with p.watchdog.phase("rollout"), p.loaded.autocast() if settings.engine == "transformers" else nullcontext():
+        autocast = p.loaded.autocast() if settings.engine == "transformers" else nullcontext()
+        with p.watchdog.phase("rollout"), autocast, scoring(p, state.step) as scored:
             fresh = p.engine.generate(
                 [p.prompts[i] for i in drawn],
                 settings.group_size,
@@ -255,10 +257,11 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
                 first_group=accumulator.batches * settings.prompts_per_step,
                 logprobs="rollout_logp" in p.objective.needs or WATCHED,
                 share=distributed.share(len(drawn)),
+                **scored.heard,
             )
         with p.watchdog.phase("score"):
             if fresh:  # a rank without a share has none
-                _score(p, fresh, state.step, gathered)
+                scored.finish(fresh, gathered)
         fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
         kept = accumulator.add(batch_of(p, fresh, state))
         rollouts += [r for r in fresh if r.group in kept]
@@ -274,32 +277,6 @@ def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) ->
     batch = rollout_batch(rollouts, answers)
     weights = {reward_name(reward): reward.weight for reward in p.recipe.rewards}
     return batch.replace(reward_weights=weights, step=state.step, total_steps=p.steps, memory=state.memory)
-
-
-def _score(p: Pieces, rollouts: Sequence[Rollout], step: int, gathered: dict[str, Any]) -> None:
-    """Fill in scores, reward and correctness of each rollout; add counts to `gathered`."""
-    ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
-    samples = [
-        Sample(
-            completion=r.text,
-            row=r.prompt.row,
-            prompt=r.prompt.text,
-            finish=r.finish,
-            token_count=len(r.ids),
-            group=r.group,
-            token_ids=r.ids,
-            token_ends=token_ends(r.ids, p.loaded.tokenizer) if ends else (),
-        )
-        for r in rollouts
-    ]
-    scores = p.scorer.score(samples, step=step)
-    for i, r in enumerate(rollouts):
-        r.scores = {name: column[i] for name, column in scores.components.items()}
-        r.reward, r.correct = scores.rewards[i], scores.correct[i]
-    for what, counts in (("errors", scores.errors), ("timeouts", scores.timeouts), ("abstained", scores.abstained)):
-        for name, count in counts.items():
-            key = f"rewards/{name}/{what}"
-            gathered[key] = gathered.get(key, 0) + count
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:

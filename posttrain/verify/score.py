@@ -90,11 +90,13 @@ class Scorer:
             if reward.in_trainer:
                 reward.function.posttrain_in_trainer[1]()  # type: ignore[attr-defined]
 
-    def score(self, samples: Sequence[Sample], step: int = 0) -> Scores:
-        """Score all samples. Raises RewardError when a script breaks its contract or `on_none: error` is met, RunError
-        when more calls of a component than scoring.max_error_rate failed or timed out."""
+    def score(self, samples: Sequence[Sample], step: int = 0, results: list[list[Result]] | None = None) -> Scores:
+        """Score all samples; results: of their calls, where they were made before.
+
+        Raises RewardError when a script breaks its contract or `on_none: error` is met, RunError when more calls of a
+        component than scoring.max_error_rate failed or timed out."""
         started = time.monotonic()
-        results = self.results(samples, step)
+        results = self.results(samples, step) if results is None else results
         self._limit_failures(results)
         components = {
             name: values

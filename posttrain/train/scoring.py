@@ -1,0 +1,83 @@
+"""Scores of one round of rollouts: where the rewards allow it, they are run while other rollouts are generated."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from posttrain.batch import Rollout
+from posttrain.rollout.engine import token_ends
+from posttrain.train.pieces import Pieces
+from posttrain.verify.early import Early, Results
+from posttrain.verify.score import Sample
+
+
+class Scoring:
+    """`done` takes the rollouts of a prompt as an engine finishes them; `finish` fills in the scores of all."""
+
+    def __init__(self, p: Pieces, step: int, early: Early | None) -> None:
+        self._p, self._step, self._early = p, step, early
+        self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
+
+    @property
+    def heard(self) -> dict[str, Callable[[list[Rollout]], None]]:
+        """The argument `done` of `Engine.generate`, if there is one."""
+        return {} if self._early is None else {"done": self._done}
+
+    def _done(self, rollouts: list[Rollout]) -> None:
+        assert self._early is not None
+        if rollouts:
+            self._early.add(rollouts[0].group, self._samples(rollouts))
+
+    def finish(self, rollouts: Sequence[Rollout], gathered: dict[str, Any]) -> None:
+        """Fill in scores, reward and correctness of each rollout, group-major; add counts to `gathered`."""
+        samples = self._samples(rollouts)
+        scores = self._p.scorer.score(samples, step=self._step, results=self._results(rollouts, samples))
+        for i, r in enumerate(rollouts):
+            r.scores = {name: column[i] for name, column in scores.components.items()}
+            r.reward, r.correct = scores.rewards[i], scores.correct[i]
+        for what, counts in (("errors", scores.errors), ("timeouts", scores.timeouts), ("abstained", scores.abstained)):
+            for name, count in counts.items():
+                key = f"rewards/{name}/{what}"
+                gathered[key] = gathered.get(key, 0) + count
+
+    def _results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results | None:
+        """Of all rollouts, if calls were made early; those of the groups that were not told are made now."""
+        if self._early is None:
+            return None
+        found = dict(self._early.results())
+        left = [(r, s) for r, s in zip(rollouts, samples, strict=True) if r.group not in found]
+        for group, rows in itertools.groupby(left, key=lambda pair: pair[0].group):
+            found[group] = self._p.scorer.results([s for _, s in rows], self._step)
+        groups = list(dict.fromkeys(r.group for r in rollouts))
+        return [
+            [result for group in groups for result in found[group][component]]
+            for component in range(len(self._p.scorer.rewards))
+        ]
+
+    def _samples(self, rollouts: Sequence[Rollout]) -> list[Sample]:
+        return [
+            Sample(
+                completion=r.text,
+                row=r.prompt.row,
+                prompt=r.prompt.text,
+                finish=r.finish,
+                token_count=len(r.ids),
+                group=r.group,
+                token_ids=r.ids,
+                token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends else (),
+            )
+            for r in rollouts
+        ]
+
+
+@contextlib.contextmanager
+def scoring(p: Pieces, step: int) -> Iterator[Scoring]:
+    """Around the generation of one round; `finish` comes behind the block."""
+    if not Early.possible(p.scorer):
+        yield Scoring(p, step, None)
+        return
+    with Early(p.scorer, step) as early:
+        yield Scoring(p, step, early)

@@ -1,0 +1,159 @@
+"""Rewards run while other rollouts are still generated, and the scores are those of a run that waited."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RewardError
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Reward, Scoring
+from posttrain.rollout.hf import TransformersEngine
+from posttrain.run.metrics import read_metrics
+from posttrain.train import rl
+from posttrain.verify.early import Early
+from posttrain.verify.score import Sample, Scorer
+
+Opened = Callable[..., AbstractContextManager[Any]]
+
+REWARDS = """
+import pathlib, time
+from posttrain.verify.contract import batched
+
+def digits(completion, token_count, correct):
+    return None if token_count == 3 else sum(c.isdigit() for c in completion) / max(token_count, 1) + bool(correct)
+
+def short(completion, token_count):
+    return float(token_count < 6)
+
+def one_hangs(completion, prompt, token_count):
+    if "7+7=" in prompt and token_count % 2:
+        time.sleep(60)
+    return float(len(completion))
+
+@batched()
+def many(completions):
+    return [float(len(c)) for c in completions]
+
+def text(completion):
+    return "no number" if completion == "bad" else 1.0
+
+def seen(completion, folder):
+    pathlib.Path(folder, "called").touch()
+    return 1.0
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Callable[..., Any]:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(12):
+            row = {"prompt": f"{i}+{i}=" + "?" * (i % 3), "folder": str(tmp_path)}
+            file.write(json.dumps(row) + "\n")
+
+    def make(rewards: list[dict[str, Any]], **rollout: Any) -> Any:
+        values = {
+            "stage": "rl",
+            "model": {"path": "tiny"},
+            "data": {"source": "rows.jsonl"},
+            "rollout": {"prompts_per_step": 6, "group_size": 4, "max_new_tokens": 8, "batch_size": 8, **rollout},
+            "rewards": rewards,
+            "scoring": {"workers": 2, "max_error_rate": 0.5},
+            "optim": {"lr": 5e-3},
+            "run": {"steps": 2},
+        }
+        return load_dict(values, base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+def metrics_of(opened: Opened, name: str, recipe: Any) -> list[dict[str, Any]]:
+    with opened(name) as directory:
+        rl.run(recipe, directory)
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(directory.path)]
+
+
+def test_early_scores_are_those_of_all_at_once(recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One reward reads what another says, and abstains in places."""
+    made = recipe([{"use": "rewards.py:digits", "weight": 0.5}, {"use": "rewards.py:short", "correct": True}])
+    added: list[int] = []
+    add = Early.add
+    monkeypatch.setattr(Early, "add", lambda self, group, samples: (added.append(group), add(self, group, samples))[1])
+    early = metrics_of(opened, "early", made)
+    assert len(added) >= 2 * 4 and len(set(added)) <= 6  # of six prompts in three batches, all but the last two
+    with monkeypatch.context() as patch:
+        patch.setattr(Early, "possible", staticmethod(lambda _: False))
+        assert metrics_of(opened, "late", made) == early
+
+
+def test_they_run_while_the_engine_generates(
+    recipe: Any, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on only after a reward was called with what it had finished."""
+    from posttrain.rollout import hf
+
+    decode, waited = hf.decode, list[bool]()
+
+    def decoding(*args: Any, **more: Any) -> Any:
+        if waited or not first:
+            for _ in range(500):
+                if (tmp_path / "called").exists():
+                    break
+                threading.Event().wait(0.02)
+            waited.append((tmp_path / "called").exists())
+        first.clear()
+        return decode(*args, **more)
+
+    first = [True]
+    monkeypatch.setattr(hf, "decode", decoding)
+    metrics_of(opened, "run", recipe([{"use": "rewards.py:seen"}]))
+    assert waited and all(waited)
+
+
+def test_one_reward_that_hangs_costs_its_own_rows(recipe: Any, opened: Opened) -> None:
+    """Of 24 calls a step a few hang; they are counted, their rows are unscored, and the run goes on."""
+    rows = metrics_of(opened, "run", recipe([{"use": "rewards.py:one_hangs", "timeout_s": 0.2}], max_new_tokens=9))
+    counts = [row["rewards/one_hangs/timeouts"] for row in rows]
+    assert len(rows) == 2 and 0 < sum(counts) <= 4
+    assert all(row["signal/share"] >= 5 / 6 for row in rows)
+
+
+def test_a_broken_contract_ends_the_generation(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with Scorer([Reward(use="rewards.py:text")], Scoring(workers=1), tmp_path) as scorer:
+        with Early(scorer, 0) as early:
+            early.add(0, [Sample("good", {}), Sample("bad", {"uid": "r7"})])
+            early.add(1, [Sample("good", {})])
+        with pytest.raises(RewardError, match="row r7"):
+            early.results()
+
+
+def test_calls_of_many_rows_wait_for_all(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    scorers = [Scorer([Reward(use=f"rewards.py:{name}")], Scoring(), tmp_path) for name in ("short", "many")]
+    assert [Early.possible(scorer) for scorer in scorers] == [True, False]
+
+
+@pytest.mark.parametrize("batch_size", [5, 64])
+def test_an_engine_tells_prompts_that_are_whole(batch_size: int) -> None:
+    """Batches of five rows cut the groups of three: each prompt is told once, with the objects that are returned."""
+    from posttrain.batch import Prompt
+    from posttrain.models import load as models
+    from posttrain.recipe.sections import Model, Sampling
+
+    loaded = models.load(Model(path="tiny"), Path.cwd())
+    prompts = [Prompt(str(i), {}, "", tuple(range(10, 12 + i % 2))) for i in range(4)]
+    told: list[Any] = []
+    engine = TransformersEngine(loaded, batch_size=batch_size)
+    found = engine.generate(prompts, 3, Sampling(max_new_tokens=4), seed=0, first_group=2, done=told.append)
+    assert [r.group for r in found] == [2 + i for i in range(4) for _ in range(3)]
+    assert len(told) == (3 if batch_size == 5 else 0)
+    assert all(any(r is f for f in found) for group in told for r in group)
+    assert all(len(group) == 3 and len({r.group for r in group}) == 1 for group in told)
