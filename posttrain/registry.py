@@ -89,6 +89,13 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
+OWN_WORDS = ("pair_loss", "token_weight", "merge")  # kinds whose `needs` speak of something else than a batch
+ALWAYS_THERE = (  # fields of a batch that need not be asked for
+    "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "selected", "step", "total_steps",
+    "truncated",
+)  # fmt: skip
+
+
 def register(
     kind: Kind,
     name: str,
@@ -162,7 +169,30 @@ def resolve(kinds: Kind | tuple[Kind, ...], use: str, base_dir: Path | None = No
         return get(kind_of(kinds, use), use)
     function = load_function(use, base_dir, what=kinds[0])
     marked = next((c for c in _components.values() if c.function is function and c.kind in kinds), None)
+    if marked is not None:
+        check_needs(marked)
     return marked or Component(kinds[0], use, function, params=keywords(function))
+
+
+def needs_words(kind: str) -> set[str]:
+    """What a component of that kind may name in `needs`."""
+    if kind in OWN_WORDS:
+        return {word for entry in index().get(kind, {}).values() for word in entry["needs"]}
+    others = (entry for k, entries in index().items() if k not in OWN_WORDS for entry in entries.values())
+    return {word for entry in others for word in entry["needs"]}.union(ALWAYS_THERE)
+
+
+def check_needs(component: Component) -> None:
+    """Raises UserError for a word in the `needs` of a user's component that nobody would know what to do with."""
+    known = needs_words(component.kind)
+    for word in component.needs:
+        if word not in known:
+            near = nearest(word, sorted(known))
+            raise UserError(
+                f"{component.kind} `{component.name}` needs `{word}`, which nothing measures",
+                allowed=f"known: {', '.join(sorted(known))}",
+                hint=f"did you mean `{near}`?" if near else "",
+            )
 
 
 def kind_of(kinds: tuple[Kind, ...], name: str) -> Kind:

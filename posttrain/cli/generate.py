@@ -100,7 +100,26 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
                 raise Interrupted("stopped; completions of --prompt are not kept", hint="") from stopped
         written = summary.get("best", summary["completions"])
         lines = Path(written).read_text(encoding="utf-8").splitlines()
+        asked = [json.loads(line)["prompt"] for line in (run / "problems.jsonl").read_text("utf-8").splitlines()]
     if as_json:
         typer.echo("\n".join(lines))
     else:
-        typer.echo("\n\n".join(json.loads(line)["completion"] for line in lines))
+        typer.echo("\n\n".join(texts([json.loads(line) for line in lines], asked)))
+
+
+def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str]) -> list[str]:
+    """Completions as they are printed: with several prompts each below its own, with several samples numbered.
+
+    records: in any order; prompts: of problem 0, 1, ...
+    """
+    if len(prompts) == 1 and len(records) == 1:
+        return [records[0]["completion"]]
+    several = any(record["sample"] for record in records)
+    records = sorted(records, key=lambda record: (record["problem"], record["sample"]))
+
+    def head(record: dict[str, Any]) -> str:
+        number = f" [{record['sample'] + 1}]" if several else ""
+        prompt = prompts[record["problem"]] if len(prompts) > 1 else ""
+        return f"> {prompt}{number}".replace("\n", "\n> ") if prompt else f">{number}"
+
+    return [f"{head(record)}\n{record['completion']}" for record in records]

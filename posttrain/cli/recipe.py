@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -64,8 +65,14 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
     from posttrain.cli import preflight
     from posttrain.recipe.load import load
 
-    loaded = load(recipe, overrides or [])
-    rewards = preflight.check(loaded)
+    try:
+        loaded = load(recipe, overrides or [])
+        rewards = preflight.check(loaded)
+    except UserError as error:
+        if not as_json:
+            raise
+        print_json({"valid": False, "problems": [asdict(problem) for problem in error.problems]})
+        raise typer.Exit(error.exit_code) from None
     if as_json:
         print_json({"valid": True, "stage": loaded.resolved["stage"], "path": str(loaded.path), "rewards": rewards})
         return

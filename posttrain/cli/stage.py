@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,12 +46,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     for verb, about in VERBS.items():
-        app.command(verb, help=about)(
-            _merge if verb == "merge" else _training(verb) if verb in TRAINING else _command(verb)
-        )
+        app.command(verb, help=about)(_merge if verb == "merge" else _command(verb))
 
 
 def _command(verb: str) -> Callable[..., None]:
+    """The command of a verb. Those that do not train have no --gpus, and run in one process."""
+
     def command(
         ctx: typer.Context,
         recipe: Recipe,
@@ -60,23 +61,32 @@ def _command(verb: str) -> Callable[..., None]:
         output: Output = None,
         as_json: Json = False,
         debug: Debug = False,
+        gpus: Gpus = None,
     ) -> None:
         from posttrain.cli import preflight
         from posttrain.recipe.load import load
-
-        ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
         from posttrain.run import ranks
 
-        if ranks.world() > 1:
+        ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+        if verb not in TRAINING and ranks.world() > 1:
             raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
         loaded = load(recipe, overrides or [], stage=verb)
         preflight.check(loaded)
         if dry_run:
             preview(loaded, output, as_json)
             return
-        summary, path = execute(ctx, loaded, output, resume, ["posttrain", verb, recipe, *(overrides or [])])
+        typed = ["posttrain", verb, recipe, *(overrides or [])]
+        if (gpus or 1) > 1:
+            flags = [*(["--resume"] if resume else []), *(["--output", str(output)] if output else [])]
+            flags += [*(["--json"] if as_json else []), *(["--debug"] if ctx.meta[DEBUG] else [])]
+            raise typer.Exit(launch([*typed, *flags], gpus or 1))
+        summary, path = execute(ctx, loaded, output, resume, typed)
         report(summary, path, as_json)
 
+    if verb not in TRAINING:
+        signature = inspect.signature(command, eval_str=True)
+        kept = [parameter for name, parameter in signature.parameters.items() if name != "gpus"]
+        command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]  # what typer reads
     return command
 
 
@@ -114,38 +124,6 @@ def _merge(
     sweeping.sweep(
         ctx, recipe, overrides or [], sweep, evaluation, output, resume=resume, dry_run=dry_run, as_json=as_json
     )
-
-
-def _training(verb: str) -> Callable[..., None]:
-    def command(
-        ctx: typer.Context,
-        recipe: Recipe,
-        overrides: Overrides = None,
-        dry_run: DryRun = False,
-        resume: Resume = False,
-        output: Output = None,
-        gpus: Gpus = None,
-        as_json: Json = False,
-        debug: Debug = False,
-    ) -> None:
-        from posttrain.cli import preflight
-        from posttrain.recipe.load import load
-
-        ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
-        loaded = load(recipe, overrides or [], stage=verb)
-        preflight.check(loaded)
-        if dry_run:
-            preview(loaded, output, as_json)
-            return
-        typed = ["posttrain", verb, recipe, *(overrides or [])]
-        if (gpus or 1) > 1:
-            flags = [*(["--resume"] if resume else []), *(["--output", str(output)] if output else [])]
-            flags += [*(["--json"] if as_json else []), *(["--debug"] if ctx.meta[DEBUG] else [])]
-            raise typer.Exit(launch([*typed, *flags], gpus or 1))
-        summary, path = execute(ctx, loaded, output, resume, typed)
-        report(summary, path, as_json)
-
-    return command
 
 
 def launch(typed: list[str], processes: int) -> int:

@@ -6,8 +6,8 @@ import importlib.util
 import json
 from typing import Any
 
-from posttrain.data.identity import number
 from posttrain.errors import DataError, MissingExtra, nearest
+from posttrain.seeds import derive
 
 
 def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[str, Any]]:
@@ -16,7 +16,7 @@ def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[s
     reasoning-gym draws item i from seed + i, so neighbouring seeds share nearly all items. The seed given to it is a
     hash of ours and the task's name (31 bits: numpy takes 32). Raises DataError naming near tasks or parameters.
     """
-    dataset = _dataset(task, size, number(seed, "gym", task, bits=31), params)
+    dataset = _dataset(task, size, derive(seed, "gym", task) >> 32, params)
     return [_row(task, dataset[i]) for i in range(size)]
 
 

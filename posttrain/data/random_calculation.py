@@ -12,8 +12,8 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from posttrain.data.identity import number
 from posttrain.errors import DataError
+from posttrain.seeds import derive
 
 _LARGEST = 100
 _PLACES = 6
@@ -25,7 +25,7 @@ def rows(size: int, seed: int = 0, steps: int = 3) -> list[dict[str, Any]]:
         raise DataError(f"steps {steps}: from 1 to 20")
     found = []
     for i in range(size):
-        generator = random.Random(number(seed, "random_calculation", steps, i))
+        generator = random.Random(derive(seed, "random_calculation", steps, i))
         text, value = expression(steps, generator)
         prompt = f"Calculate {text}. Give the result as a decimal number in \\boxed{{}}."
         found.append({"prompt": prompt, "answer": decimal(value), "expression": text, "steps": steps})

@@ -6,8 +6,8 @@ import functools
 import random
 from dataclasses import dataclass
 
-from posttrain.data.identity import number
 from posttrain.errors import DataError
+from posttrain.seeds import derive
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,5 @@ class PromptSampler:
 @functools.lru_cache(maxsize=4)
 def _order(n_items: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(n_items))
-    random.Random(number(seed, "order", epoch)).shuffle(order)
+    random.Random(derive(seed, "order", epoch)).shuffle(order)
     return tuple(order)

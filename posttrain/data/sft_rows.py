@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from posttrain.data import identity
+from posttrain.seeds import derive
 
 
 class Dropped(NamedTuple):
@@ -43,7 +43,7 @@ def without_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str
 
     Which rows is a matter of the seed and the row's uid: the same in every process and every pass.
     """
-    draw = identity.number(seed, "thought_dropout", str(row["uid"])) / 2**63
+    draw = derive(seed, "thought_dropout", str(row["uid"])) / 2**63
     out = dict(row)
     for column in ("completion", "messages"):
         value = out.get(column)

@@ -13,6 +13,7 @@ from typing import Any
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.errors import Interrupted
+from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, load, load_tokenizer
 from posttrain.recipe.sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
@@ -21,7 +22,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, read_rows
 from posttrain.run.progress import Progress
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 COMPLETIONS = "completions.jsonl"
 PROBLEMS = "problems.jsonl"
@@ -161,6 +162,7 @@ def _means(records: Sequence[Record], columns: Sequence[str]) -> dict[str, float
         "truncated": sum(r["finish"] == "length" for r in records) / len(records),
     }
     for column in columns:
-        values = [float(r[column]) for r in records if r.get(column) is not None]
+        found = [verdict(r) if column == "correct" else r.get(column) for r in records]
+        values = [float(value) for value in found if value is not None]
         means[column] = sum(values) / len(values) if values else None
     return means

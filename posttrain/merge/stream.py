@@ -17,7 +17,7 @@ from posttrain.merge import tensors as disk
 from posttrain.merge.plan import Plan
 from posttrain.merge.rules import merge_tensor, raised
 from posttrain.merge.sources import Source
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 
 @dataclass

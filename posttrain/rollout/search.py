@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.sections import Sampling, Search
 from posttrain.rollout.engine import Completion, Engine, as_rollouts
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 Judge = Callable[[Sequence[Rollout]], Sequence[float]]
 

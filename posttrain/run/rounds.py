@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 _NAME = re.compile(r"(?P<group>.+?)\.(?P<round>\d+)\.(?P<stage>.+)$")
 # What is shown of a stage's summary, if it has it.

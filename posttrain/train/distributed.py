@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.errors import PeerLost, UserError
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long

@@ -7,6 +7,7 @@ every stage, and a resumed run computes what an unbroken run computes.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
 import time
@@ -32,8 +33,8 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
-from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
+from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding
 from posttrain.train.plan import out_of_memory
 
@@ -142,7 +143,7 @@ class RowOrder(torch.utils.data.Sampler[int]):
         return self.plan.rows - self.start * self.plan.size
 
 
-class RunLoop:
+class RunLoop(abc.ABC):
     """Put before a TRL trainer: `class Sft(RunLoop, SFTTrainer)`. Overrides public hooks of the trainer only.
 
     A subclass says how its loss is normalised (`denominator`) and adds sums over the step's rows to `sums`; with
@@ -162,13 +163,13 @@ class RunLoop:
     def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
         self.metrics, self.progress, self.stop, self.watchdog = metrics, progress, stop, watchdog
 
+    @abc.abstractmethod
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
         """What the summed loss of one optimiser step is divided by."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Metrics of the step from the sums that `compute_loss` gathered."""
-        raise NotImplementedError
 
     def add(self, name: str, value: Tensor | float) -> None:
         """Add to a sum over the rows of this step."""

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
 from posttrain.errors import DataError
 from posttrain.recipe.stages import RewardModelRecipe
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 Row = Mapping[str, Any]
 

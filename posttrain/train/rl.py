@@ -36,8 +36,8 @@ from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
-from posttrain.run.seeds import derive
 from posttrain.run.watchdog import Watchdog
+from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of

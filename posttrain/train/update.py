@@ -12,7 +12,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import NonFiniteError
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 from posttrain.train import distributed, optim, sharding
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.pieces import Pieces

@@ -21,8 +21,13 @@ def asked(stage: Callable[..., None]) -> list[Any]:
         recipes.append(recipe)
         rows = [json.loads(line) for line in Path(recipe.data.source).read_text().splitlines()]
         path = directory.path / "completions.jsonl"
-        lines = [json.dumps({"completion": row["prompt"].upper()}) for row in rows for _ in range(recipe.samples)]
+        lines = [
+            json.dumps({"problem": problem, "sample": sample, "completion": row["prompt"].upper()})
+            for problem, row in enumerate(rows)
+            for sample in range(recipe.samples)
+        ]
         path.write_text("\n".join(lines) + "\n")
+        (directory.path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return {"completions": str(path)}
 
     stage(run)
@@ -31,7 +36,7 @@ def asked(stage: Callable[..., None]) -> list[Any]:
 
 def test_prompts_of_the_command_line(call: Call, asked: list[Any], folder: Path) -> None:
     result = call("generate", "some/model", "--prompt", "one", "-p", "two\nlines", "--max-new-tokens", "9")
-    assert (result.exit_code, result.stdout) == (0, "ONE\n\nTWO\nLINES\n")
+    assert (result.exit_code, result.stdout) == (0, "> one\nONE\n\n> two\n> lines\nTWO\nLINES\n")
     (recipe,) = asked
     assert (recipe.model.path, recipe.sampling.max_new_tokens, recipe.sampling.temperature) == ("some/model", 9, 0.0)
     assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"], "nothing is kept"
@@ -39,8 +44,20 @@ def test_prompts_of_the_command_line(call: Call, asked: list[Any], folder: Path)
 
 def test_samples_and_json(call: Call, asked: list[Any]) -> None:
     result = call("generate", "m", "-p", "x", "-n", "2", "--temperature", "0.5", "--seed", "4", "--json")
-    assert [json.loads(line) for line in result.stdout.splitlines()] == [{"completion": "X"}] * 2
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        {"problem": 0, "sample": n, "completion": "X"} for n in range(2)
+    ]
     assert (asked[0].samples, asked[0].sampling.temperature, asked[0].run.seed) == (2, 0.5, 4)
+
+
+@pytest.mark.usefixtures("asked")
+def test_it_says_whose_completion_is_whose(call: Call) -> None:
+    """One completion stands alone, for pipes; samples are numbered, and prompts repeated where there are several."""
+    assert call("generate", "m", "-p", "x").stdout == "X\n"
+    sampled = call("generate", "m", "-p", "x", "-n", "2", "--temperature", "1")
+    assert sampled.stdout == "> [1]\nX\n\n> [2]\nX\n"
+    both = call("generate", "m", "-p", "x", "-p", "y", "-n", "2", "--temperature", "1")
+    assert both.stdout.split("\n\n")[-1] == "> y [2]\nY\n"
 
 
 def test_overrides(call: Call, asked: list[Any]) -> None:

@@ -60,6 +60,15 @@ def test_validate(call: Call) -> None:
     assert call("recipe", "validate", "r.yaml", "run.steps=0").exit_code == 2
 
 
+def test_validate_tells_problems_as_json_where_json_is_asked_for(call: Call) -> None:
+    result = call("recipe", "validate", "r.yaml", "run.steps=0", "optim.lrr=1", "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, result.stderr, told["valid"]) == (2, "", False)
+    assert len(told["problems"]) == 2 and told["problems"][0].keys() == {"where", "what", "allowed", "hint"}
+    assert any("optim.lrr" in problem["what"] and "lr" in problem["hint"] for problem in told["problems"])
+    assert json.loads(call("recipe", "validate", "r.yaml", "--json").stdout)["valid"] is True
+
+
 def test_validate_loads_the_rewards(call: Call, folder: Path) -> None:
     (folder / "mine.py").write_text("def score(completion: str) -> float:\n    return 1.0\n", encoding="utf-8")
     text = "stage: rl\nmodel: {path: tiny}\ndata: {source: x}\nrun: {steps: 1}\nrewards:\n  - use: mine.py:score\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from posttrain.evaluate.sampling import finished, split
+import pytest
+
+from posttrain.evaluate.sampling import _means, finished, split
 from posttrain.recipe.sections import EngineSection
 
 
@@ -21,3 +23,10 @@ def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
     assert finished(rows[:3], chunks, 2) == rows[:2]
     assert finished([r for r in rows if r["step"] != 1], chunks, 2) == rows[:2]
     assert finished([], chunks, 2) == []
+
+
+def test_the_display_counts_right_answers_as_the_table_does() -> None:
+    """Right and finished; right but cut off, which counts as wrong; wrong; not judged, which counts for nothing."""
+    finished = [("stop", True), ("length", True), ("stop", False), ("stop", None)]
+    records = [{"tokens": 2, "finish": finish, "correct": correct} for finish, correct in finished]
+    assert _means(records, ("correct",)) == {"tokens": 2.0, "truncated": 0.25, "correct": pytest.approx(1 / 3)}

@@ -1,4 +1,4 @@
-"""Every random draw of a run is a function of (seed, purpose, step), so that a resumed run needs no generator state."""
+"""Every random draw is a function of (seed, purpose, step): a resumed run needs no generator state, rows no order."""
 
 from __future__ import annotations
 

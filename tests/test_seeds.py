@@ -1,4 +1,4 @@
-from posttrain.run.seeds import derive
+from posttrain.seeds import derive
 
 
 def test_a_seed_is_the_same_on_every_machine():

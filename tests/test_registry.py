@@ -1,0 +1,39 @@
+"""Words in `needs` of a user's component: those that something provides, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from posttrain import registry
+from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
+
+LOSS = """
+from posttrain.registry import register
+
+@register("loss", "{name}", needs=("{word}",))
+def mine(batch, logp):
+    return logp
+"""
+
+
+def test_an_unknown_word_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "typo.py").write_text(LOSS.format(name="a_typo", word="ref_logprob"))
+    with pytest.raises(UserError, match="loss `a_typo` needs `ref_logprob`, which nothing measures") as told:
+        registry.resolve("loss", "typo.py:mine", tmp_path)
+    assert "did you mean `ref_logp`" in str(told.value) and "old_logp" in str(told.value)
+
+
+def test_what_something_provides_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text(LOSS.format(name="a_right_one", word="ref_logp"))
+    assert registry.resolve("loss", "right.py:mine", tmp_path).needs == ("ref_logp",)
+
+
+def test_every_field_of_a_batch_is_known_and_preferences_have_words_of_their_own() -> None:
+    """Fields that are made from others (padding of answers and prompts) come with those."""
+    fields = {field.name for field in dataclasses.fields(RolloutBatch)}
+    assert fields - registry.needs_words("loss") <= {"answer_mask", "prompt_mask"}
+    assert "win_rates" in registry.needs_words("pair_loss") and "win_rates" not in registry.needs_words("loss")
