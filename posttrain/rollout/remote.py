@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from torch import Tensor
 
 from posttrain.errors import MissingExtra, RecipeError
 from posttrain.recipe.sections import Sampling, Server, Vllm
@@ -86,8 +84,9 @@ class ServerEngine(PushedEngine):
             shutil.rmtree(folder)
 
     def _everywhere(self, work: Callable[..., T], *of_each: Iterable[Any]) -> list[T]:
-        """`work(client, ...)` for each server, side by side. The first error is raised."""
-        return side_by_side([partial(work, *given) for given in zip(self.clients, *of_each, strict=True)])
+        """`work(client, ...)` for each server, side by side. An error is raised; the others are not waited for."""
+        waits = [started(partial(work, *given)) for given in zip(self.clients, *of_each, strict=True)]
+        return [wait() for wait in waits]
 
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
@@ -129,16 +128,21 @@ class ServerEngine(PushedEngine):
         shutil.rmtree(folder)
 
     def _push_all(self, model: Any) -> None:
-        """All weights, in the engine's type, a bucket after the other: no more than one is held here."""
+        """All weights, in the engine's type. While a bucket travels, the next is copied from the GPU."""
         buckets = wire.buckets(weights.dense_weights(model), self.dtype, wire.BUCKET_BYTES)
         number = 0
-        waiting: list[tuple[str, Tensor]] | None = next(buckets)
-        while waiting is not None:
+        bucket: list[tuple[str, Tensor]] | None = next(buckets)
+        travelling: Callable[[], object] = list  # the first waits for nothing
+        while bucket is not None:
             following = next(buckets, None)
-            path = f"/weights?number={number}&last={int(following is None)}"
-            body = wire.pack(waiting)
-            self._everywhere(lambda client, path=path, body=body: client.ask("POST", path, body))
-            number, waiting = number + 1, following
+            travelling()
+            travelling = started(partial(self._push_bucket, number, bucket, last=following is None))
+            number, bucket = number + 1, following
+        travelling()
+
+    def _push_bucket(self, number: int, bucket: list[tuple[str, Tensor]], *, last: bool) -> None:
+        path, body = f"/weights?number={number}&last={int(last)}", wire.pack(bucket)
+        self._everywhere(lambda client: client.ask("POST", path, body))
 
     def logps(self) -> list[list[float]]:
         """See `PushedEngine.logps`: a row a server."""
@@ -158,27 +162,18 @@ class ServerEngine(PushedEngine):
             process.close()
 
 
-def side_by_side(works: Sequence[Callable[[], T]]) -> list[T]:
-    """What each gives, all at once in threads that keep no process alive. Raises the first error at once."""
-    if len(works) == 1:
-        return [works[0]()]
-    ended: queue.SimpleQueue[tuple[int, T | None, BaseException | None]] = queue.SimpleQueue()
+def started(work: Callable[[], T]) -> Callable[[], T]:
+    """`work` in a thread that keeps no process alive; what is returned waits for what it gives, or raises."""
+    future: Future[T] = Future()
 
-    def run(number: int) -> None:
+    def run() -> None:
         try:
-            ended.put((number, works[number](), None))
+            future.set_result(work())
         except BaseException as error:
-            ended.put((number, None, error))
+            future.set_exception(error)
 
-    for number in range(len(works)):
-        threading.Thread(target=run, args=(number,), daemon=True).start()
-    found: dict[int, Any] = {}
-    while len(found) < len(works):
-        number, value, error = ended.get()
-        if error is not None:
-            raise error
-        found[number] = value
-    return [found[number] for number in range(len(works))]
+    threading.Thread(target=run, daemon=True).start()
+    return future.result
 
 
 def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:

@@ -255,24 +255,6 @@ def process(serving: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
 
 
-def own_engine(loaded: LoadedModel, folder: Path) -> Any:
-    section = EngineSection.model_validate({"engine": "vllm", "vllm": {"server": {"devices": [1]}}})
-    return make_engine(section, loaded, scratch=folder, max_len=64)
-
-
-def test_a_server_that_is_killed_is_told_by_its_own_name(
-    process: None, loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path
-) -> None:
-    del process
-    engine = own_engine(loaded, tmp_path / "a folder")
-    (server,) = engine.processes
-    assert engine.generate(prompts, 1, SAMPLED, seed=0)
-    server.process.kill()
-    with pytest.raises(EngineError, match=r"engine on the CPU was killed by SIGKILL(.|\n)*server-0.log(.|\n)*--resume"):
-        engine.generate(prompts, 1, SAMPLED, seed=0)
-    engine.close()
-
-
 def test_a_server_ends_with_the_run_that_was_killed(process: None, tmp_path: Path) -> None:
     """kill -9 of the run: its server ends by itself, and leaves no files."""
     del process

@@ -1,0 +1,123 @@
+"""What breaks a run from outside ends it with a sentence, and leaves a directory that goes on to the same numbers.
+
+Elsewhere: kill -9 at any moment and within a save (test_killed.py), NaN and a prompt over the window (test_rl.py), a
+reward that hangs (test_scoring.py), an engine that goes while it draws ahead (test_overlap.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+from posttrain.errors import EngineError, RunError
+from posttrain.recipe.load import load_dict
+from posttrain.rollout import client, local_server
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+from posttrain.train import rl
+
+Opened = Callable[..., AbstractContextManager[Any]]
+RUN: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "tiny", "lora": {"rank": 4}},
+    "data": {"source": "rows.jsonl"},
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+    "rewards": [{"use": "rewards.py:digits"}],
+    "scoring": {"workers": 1},
+    "optim": {"lr": 5e-3},
+    "run": {"steps": 4, "save_every": 1},
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    reward = "def digits(completion, token_count):\n    return sum(c.isdigit() for c in completion) / token_count\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(24)))
+    return lambda **rollout: (
+        load_dict({**RUN, "rollout": {**RUN["rollout"], **rollout}}, base_dir=tmp_path, where="test").recipe
+    )
+
+
+def finished(opened: Opened, name: str, recipe: Any, *, resume: bool = False) -> list[dict[str, Any]]:
+    with opened(name, resume=resume) as directory:
+        rl.run(recipe, directory)
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(directory.path)]
+
+
+def test_a_disk_that_fills_while_a_checkpoint_is_written(
+    recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 3 does not fit: those of 1 and 2 stay, and the run goes on from 2 once there is space."""
+    expected = finished(opened, "straight", recipe())
+    saved, original = list[Path](), torch.save
+
+    def full(value: Any, path: Path) -> None:
+        saved.append(path)
+        if len(saved) == 3:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        original(value, path)
+
+    with monkeypatch.context() as patch, opened("full") as directory:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(RunError, match=r"(?i)space"):
+            rl.run(recipe(), directory)
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert finished(opened, "full", recipe(), resume=True) == expected
+
+
+def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user sees it: what is wrong, where, what to do, and how to go on."""
+    recipe()
+    monkeypatch.setattr(client, "PAUSES", (0.01, 0.02))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    values = {**RUN, "rollout": {**RUN["rollout"], "engine": "vllm", "vllm": {"server": {"urls": [url]}}}}
+    (tmp_path / "a recipe.yaml").write_text(json.dumps(values))
+    result = CliRunner().invoke(app, ["rl", str(tmp_path / "a recipe.yaml"), "--output", str(tmp_path / "a run")])
+    assert result.exit_code == 1
+    assert f"{url}  no engine can be reached there: Connection refused" in result.stderr
+    assert "posttrain serve --port" in result.stderr and "--resume" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_engine_process_that_is_killed(
+    serving: ModuleType, recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL while step 3 updates: the run ends at its sync; it goes on with an engine of its own again."""
+    expected = finished(opened, "straight", recipe())
+    entry = "import runpy, sys; sys.path.append({root!r}); sys.argv[1:] = ['{fd}']; "
+    monkeypatch.setattr(local_server, "_ENTRY", f"{entry}runpy.run_path({serving.__file__!r}, run_name='__main__')")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else find(name))
+    monkeypatch.setattr(client, "PAUSES", (0.05, 0.1))
+    elsewhere = recipe(engine="vllm", vllm={"server": {"devices": [1]}})
+    update = rl.update
+
+    def killing(p: Any, batch: Any, sequences: Any, step: int) -> Any:
+        if step == 2:
+            p.engine.processes[0].process.kill()
+        return update(p, batch, sequences, step)
+
+    with monkeypatch.context() as patch, opened("broken") as directory:
+        patch.setattr(rl, "update", killing)
+        with pytest.raises(EngineError, match=r"the engine on the CPU was killed by SIGKILL(.|\n)*--resume"):
+            rl.run(elsewhere, directory)
+    assert len(read_metrics(directory.path)) == 2
+    found = finished(opened, "broken", elsewhere, resume=True)
+    for a, b in zip(found, expected, strict=True):
+        assert a == {key: pytest.approx(b[key], rel=1e-3, abs=2e-5) for key in b}
