@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor
+
 from posttrain.errors import MissingExtra, RecipeError
 from posttrain.recipe.sections import Sampling, Server, Vllm
 from posttrain.rollout import weights, wire
