@@ -26,7 +26,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.models.scorer import Card
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import hf_trainer, reward_rows
+from posttrain.train import distributed, hf_trainer, reward_rows
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 from posttrain.train.reward_rows import Item, Items
@@ -52,15 +52,16 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     notes = [hf_trainer.rows_note(items.prepared, "rows"), f"held out for the report: {len(items.held)}"]
     if settings.pairs:
         notes.append(reward_rows.lengths_note(items.trained))
-    measured: dict[str, Any] = {}
 
     def measured_and_saved(loaded: LoadedModel, folder: Path) -> dict[str, Any]:
-        measured.update(report(recipe, loaded, items, trainer.assigned()))
-        return scorer.save(loaded, folder, card(recipe, items, measured, trainer.assigned()))
+        measured = report(recipe, loaded, items, trainer.assigned())
+        return {**scorer.save(loaded, folder, card(recipe, items, measured, trainer.assigned())), "measured": measured}
 
     summary = hf_trainer.train(trainer, job, COLUMNS, notes, measured_and_saved)
+    measured = summary["save"].pop("measured")
     found = measured["report"]
-    show(found)
+    if distributed.is_main():
+        show(found)
     return {
         **summary,
         "heads": settings.count,

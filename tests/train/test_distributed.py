@@ -57,6 +57,12 @@ DPO: Values = {
     "optim": {"lr": 1e-3},
 }
 
+REWARD_MODEL: Values = {
+    **DPO,
+    "stage": "reward_model",
+    "objective": {"heads": 2, "share": 0.7, "holdout": 0.2},
+}
+
 
 @pytest.fixture(scope="module")
 def train() -> Iterator[Train]:
@@ -97,7 +103,7 @@ def assert_same(rows: list[Values], others: list[Values], rel: float = 1e-4) -> 
             assert value == pytest.approx(other[name], rel=rel, abs=2e-6), (row["step"], name)
 
 
-@pytest.mark.parametrize("recipe", [SFT, DPO, RL], ids=lambda recipe: recipe["stage"])
+@pytest.mark.parametrize("recipe", [SFT, DPO, REWARD_MODEL, RL], ids=lambda recipe: recipe["stage"])
 def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values, folder: Path) -> None:
     """Loss, gradient norm and every other metric; one process goes on where two have stopped, and the other way."""
     upto = {n: {**recipe, "run": {"steps": n, "save_every": 2}} for n in (2, 3, 4)}

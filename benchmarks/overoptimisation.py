@@ -1,0 +1,207 @@
+"""Best of n against reward models that are wrong somewhere: what happens to the true reward as n grows.
+
+    python benchmarks/overoptimisation.py --out benchmarks/results/overoptimisation.json     # a CPU, minutes
+    python benchmarks/overoptimisation.py --recompute benchmarks/results/overoptimisation.json
+
+Answers are strings of letters; the true reward of one is the mean worth of its letters. Reward models (`posttrain
+reward-model` on the tiny model) learn from pairs of which about a third are labelled wrong, written with ten letters.
+The policy whose answers are picked also writes ten others, all of them bad, more of them in some answers than in
+others. What a model says of letters that it never saw is chance, and the more answers are drawn, the surer one of them
+is liked by mistake. For every n the pick has the highest score; reported is its true reward, in deviations over all
+answers, so that 0 is an answer drawn at random. Rows: one model (the mean over five); five models that differ in seed,
+and so in their start and their order (mean, wco, uwo as in arXiv 2310.02743); one model with five heads, each of which
+learnt from half of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import sides
+
+SEEN, UNSEEN = "abcdefghij", "klmnopqrst"
+MEMBERS = 5
+SIZES = (1, 4, 16, 64, 256)
+COEFS = (0.1, 0.5)  # of uwo
+
+
+def main() -> None:
+    args = arguments()
+    if args.recompute:
+        print(table(json.loads(args.recompute.read_text())))
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    started = time.perf_counter()
+    if args.smoke:
+        args.groups, args.pairs, args.steps, args.answers = 1, 40, 2, 256
+    settings = {k: getattr(args, k) for k in ("groups", "pairs", "steps", "noise", "harm", "prompts", "answers")}
+    record = {"work": "overoptimisation", **sides.environment(None, 0), "setting": settings, "rows": study(settings)}
+    record["seconds"] = round(time.perf_counter() - started, 1)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=6, help="worlds, each with pairs and models of its own")
+    parser.add_argument("--pairs", type=int, default=300, help="training pairs")
+    parser.add_argument("--steps", type=int, default=150, help="optimiser steps of 16 pairs")
+    parser.add_argument("--noise", type=float, default=0.35, help="share of pairs that are labelled wrong")
+    parser.add_argument("--harm", type=float, default=2.0, help="worth of unseen letters, times -1")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--answers", type=int, default=512, help="answers a prompt to pick from")
+    parser.add_argument("--smoke", action="store_true", help="one small world: does the script run?")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the table of a committed JSON")
+    return parser.parse_args()
+
+
+def study(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a world and way of scoring: `gold` and `proxy` of the pick, by n."""
+    rows: list[dict[str, Any]] = []
+    for group in range(settings["groups"]):
+        world = World(group, settings)
+        with tempfile.TemporaryDirectory(prefix="overoptimisation-") as folder:
+            members = [trained(world, Path(folder), f"member-{n}", n, {}) for n in range(MEMBERS)]
+            heads = trained(world, Path(folder), "heads", 0, {"heads": MEMBERS, "share": 0.5})
+            several, one = scores(members, world), scores([heads], world)
+        ways = {f"one model/{n}": several[n] for n in range(MEMBERS)}
+        ways |= {"mean of 5": ensemble(several, objective="mean"), "wco of 5": ensemble(several, objective="wco")}
+        ways |= {f"uwo of 5, {c:g}": ensemble(several, objective="uwo", uwo_coef=c) for c in COEFS}
+        ways |= {"5 heads, mean": ensemble(one, objective="mean"), "5 heads, wco": ensemble(one, objective="wco")}
+        rows += [{"group": group, "way": way.partition("/")[0], **world.picks(found)} for way, found in ways.items()]
+    return rows
+
+
+def ensemble(found: Any, **settings: Any) -> Any:
+    from posttrain.loss.reward_model import ensemble as combined
+
+    return combined(found, **settings)
+
+
+def scores(paths: list[str], world: World) -> Any:
+    """[members,prompts,answers]; members are centred and scaled by held-out answers, as `use: reward_model` does."""
+    import torch
+
+    from posttrain.evaluate import model_reward
+
+    model_reward.closed()
+    found = []
+    for one in model_reward._models(paths, ".", "cpu", "auto"):
+        rows = [
+            ([{"role": "user", "content": str(number)}], None, answer)
+            for number, answers in enumerate(world.answers)
+            for answer in answers
+        ]
+        means, _ = model_reward._outputs(one, rows, 16384)
+        found.append((means - torch.tensor(one.card.center)) / torch.tensor(one.card.scale))
+    return torch.cat(found, 1).T.reshape(-1, len(world.answers), len(world.answers[0]))
+
+
+class World:
+    """Letters with worths, and who writes what. Letters that training never shows are all bad."""
+
+    def __init__(self, group: int, settings: dict[str, Any]) -> None:
+        draw = random.Random(f"overoptimisation/{group}")
+        self.settings, self.draw = settings, draw
+        self.worth = {letter: draw.gauss(0, 1) for letter in SEEN}
+        middle = statistics.mean(self.worth.values())
+        self.worth = {letter: worth - middle for letter, worth in self.worth.items()}
+        self.worth |= dict.fromkeys(UNSEEN, -settings["harm"])
+        self.rows = [self.pair(n) for n in range(settings["pairs"])]
+        self.answers = [[self.answer() for _ in range(settings["answers"])] for _ in range(settings["prompts"])]
+        every = [self.gold(a) for answers in self.answers for a in answers]
+        center, scale = statistics.fmean(every), statistics.pstdev(every)
+        self.golds = [[(self.gold(a) - center) / scale for a in answers] for answers in self.answers]
+
+    def answer(self, unseen: float | None = None) -> str:
+        """unseen: share of letters that training never shows; None = the policy's, another in each answer."""
+        if unseen is None:
+            unseen = self.draw.random() if self.draw.random() < 0.9 else 0.0
+        length = self.draw.randrange(6, 13)
+        return "".join(self.draw.choice(UNSEEN if self.draw.random() < unseen else SEEN) for _ in range(length))
+
+    def gold(self, answer: str) -> float:
+        return sum(self.worth[letter] for letter in answer) / len(answer)
+
+    def pair(self, number: int) -> dict[str, str]:
+        sides = sorted((self.answer(0.0) for _ in range(2)), key=self.gold)
+        if self.draw.random() < self.settings["noise"]:
+            sides.reverse()
+        return {"prompt": str(number % 10), "rejected": sides[0], "chosen": sides[1]}
+
+    def picks(self, scored: Any) -> dict[str, Any]:
+        """Expected true reward and score of the best of n, over prompts, both in deviations over all answers."""
+        from posttrain.evaluate.best_of import expected_pick
+
+        shown = ((scored - scored.mean()) / scored.std()).tolist()
+        found: dict[str, Any] = {"gold": {}, "proxy": {}}
+        for n in SIZES:
+            gold, proxy = [], []
+            for by, true in zip(shown, self.golds, strict=True):
+                gold.append(expected_pick(by, true, n))
+                proxy.append(expected_pick(by, by, n))
+            found["gold"][str(n)], found["proxy"][str(n)] = statistics.mean(gold), statistics.mean(proxy)
+        return found
+
+
+def trained(world: World, folder: Path, name: str, seed: int, objective: dict[str, Any]) -> str:
+    """A reward model of the world's pairs; seed: of its weights and of the order of the pairs."""
+    from posttrain.recipe.load import load_dict
+    from posttrain.run.directory import RunDirectory
+    from posttrain.train import reward_model
+
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in world.rows))
+    recipe = {
+        "stage": "reward_model",
+        "model": {"path": "tiny"},
+        "data": {"source": str(path)},
+        "objective": {"holdout": 0.1, **objective},
+        "batch": {"size": 16},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": world.settings["steps"], "seed": seed},
+    }
+    loaded = load_dict(recipe, base_dir=folder, where="benchmark")
+    with RunDirectory.open(folder / name, name=name, text="", resolved=loaded.resolved) as directory:
+        reward_model.run(loaded.recipe, directory)
+    return str(folder / name / "final")
+
+
+def table(record: dict[str, Any]) -> str:
+    """True reward of the pick by n, mean over worlds with its standard error, and the loss from its own best n."""
+    ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
+    groups = sorted({row["group"] for row in record["rows"]})
+    lines = ["| score | " + " | ".join(f"n = {n}" for n in SIZES) + " | its own score there | lost from the best n |"]
+    lines.append("|---" * (len(SIZES) + 3) + "|")
+    for way in ways:
+        gold, proxy = ([_of(record["rows"], way, group, kind) for group in groups] for kind in ("gold", "proxy"))
+        cells = [_mean([one[n] for one in gold]) for n in SIZES]
+        cells += [_mean([one[SIZES[-1]] for one in proxy]), _mean([max(one.values()) - one[SIZES[-1]] for one in gold])]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _of(rows: list[dict[str, Any]], way: str, group: int, kind: str) -> dict[int, float]:
+    """By n, the mean over a world's rows of one way."""
+    own = [row[kind] for row in rows if (row["way"], row["group"]) == (way, group)]
+    return {n: statistics.mean(row[str(n)] for row in own) for n in SIZES}
+
+
+def _mean(values: list[float]) -> str:
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {error:.2f}"
+
+
+if __name__ == "__main__":
+    main()
