@@ -72,8 +72,8 @@ class VllmCore:
             if done is not None:
                 done(place, completions(place, output))
 
-        first = requests[0].number if requests else 0
-        with seeded(seed + first), self._listening(heard if done is not None else None):  # no two shares draw alike
+        first = requests[0].number if requests else 0  # so that no two shares draw alike
+        with seeded(seed + first), self._listening(heard if done is not None else None, len(requests)):
             outputs = self.run([r.ids for r in requests], params)
         return [completions(place, output) for place, output in enumerate(outputs)]
 
@@ -98,8 +98,9 @@ class VllmCore:
         )
 
     @contextlib.contextmanager
-    def _listening(self, heard: Any) -> Iterator[None]:
-        """Tell of each request that vLLM finishes inside, by its place in the call: `generate` gives all at the end.
+    def _listening(self, heard: Any, count: int) -> Iterator[None]:
+        """Tell of each of `count` requests that vLLM finishes inside, by its place in the call: `generate` gives all at
+        the end.
 
         vLLM numbers the requests of its life. A version that numbers or steps otherwise tells nothing early.
         """
@@ -114,7 +115,9 @@ class VllmCore:
             outputs = step()
             for output in outputs:
                 if output.finished and output.request_id.isdecimal():
-                    heard(int(output.request_id) - first, output)
+                    place = int(output.request_id) - first
+                    if 0 <= place < count:
+                        heard(place, output)
             return outputs
 
         engine.step = listening

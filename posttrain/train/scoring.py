@@ -19,6 +19,7 @@ class Scoring:
 
     def __init__(self, p: Pieces, step: int, early: Early | None) -> None:
         self._p, self._step, self._early = p, step, early
+        self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
         self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
 
     @property
@@ -29,11 +30,15 @@ class Scoring:
     def _done(self, rollouts: list[Rollout]) -> None:
         assert self._early is not None
         if rollouts:
-            self._early.add(rollouts[0].group, self._samples(rollouts))
+            group = rollouts[0].group
+            self._made[group] = self._samples(rollouts)
+            self._early.add(group, self._made[group])
 
     def finish(self, rollouts: Sequence[Rollout], gathered: dict[str, Any]) -> None:
         """Fill in scores, reward and correctness of each rollout, group-major; add counts to `gathered`."""
-        samples = self._samples(rollouts)
+        samples: list[Sample] = []
+        for group, rows in itertools.groupby(rollouts, key=lambda r: r.group):
+            samples += self._made.get(group) or self._samples(list(rows))
         scores = self._p.scorer.score(samples, step=self._step, results=self._results(rollouts, samples))
         for i, r in enumerate(rollouts):
             r.scores = {name: column[i] for name, column in scores.components.items()}
