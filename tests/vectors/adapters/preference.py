@@ -1,11 +1,11 @@
 """Losses on preference pairs, pair building, reward models."""
 
-from mechanics import advantages, both, call, fed, on_batch, optimised
+from mechanics import advantages, both, call, fed, on_batch, optimised, parts
 from pair_modes import ONE, TENTH, by_inputs, offline_and_online, pairs, tensors, weighted
 
 from posttrain.advantage import group
+from posttrain.data import decontaminate, separability
 from posttrain.data import pairs as builders
-from posttrain.data import separability
 from posttrain.loss import (
     distribution,
     group_pairs,
@@ -200,6 +200,17 @@ ADAPTERS = {
         grads={"grad_logps": ["logps", "loss"]},
     ),
     "light_r1_dpo": call(builders.own_failures, outputs="pairs"),
+    "light_r1": parts(
+        {
+            "decontaminate": call(decontaminate.contaminated, outputs="contaminated"),
+            "nca": pairs(
+                pair.nca_pair,
+                RANKED,
+                grads={"grad_chosen_logps": "chosen_logp", "grad_rejected_logps": "rejected_logp"},
+            ),
+            "rl_filter": call(decontaminate.of_pass_rate, outputs="kept"),
+        }
+    ),
     "direct_advantage_po": tensors(
         offline_rl.direct_advantage,
         {"loss": "loss", "advantages": "advantages"},
