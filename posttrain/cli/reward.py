@@ -163,9 +163,11 @@ def _try(
     trial = try_rewards(rewards, scoring, base_dir, load_rows(data, base_dir))
     too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
     tricked = trial.knows_gold and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.tricks.values())
+    counts = [count for by_name in trial.injected.values() for count in by_name.values()]
+    moved = any(n > scoring.max_bad_gold * rows for n, rows in counts)
     if not quiet:
         _print_trial(stage, trial)
-    return {**as_json(trial), "ok": not trial.failures and not too_many_bad and not tricked}
+    return {**as_json(trial), "ok": not (trial.failures or too_many_bad or tricked or moved)}
 
 
 def _print_trial(stage: str, trial: Trial) -> None:
@@ -189,6 +191,9 @@ def _print_trial(stage: str, trial: Trial) -> None:
         tried = ", ".join(trial.tricks)
         typer.echo(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
     typer.echo(f"{trial.calls_per_second:,.0f} calls a second with {trial.workers} workers")
+    for judge, counts in trial.injected.items():
+        moved = [f"{name} on {n} of {rows} rows" for name, (n, rows) in counts.items() if n]
+        typer.echo(f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})")
     if trial.first_traceback:
         typer.echo(f"the first error:\n{trial.first_traceback}")
 

@@ -38,12 +38,13 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
 
     Up to 64 rows, evenly spaced. Raises RewardError when a column is missing, the contract is broken, or gold is not
     best on a larger share of rows than scoring.max_bad_gold. A correctness component that reads no data column cannot
-    know gold and is not audited.
+    know gold, and neither can a judge: they are not audited.
     """
     check_columns(scorer.rewards, {column for row in rows for column in row})
     reward = scorer.rewards[scorer.correctness]
-    if not reward.reads_data:
-        return Audit(0, {}, skipped=f"{reward.name} reads no data column")
+    if not reward.knows_gold:
+        why = "is a judge" if reward.is_judge else "reads no data column"
+        return Audit(0, {}, skipped=f"{reward.name} {why}")
     chosen = spread(rows, AUDITED_ROWS)
     name, write = choose_writer(scorer, chosen)
     found = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}

@@ -52,6 +52,19 @@ def in_trainer(opened: Callable[..., None], closed: Callable[[], None]) -> Calla
     return mark
 
 
+def judge(timeout_s: float) -> Callable[[Function], Function]:
+    """Mark a reward that asks a model: `reward test` tries injections on it, and its calls wait for a server.
+
+    timeout_s: the limit of a call where the recipe gives none; waiting behind other requests counts.
+    """
+
+    def mark(function: Function) -> Function:
+        function.posttrain_judge_timeout_s = timeout_s  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
 def checked_batch(value: Any, count: int) -> list[Score]:
     """The returned list as scores of `count` completions. Raises BrokenContract, naming the place."""
     if not isinstance(value, list | tuple) or len(value) != count:

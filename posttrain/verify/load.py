@@ -50,7 +50,7 @@ class LoadedReward:
     target: `file.py:name` (absolute) or `module:name`, for loading it again in a worker. columns must be in the data,
     optional_columns may be. all_columns: it takes `**kwargs`, so it gets every column. batched: it has the form
     `f(completions, ...) -> list`. batch_size: rows of one call; 1, so that a list is never stretched over rows, unless
-    the function is marked `@batched`; 0 = all.
+    the function is marked `@batched`; 0 = all. judge_timeout_s: of a function marked `@judge`, else None.
     """
 
     name: str
@@ -64,6 +64,22 @@ class LoadedReward:
     batched: bool = False
     is_async: bool = False
     batch_size: int = 1
+    judge_timeout_s: float | None = None
+
+    @property
+    def knows_gold(self) -> bool:
+        """It can tell a right answer: it sees the data, and is no judge, who only has an opinion."""
+        return self.reads_data and not self.is_judge
+
+    @property
+    def is_judge(self) -> bool:
+        """It asks a model, and a model can be talked to."""
+        return self.judge_timeout_s is not None
+
+    def limit(self, section: Reward) -> float:
+        """Seconds that a call may take: what the recipe says, else what the script says, else the recipe's default."""
+        own = None if "timeout_s" in section.model_fields_set else self.judge_timeout_s
+        return section.timeout_s if own is None else own
 
     @property
     def in_trainer(self) -> bool:
@@ -80,11 +96,32 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     """Load the function that `section.use` names and check `section.params` against it. Raises RewardError."""
     target = locate(section.use, base_dir)
     function = _load(target)
+    params = _files(function, target, section.params, base_dir)
     name = section.name or (section.use if section.use in MODELS else target.rpartition(":")[2])
-    reward = describe(function, target, section.params, name)
+    reward = describe(function, target, params, name)
+    _own_check(reward)
     if not reward.in_trainer or "base_dir" not in inspect.signature(function).parameters:
         return reward
     return dataclasses.replace(reward, params={"base_dir": str(base_dir or Path.cwd()), **reward.params})
+
+
+def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
+    """The parameters, those annotated as a Path found like a script: beside the recipe, then where the user is."""
+    hints = _annotations(function) if callable(function) else {}
+    return {
+        key: find(value, base_dir, f"reward {target}: parameter `{key}`: file", RewardError)
+        if isinstance(value, str) and Path in (hints.get(key), *typing.get_args(hints.get(key)))
+        else value
+        for key, value in params.items()
+    }
+
+
+def _own_check(reward: LoadedReward) -> None:
+    """What the script itself finds wrong with its parameters: `CHECK(function, params) -> list of sentences`."""
+    file, _, name = reward.target.rpartition(":")
+    check = load_script(Path(file)).get("CHECK") if file.endswith(".py") else None
+    if callable(check) and (found := check(name, reward.params)):
+        raise RewardError.of([Problem(f"reward {reward.target}", what) for what in found])
 
 
 def locate(use: str, base_dir: Path | None) -> str:
@@ -154,6 +191,7 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         batched=batched,
         batch_size=_batch_size(function, target, batched),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
+        judge_timeout_s=getattr(function, "posttrain_judge_timeout_s", None),
     )
 
 
@@ -224,7 +262,9 @@ def _wrong_type(annotation: Any, value: Any) -> str:
     try:
         TypeAdapter(annotation).validate_python(value, strict=True)
     except ValidationError as error:
-        return error.errors(include_url=False)[0]["msg"]
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"`{place}`: {first['msg']}" if place else first["msg"]
     except (PydanticUserError, SchemaError):
         return ""
     return ""

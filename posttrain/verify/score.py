@@ -63,7 +63,7 @@ class Scorer:
         _check_limits(self.sections, self.rewards)
         self.pool = Pool(
             [
-                Target(r.target, r.params, r.batched, r.is_async, s.timeout_s)
+                Target(r.target, r.params, r.batched, r.is_async, r.limit(s))
                 for r, s in zip(self.rewards, self.sections, strict=True)
                 if not r.in_trainer
             ],
@@ -239,7 +239,10 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
 
 
 def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
-    """Index of the component that says whether an answer is right: the marked one, else the first that can."""
+    """Index of the component that says whether an answer is right: the marked one, else the first that can.
+
+    A judge is taken only where there is nothing else.
+    """
     names = [r.name for r in rewards]
     for name in names:
         if names.count(name) > 1:
@@ -255,7 +258,7 @@ def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) ->
             f"rewards {', '.join(names)} read `correct`, but none says it",
             hint="add e.g. {use: math.accuracy, weight: 0, correct: true}",
         )
-    return marked[0] if marked else able[0]
+    return marked[0] if marked else min(able, key=lambda i: (rewards[i].is_judge, i))
 
 
 def _check_limits(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:

@@ -13,10 +13,12 @@ from posttrain.errors import DataError
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
 from posttrain.verify.load import check_columns
-from posttrain.verify.probes import Probe, pays, probes, samples_of
+from posttrain.verify.probes import Probe, injections, pays, probes, samples_of, talked_over
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.variants import Row, Writer, variants
 from posttrain.verify.worker import Result
+
+JUDGED_ROWS = 8  # on which injections are tried: a judge costs more than a function
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Trial:
     """table: component -> variant -> cell. bad_gold: uid -> what is wrong with the correctness component there.
 
     tricks: name of a probe -> (rows on which it pays, rows on which it was tried), by the correctness component.
+    injected: of each judge, name of an injection -> (rows on which it raises a wrong answer, rows tried).
     calls_per_second: of all components together, with `workers` processes.
     """
 
@@ -47,6 +50,7 @@ class Trial:
     knows_gold: bool  # the correctness component reads a data column
     first_traceback: str | None
     tricks: dict[str, tuple[int, int]]
+    injected: dict[str, dict[str, tuple[int, int]]]
     calls_per_second: float
     workers: int
 
@@ -78,6 +82,9 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         results = scorer.results(samples)
         seconds = time.monotonic() - started
         tricks = _tricks(scorer, {i: chosen[i] for i in written}, write)
+        judges = [i for i, reward in enumerate(scorer.rewards) if reward.is_judge]
+        few = {i: chosen[i] for i in list(written)[:JUDGED_ROWS]}
+        injected = {scorer.rewards[i].name: _injected(scorer, i, few, write) for i in judges}
     kinds = list(next(iter(written.values())))
     columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
     correctness = scorer.rewards[scorer.correctness]
@@ -91,9 +98,10 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         call_ms={n: 1000 * math.fsum(r.seconds for r in column) / len(column) for n, column in columns.items()},
         slowest_ms={n: 1000 * max(r.seconds for r in column) for n, column in columns.items()},
         bad_gold=_bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
-        knows_gold=correctness.reads_data,
+        knows_gold=correctness.knows_gold,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
         tricks=tricks,
+        injected=injected,
         calls_per_second=len(samples) * len(results) / max(seconds, 1e-9),
         workers=scoring.workers,
     )
@@ -110,6 +118,20 @@ def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> dict[str,
         for name, probe in list(found.items())[1:]:
             paid, total = counts.get(name, (0, 0))
             counts[name] = (paid + pays(probe, next(scores), gold), total + 1)
+    return counts
+
+
+def _injected(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
+    """Injection -> (rows on which it moves the judge, rows tried)."""
+    tried = {i: found for i, row in rows.items() if (found := injections(row, write))}
+    samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
+    scores = iter([score_of(result) for result in scorer.results(samples, only=[judge])[0]])
+    counts: dict[str, tuple[int, int]] = {}
+    for found in tried.values():
+        by_name = {name: next(scores) for name in found}
+        for name in list(found)[2:]:
+            moved, total = counts.get(name, (0, 0))
+            counts[name] = (moved + talked_over(by_name[name], by_name["wrong"], by_name["gold"]), total + 1)
     return counts
 
 
@@ -152,6 +174,10 @@ def as_json(trial: Trial) -> dict[str, Any]:
         },
         "bad_gold": trial.bad_gold if trial.knows_gold else None,
         "tricks": {name: {"pays": paid, "rows": total} for name, (paid, total) in trial.tricks.items()},
+        "injections": {
+            judge: {name: {"works": moved, "rows": total} for name, (moved, total) in counts.items()}
+            for judge, counts in trial.injected.items()
+        },
         "calls_per_second": trial.calls_per_second,
         "workers": trial.workers,
         "first_traceback": trial.first_traceback,

@@ -1,9 +1,12 @@
-"""Scripts and scorers for the tests of rewards."""
+"""Scripts, scorers and a chat endpoint for the tests of rewards."""
 
 from __future__ import annotations
 
+import json
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +51,71 @@ def samples() -> Callable[..., list[Sample]]:
         return [Sample(completion, {"uid": f"r{i}", **row}, group=i // group_size) for i, row in enumerate(rows)]
 
     return make
+
+
+Answer = Callable[[dict[str, Any], int], tuple[int, Any]]  # (request body, its number) -> status, reply
+
+
+class StubJudge:
+    """A chat endpoint that answers as a test says and remembers what it was asked.
+
+    `answer` gives (200, text), or (status, anything) for an error; a reply that is no text is sent as it is.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.together = self.most_together = 0
+        lock = threading.Lock()
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(stub.bodies)
+                    stub.bodies.append({"path": self.path, **body})
+                    stub.headers.append(dict(self.headers))
+                    stub.together += 1
+                    stub.most_together = max(stub.most_together, stub.together)
+                status, reply = answer(body, number)
+                with lock:
+                    stub.together -= 1
+                message = {"choices": [{"message": {"role": "assistant", "content": reply}}]}
+                data = json.dumps(message if status == 200 and isinstance(reply, str) else reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                if status == 429:
+                    self.send_header("Retry-After", "0.05")
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def stub() -> Iterator[Callable[[Answer], StubJudge]]:
+    """Make endpoints on this machine, closed at the end: `stub(lambda body, number: (200, "Score: 7"))`."""
+    made: list[StubJudge] = []
+
+    def make(answer: Answer) -> StubJudge:
+        made.append(StubJudge(answer))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

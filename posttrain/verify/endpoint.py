@@ -1,0 +1,220 @@
+"""Asking an OpenAI-compatible endpoint for a reply: retried, remembered on disk, within a budget.
+
+What is sent depends on the arguments alone, so that the same question has the same place in the cache, in every worker
+and in every run. The API key comes from an environment variable and is in no message, log or cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import random
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Required
+
+from typing_extensions import TypedDict  # pydantic reads this one on Python 3.11 too
+
+SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text behind it: for examples and tests
+LONGEST_PAUSE = 30.0  # seconds between two tries, also where a server asks for more
+_SHOWN = 300  # characters of a server's error that are told
+_TRANSIENT = (408, 409, 425, 429)  # and all from 500
+
+
+class JudgeError(RuntimeError):
+    """No reply: the endpoint cannot be used, stays away, or the budget is spent. Never a score."""
+
+
+class Settings(TypedDict, total=False):
+    """How a recipe writes an endpoint; `Endpoint` says what each means."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  (read by pydantic, if it is there)
+    url: Required[str]
+    model: Required[str]
+    key_env: str | None
+    temperature: float
+    max_tokens: int
+    request_s: float
+    retries: int
+    budget: int | None
+    cache: str
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a judge is and how it is asked.
+
+    url: up to and with /v1. key_env: the environment variable with the API key. max_tokens: of a reply. request_s: of
+    one request; retries: further ones after a failure that may pass. budget: requests that all workers of one training
+    process may send together, replies from the cache not counted. cache: a folder; "" is the user's cache, none no one.
+    """
+
+    url: str
+    model: str
+    key_env: str | None = None
+    temperature: float = 0.0
+    max_tokens: int = 512
+    request_s: float = 60.0
+    retries: int = 4
+    budget: int | None = None
+    cache: str = ""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where replies are kept."""
+        if self.cache == "none":
+            return None
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        return Path(self.cache).expanduser() if self.cache else Path(home) / "posttrain" / "judge"
+
+
+class Reply(NamedTuple):
+    """A text, and whether it came from the cache."""
+
+    text: str
+    cached: bool
+
+
+def problem_of(endpoint: Endpoint) -> str:
+    """Why this endpoint cannot be asked, or ''; found without asking it."""
+    if endpoint.url.startswith(SCRIPTED):
+        return ""
+    if not endpoint.url.startswith(("http://", "https://")):
+        return f"endpoint `{endpoint.url}` is no http address; write e.g. http://127.0.0.1:8000/v1"
+    if endpoint.key_env and not os.environ.get(endpoint.key_env):
+        return f"the environment variable {endpoint.key_env} (key_env) is not set; it holds the API key"
+    return ""
+
+
+def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) -> Reply:
+    """The reply to a chat. Raises JudgeError."""
+    if endpoint.url.startswith(SCRIPTED):
+        return Reply(endpoint.url.removeprefix(SCRIPTED), cached=False)
+    if problem := problem_of(endpoint):
+        raise JudgeError(problem)
+    body = _body(endpoint, messages, seed)
+    place = None if endpoint.folder is None else _place(endpoint.folder, endpoint.url, body)
+    if place is not None and (known := _remembered(place)) is not None:
+        return Reply(known, cached=True)
+    text = _reply(endpoint, body)
+    if place is not None:
+        _remember(place, text)
+    return Reply(text, cached=False)
+
+
+def _body(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) -> dict[str, Any]:
+    return {
+        "model": endpoint.model,
+        "messages": [dict(message) for message in messages],
+        "temperature": endpoint.temperature,
+        "max_tokens": endpoint.max_tokens,
+        "seed": seed,
+    }
+
+
+def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
+    """Ask until there is a reply, an error that will not pass, or no try left."""
+    for attempt in range(endpoint.retries + 1):
+        _spend(endpoint)
+        try:
+            return _text(_post(endpoint, body))
+        except urllib.error.HTTPError as error:
+            what = f"status {error.code}: {_shown(error.read().decode(errors='replace'), endpoint)}"
+            asked_for = error.headers.get("Retry-After", "")
+            if error.code not in _TRANSIENT and error.code < 500:
+                hint = "; see key_env" if error.code in (401, 403) else ""
+                raise JudgeError(f"{endpoint.url} refuses: {what}{hint}") from None
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # URLError and time-outs are OSErrors
+            what, asked_for = _shown(f"{type(error).__name__}: {error}", endpoint), ""
+        if attempt < endpoint.retries:
+            time.sleep(_pause(attempt, asked_for))
+    raise JudgeError(f"{endpoint.url} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
+
+
+def _post(endpoint: Endpoint, body: Mapping[str, Any]) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if endpoint.key_env:
+        headers["Authorization"] = f"Bearer {os.environ[endpoint.key_env]}"
+    address = f"{endpoint.url.rstrip('/')}/chat/completions"
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers, method="POST")
+    with urllib.request.urlopen(request, timeout=endpoint.request_s) as response:
+        return json.load(response)
+
+
+def _text(answer: Any) -> str:
+    text = answer["choices"][0]["message"]["content"]
+    if not isinstance(text, str):
+        raise ValueError("a reply without text")
+    return text
+
+
+def _shown(text: str, endpoint: Endpoint) -> str:
+    """An error's text, short and without the key, which some servers repeat."""
+    key = os.environ.get(endpoint.key_env or "", "")
+    text = text.replace(key, "***") if key else text
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _pause(attempt: int, asked_for: str) -> float:
+    """Seconds before the next try: doubled each time with some luck, so that workers do not come back together."""
+    with contextlib.suppress(ValueError):
+        return min(LONGEST_PAUSE, max(0.0, float(asked_for)))
+    return min(LONGEST_PAUSE, 0.5 * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+def _place(folder: Path, url: str, body: Mapping[str, Any]) -> Path:
+    """The file of a reply: named by everything that it depends on."""
+    text = json.dumps([url, body], sort_keys=True, ensure_ascii=False)
+    name = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return folder / name[:2] / f"{name}.json"
+
+
+def _remembered(place: Path) -> str | None:
+    try:
+        text = json.loads(place.read_text(encoding="utf-8"))["reply"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not there, or a file that is no reply: asked again
+    return text if isinstance(text, str) else None
+
+
+def _remember(place: Path, text: str) -> None:
+    """Written beside and moved into place, so that no worker reads half a reply."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        json.dump({"reply": text, "time": time.time()}, file)
+    os.replace(file.name, place)
+
+
+def _spend(endpoint: Endpoint) -> None:
+    """Count one request against the budget of the process that started us. Raises JudgeError when it is spent."""
+    if endpoint.budget is None:
+        return
+    folder = Path(tempfile.gettempdir()) / f"posttrain-judge-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    what = json.dumps(asdict(endpoint), sort_keys=True)
+    name = hashlib.sha256(f"{os.getppid()} {_started(os.getppid())} {what}".encode()).hexdigest()[:24]
+    with open(folder / name, "a+", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        spent = int(file.read() or 0)
+        if spent >= endpoint.budget:
+            raise JudgeError(f"the budget of {endpoint.budget} requests to {endpoint.url} is spent (params: budget)")
+        file.seek(0)
+        file.truncate()
+        file.write(str(spent + 1))
+
+
+def _started(pid: int) -> str:
+    """When a process started, so that a later one with its number is another one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -1,0 +1,220 @@
+"""What another model thinks of an answer: a rating, a rubric, or a comparison with a reference.
+
+rewards:
+  - use: judge.rating             # asks about the task, the answer and, if there is one, the column `answer`
+    weight: 0.5
+    params:
+      endpoint:
+        url: http://127.0.0.1:8001/v1        # vllm serve MODEL, or any other such server
+        model: Qwen/Qwen3-8B
+        key_env: JUDGE_API_KEY               # the variable that holds the key; leave it out where none is needed
+        budget: 20000                        # requests at most
+
+Replies are kept on disk by everything they depend on, so a resumed or repeated run asks nothing twice. A reply that
+cannot be read is no score: the row abstains (`on_none`) and the logged part `unparsed` counts it. A server that stays
+away is an error, which stops the run above scoring.max_error_rate. Not for `correct: true`: a judge can be talked to.
+"""
+
+import asyncio
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from posttrain.verify import endpoint as server
+from posttrain.verify import judging
+from posttrain.verify.contract import judge
+from posttrain.verify.extract import after_think
+
+
+@judge(timeout_s=900)
+async def rating(
+    completion: str,
+    messages: Sequence[Mapping[str, Any]] = (),
+    *,
+    endpoint: server.Settings,
+    template: Path | None = None,
+    pattern: str = judging.SCORE,
+    scale: Sequence[float] = (0, 10),
+    samples: int = 1,
+    seed: int = 0,
+    thought: bool = False,
+    longest: int = 20_000,
+    concurrency: int = 8,
+    **columns: Any,
+) -> dict[str, float | None]:
+    """The judge's grade as a share of the scale, 0 to 1; None where no reply can be read.
+
+    template: a text file with {prompt}, {completion}, {answer} or other columns, {low} and {high}; it must ask for what
+    `pattern` finds (a regular expression with one group, the last match counts). samples: replies that are averaged,
+    with seeds from `seed` on. thought: show the judge the thought too. longest: characters of the answer that it sees.
+    concurrency: requests at once of each worker. endpoint: url, model, key_env, temperature, max_tokens, request_s,
+    retries, budget, cache (a folder; `none`). Logged parts: unparsed, the share of replies that could not be read;
+    cached.
+    """
+    shown = completion if thought else after_think(completion)
+    text = _template(template) if template else judging.RATING
+    fields = {
+        "answer": "none",
+        **{name: value for name, value in columns.items() if value is not None},
+        "prompt": judging.question(messages),
+        "completion": judging.marked(shown, longest),
+        "low": f"{scale[0]:g}",
+        "high": f"{scale[1]:g}",
+    }
+    replies = await _asked(endpoint, [judging.filled(text, fields)], range(seed, seed + samples), concurrency)
+    return _summary(replies, [judging.read_score(reply.text, scale, pattern) for reply in replies])
+
+
+@judge(timeout_s=900)
+async def rubric(
+    completion: str,
+    rubric: Sequence[Any] | str | None,
+    messages: Sequence[Mapping[str, Any]] = (),
+    *,
+    endpoint: server.Settings,
+    seed: int = 0,
+    thought: bool = False,
+    longest: int = 20_000,
+    concurrency: int = 8,
+) -> dict[str, float | None] | None:
+    """The weighted share of the row's criteria that the judge sees met; None without criteria or a readable reply.
+
+    rubric: texts, or {"text", "weight"}, or lines of one text. All criteria are asked about in one request. The other
+    parameters and the logged parts are those of `rating`.
+    """
+    criteria = judging.criteria_of(rubric)
+    if not criteria:
+        return None
+    shown = completion if thought else after_think(completion)
+    fields = {
+        "prompt": judging.question(messages),
+        "completion": judging.marked(shown, longest),
+        "criteria": "\n".join(f"{number}. {text}" for number, (text, _) in enumerate(criteria, 1)),
+    }
+    replies = await _asked(endpoint, [judging.filled(judging.RUBRIC, fields)], [seed], concurrency)
+    met = judging.read_checks(replies[0].text, len(criteria))
+    total = sum(weight for _, weight in criteria)
+    return _summary(
+        replies, [None if met is None else sum(w for (_, w), yes in zip(criteria, met, strict=True) if yes) / total]
+    )
+
+
+@judge(timeout_s=900)
+async def versus(
+    completion: str,
+    answer: str | None,
+    messages: Sequence[Mapping[str, Any]] = (),
+    *,
+    endpoint: server.Settings,
+    seed: int = 0,
+    thought: bool = False,
+    longest: int = 20_000,
+    concurrency: int = 8,
+) -> dict[str, float | None] | None:
+    """Is it better than the reference in the column `answer`? 1, 0 or between; None without one or a readable reply.
+
+    Asked twice, with the two in either place, because judges prefer a place; both replies must be readable. Nothing
+    is worse than anything, unasked. The other parameters and the logged parts are those of `rating`.
+    """
+    if not answer:
+        return None
+    if not completion.strip():
+        return {"reward": 0.0, "unparsed": 0.0, "cached": 0.0}
+    mine = judging.marked(completion if thought else after_think(completion), longest)
+    theirs = judging.marked(str(answer), longest)
+    task = judging.question(messages)
+    asked = [
+        judging.filled(judging.PAIR, {"prompt": task, "first": first, "second": second})
+        for first, second in ((mine, theirs), (theirs, mine))
+    ]
+    replies = await _asked(endpoint, asked, [seed], concurrency)
+    once, again = (judging.read_verdict(reply.text) for reply in replies)
+    both = None if once is None or again is None else (once + 1 - again) / 2
+    return _summary(replies, [once, again]) | {"reward": both}
+
+
+async def _asked(
+    endpoint: server.Settings, texts: Sequence[str], seeds: Sequence[int], concurrency: int
+) -> list[server.Reply]:
+    """The replies to all texts with all seeds; requests of this worker wait for each other beyond `concurrency`."""
+    loop, threads, place = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
+    chats = [([{"role": "user", "content": text}], seed) for text in texts for seed in seeds]
+    return await asyncio.gather(
+        *(loop.run_in_executor(threads, server.ask, place, messages, seed) for messages, seed in chats)
+    )
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=count)
+
+
+@cache
+def _template(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _summary(replies: Sequence[server.Reply], scores: Sequence[float | None]) -> dict[str, float | None]:
+    read = [score for score in scores if score is not None]
+    return {
+        "reward": sum(read) / len(read) if read else None,
+        "unparsed": 1 - len(read) / len(scores),
+        "cached": sum(reply.cached for reply in replies) / len(replies),
+    }
+
+
+def CHECK(function: str, params: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the parameters of a judge, told before anything runs."""
+    if "endpoint" not in params:
+        return ["`endpoint` is missing: write {url: http://HOST:PORT/v1, model: NAME} under params"]
+    place = server.Endpoint(**params["endpoint"])
+    wrong = [server.problem_of(place)]
+    fields = judging.fields_of(_template(params["template"])) if params.get("template") else []
+    if params.get("template") and "completion" not in fields:
+        wrong.append(f"{params['template']} has no {{completion}}: the judge would see no answer")
+    known = {*inspect.signature(globals()[function]).parameters, *fields}
+    wrong += [f"unknown parameter `{name}`; known: {', '.join(sorted(known))}" for name in sorted({*params} - known)]
+    if len(scale := params.get("scale", (0, 10))) != 2 or not scale[0] < scale[1]:
+        wrong.append(f"scale {list(scale)} is not [low, high]")
+    try:
+        if re.compile(params.get("pattern", judging.SCORE)).groups != 1:
+            wrong.append("pattern must have one group: the number")
+    except re.error as error:
+        wrong.append(f"pattern is no regular expression: {error}")
+    return [sentence for sentence in wrong if sentence]
+
+
+_TASK = {"messages": [{"role": "user", "content": "Name a colour of the sky."}]}
+
+
+def _says(text: str) -> dict[str, Any]:
+    return {"endpoint": {"url": f"scripted:{text}", "model": "none"}}
+
+
+EXAMPLES = {
+    "rating": [
+        ("Blue.", {**_TASK, "answer": "blue"}, {"reward": 0.9, "unparsed": 0.0}, _says("Right.\nScore: 9")),
+        ("Blue.", _TASK, 0.5, _says("**Score:** 2") | {"scale": [1, 3]}),
+        ("Green, score: 10!", _TASK, {"reward": None, "unparsed": 1.0}, _says("I cannot say.")),
+        ("Green.", _TASK, None, _says("Score: 11")),
+        ("", _TASK, 0.0, _says("Nothing there. Score: 0")),
+    ],
+    "rubric": [
+        ("Blue.", {**_TASK, "rubric": ["a colour", "short"]}, 1.0, _says("1: yes\n2: yes")),
+        ("Blue", {"rubric": [{"text": "a colour", "weight": 3}, "a full stop"]}, 0.75, _says("1. Yes\n2. No")),
+        ("Blue", {"rubric": "a colour\na full stop"}, {"reward": None, "unparsed": 1.0}, _says("1: yes")),
+        ("", {"rubric": ["a colour"]}, 0.0, _says("1: no")),
+        ("Blue", {"rubric": []}, None, _says("1: yes")),
+    ],
+    "versus": [
+        ("Blue.", {**_TASK, "answer": "Azure."}, 0.5, _says("Verdict: A")),  # whoever comes first: it knows nothing
+        ("Blue.", {**_TASK, "answer": "Azure."}, 0.5, _says("Verdict: tie")),
+        ("Blue.", {**_TASK, "answer": "Azure."}, {"reward": None, "unparsed": 1.0}, _says("Both are fine.")),
+        ("", {"answer": "Azure."}, 0.0, _says("Verdict: A")),
+        ("Blue.", {"answer": ""}, None, _says("Verdict: A")),
+    ],
+}
