@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 GIB = 1 << 30
 CONTEXT = GIB // 2  # CUDA context and libraries of a process
-CELL = 18  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-softmax, probabilities, their gradient
-FULL_CELL = 12  # of full logits in TRL's loss: bf16, float32, and their gradient
+CELL = 10  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-softmax (`head._TokenScores`)
+GRAPH_CELL = 18  # of one that goes through autograd: probabilities and their gradient as well
+FULL_CELL = 12  # of full logits: bf16, float32, and their gradient
+TRL_TILE, TRL_CELL = 32768, 4  # TRL's kernel (sft, dpo): columns of the logits that it holds at once, and their bytes
 NF4 = 0.53  # bytes of a 4-bit weight with its scales
 
 
@@ -43,7 +45,9 @@ class Settings:
     optimizer: str = "adamw"  # optim.use
     reference_copy: bool = False  # full training with a term that needs the reference
     reference_offloaded: bool = False  # it waits in the host's memory
-    full_logits: bool = False  # sft and dpo
+    full_logits: bool = False  # sft with weights of tokens
+    trl_logits: bool = False  # sft and dpo else
+    plain_head: bool = True  # the backward pass of the head is written out
     ranks: int = 1  # that the model is divided among
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
     engine_sleeps: bool = False  # it gives them back for the update
@@ -96,14 +100,14 @@ def block_bytes(shape: Shape, s: Settings) -> int:
 
     Trained weights: the float32 residual and the normalised rows of two norms (16 h), a bfloat16 cast for each of five
     projections (10 h), query, key, value (repeated to all heads) and output of attention (8 heads), gate, up, their
-    activation and product (8 m). Under an adapter the norms keep only a float32 input (8 h), and the output projection
-    casts its input once more (2 heads). In float32 nothing is cast: the residuals, normalised and scaled rows (24 h),
-    attention with a copy of its output (20 heads), the MLP (16 m).
+    activation and product (8 m). Under an adapter the norms keep a float32 input (8 h) and give bfloat16 (4 h), and the
+    output projection has its input once more (2 heads). In float32 nothing is cast: the residuals, normalised and
+    scaled rows (24 h), attention with a copy of its output (20 heads), the MLP (16 m).
     """
     h, heads, m = shape.hidden, shape.heads, shape.intermediate
     if not s.half:
         return 24 * h + 20 * heads + 16 * m
-    return 18 * h + 10 * heads + 8 * m if shape.adapter else 26 * h + 8 * heads + 8 * m
+    return 12 * h + 10 * heads + 8 * m if shape.adapter else 26 * h + 8 * heads + 8 * m
 
 
 def activations(shape: Shape, s: Settings) -> int:
@@ -114,9 +118,20 @@ def activations(shape: Shape, s: Settings) -> int:
 
 
 def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
-    """A chunk of at most `chunk_cells` (rl), or all of a micro-batch (sft and dpo, whose loss is TRL's)."""
+    """A chunk of tokens (rl) or a tile of columns (sft, dpo); all of a micro-batch where weights of tokens need it."""
     cells = s.micro_tokens * shape.vocabulary
-    return FULL_CELL * cells if s.full_logits else CELL * min(cells, chunk_cells)
+    if s.full_logits:
+        return FULL_CELL * cells
+    if s.trl_logits:
+        return TRL_CELL * s.micro_tokens * min(shape.vocabulary, TRL_TILE)
+    return (CELL if s.plain_head else GRAPH_CELL) * min(cells, chunk_cells)
+
+
+def head_gradient(shape: Shape, s: Settings) -> int:
+    """What the head's backward pass adds up before it reaches `.grad`: a float32 sum, and a chunk's product."""
+    if shape.adapter or s.full_logits or not s.plain_head:
+        return 0
+    return (4 + (2 if s.half else 4)) * shape.vocabulary * shape.hidden
 
 
 def kv_bytes(shape: Shape, s: Settings) -> int:
@@ -170,7 +185,9 @@ def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:
         "gradients": 4 * trained(shape) // s.ranks,
         "whole for a while": passing(shape, s),
         "activations": activations(shape, s),
+        "a block's backward pass": s.micro_tokens * block_bytes(shape, s),
         "logits": logits(shape, s, chunk_cells),
+        "gradient of the head": head_gradient(shape, s),
         "measured for components": s.measured,
         "bfloat16 casts of weights": casts(shape, s),
     }

@@ -81,8 +81,10 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     if not isinstance(recipe, RlRecipe):
         rows = recipe.batch.micro_size or recipe.batch.size
         pair = 2 if of_pairs(recipe) else 1
-        logits = not isinstance(recipe, RewardModelRecipe)
-        return Settings(micro_tokens=rows * pair * longest, full_logits=logits, **common)
+        weighted = isinstance(recipe, SftRecipe) and recipe.objective.use != "ce"
+        plain = isinstance(recipe, SftRecipe | DpoRecipe) and not weighted
+        tokens = rows * pair * longest
+        return Settings(micro_tokens=tokens, full_logits=weighted, trl_logits=plain, **common)
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
@@ -90,6 +92,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not shape.adapter,
         reference_offloaded=model.offload_reference,
+        plain_head="vocab_mean_logp" not in needs,
         measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden),
         **common,
     )
@@ -99,6 +102,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         return replace(settings, engine=int(rollout.vllm.share * card), engine_sleeps=rollout.vllm.sleep)
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
+    engine += 4 * shape.parameters if model.shard else 0  # a copy of its own
     return replace(settings, engine=engine, engine_sleeps=True)
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
 from posttrain.train.controls import Controls
 from posttrain.train.critic import value_head
+from posttrain.train.fit import try_longest
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
 from posttrain.train.overlap import Ahead
@@ -156,17 +157,17 @@ def train(
         progress.note(f"resumed after step {state.step}")
     else:
         check_start(p)
+        if p.loaded.device.type == "cuda":
+            with _explained(p, state, directory):
+                try_longest(p)
     if state.controllers is None:
         state.controllers = p.controls.start()
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
-        try:
+        with _explained(p, state, directory):
             rollouts, values, saved = step(p.at(numbers), state, ahead)
-        except torch.OutOfMemoryError as cause:
-            longest = max(len(q.ids) for q in p.prompts)
-            raise out_of_memory(p.recipe, p.loaded.model, longest, state.step + 1, str(directory.path)) from cause
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= p.watchdog.times()
         values["time/step"] = time.perf_counter() - started
@@ -212,12 +213,24 @@ def train(
     }
 
 
+@contextmanager
+def _explained(p: Pieces, state: checkpoint.State, directory: RunDirectory) -> Iterator[None]:
+    """A GPU without memory left becomes a RunError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as cause:
+        longest = max(len(q.ids) for q in p.prompts)
+        raise out_of_memory(p.recipe, p.loaded.model, longest, state.step + 1, str(directory.path)) from cause
+
+
 def step(
     p: Pieces, state: checkpoint.State, ahead: Ahead | None = None
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step, on its own rollouts or on those drawn ahead. Returns the scored rollouts, the step's metrics, and
     what `whatif` needs of the rollouts; moves `state` past the prompts that it drew."""
     rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
+    if ahead is None:
+        p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the sync
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     scored = batch_of(p, rollouts, state).to(p.loaded.device)

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.models import tiny
+from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Lora
 from posttrain.train.attention import use_packed_attention
@@ -35,7 +36,8 @@ CHUNK = 1 << 26
 
 def test_full_training_by_hand() -> None:
     """Float32 weights and gradients (4 a parameter each), two moments (8); bfloat16 casts (2) of the 800 in matrices
-    and of the head, 50 * 10; 26*10 + 8*10 + 8*30 = 580 bytes a token and block; logits 18 a cell."""
+    and of the head, 50 * 10; 26*10 + 8*10 + 8*30 = 580 bytes a token and block, once more for the
+    gradients of one; logits 10 a cell; of the head a float32 sum and a bfloat16 product, 6 a weight."""
     found = phases(SHAPE, Settings(micro_tokens=100), chunk_cells=CHUNK).parts["update"]
     assert found == {
         "weights (float32)": 4000,
@@ -43,7 +45,9 @@ def test_full_training_by_hand() -> None:
         "CUDA context": GIB // 2,
         "gradients": 4000,
         "activations": 100 * 580 * 2,
-        "logits": 18 * 100 * 50,
+        "a block's backward pass": 100 * 580,
+        "logits": 10 * 100 * 50,
+        "gradient of the head": 6 * 500,
         "bfloat16 casts of weights": 2 * 1300,
     }
 
@@ -93,7 +97,9 @@ def test_a_divided_model_by_hand() -> None:
         "gradients": 1000,
         "whole for a while": 3 * 2 * 400 + 8 * 200,
         "activations": 100 * 580 * 2,
-        "logits": 18 * 100 * 50,
+        "a block's backward pass": 100 * 580,
+        "logits": 10 * 100 * 50,
+        "gradient of the head": 6 * 500,
         "bfloat16 casts of weights": 2 * 500,
     }
 
@@ -110,10 +116,15 @@ def test_moments_in_eight_bits_by_hand() -> None:
     assert adapted["8-bit AdamW moments"] == 2 * 64 + 2
 
 
-def test_logits_are_a_chunk_in_rl_and_whole_in_sft() -> None:
-    chunked = phases(SHAPE, Settings(micro_tokens=100), chunk_cells=1000).parts["update"]["logits"]
-    whole = phases(SHAPE, Settings(micro_tokens=100, full_logits=True), chunk_cells=1000).parts["update"]["logits"]
-    assert (chunked, whole) == (18 * 1000, 12 * 5000)
+def test_logits_are_a_chunk_in_rl_a_tile_in_sft_and_whole_where_tokens_are_weighted() -> None:
+    """5000 cells. Tiles are of 32768 columns, and all 50 are fewer."""
+    found = {
+        name: phases(SHAPE, Settings(micro_tokens=100, **{name: True}), chunk_cells=1000).parts["update"]["logits"]
+        for name in ("plain_head", "trl_logits", "full_logits")
+    }
+    assert found == {"plain_head": 10 * 1000, "trl_logits": 4 * 5000, "full_logits": 12 * 5000}
+    by_autograd = phases(SHAPE, Settings(micro_tokens=100, plain_head=False), chunk_cells=1000).parts["update"]
+    assert by_autograd["logits"] == 18 * 1000 and "gradient of the head" not in by_autograd
 
 
 @pytest.mark.parametrize(("half", "lora"), [(False, False), (True, False), (True, True)])
@@ -147,9 +158,7 @@ def llama(layers: int, lora: bool) -> Any:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model.to(torch.bfloat16), LoraConfig(r=4, target_modules="all-linear"))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        keep_master_weights(model)
     use_packed_attention(model)
     return model
 

@@ -23,7 +23,7 @@ from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import policy, rl
+from posttrain.train import fit, policy, rl
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal, signal_note
 from posttrain.train.update import minibatches
@@ -369,6 +369,47 @@ def test_engine_logprobs_are_asked_for_where_they_are_read(
     assert asked == [expected]
 
 
+def test_the_engine_sleeps_while_the_policy_is_updated(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `rollout.vllm.sleep` rests on: the memory of the engine is free from the last rollout to the sync."""
+    order: list[str] = []
+    for owner, name in ((TransformersEngine, "generate"), (TransformersEngine, "sleep"), (TransformersEngine, "sync")):
+        inner = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *a, _inner=inner, _name=name, **k: (order.append(_name), _inner(*a, **k))[1]
+        )
+    inner_update = rl.update
+    monkeypatch.setattr(rl, "update", lambda *a, **k: (order.append("update"), inner_update(*a, **k))[1])
+    with opened() as directory:
+        rl.run(recipe(run={"steps": 2}), directory)
+    assert order == ["generate", "sleep", "update", "sync"] * 2
+
+
+def test_the_longest_rows_are_tried_before_the_first_step(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU. Here by hand, at the place of `check_start`: it leaves no gradient and no trace."""
+    rows: list[int] = []
+
+    def tried(p: Any) -> None:
+        inner = fit.scores
+        monkeypatch.setattr(fit, "scores", lambda p, m, s, *a: (rows.extend(s.lengths), inner(p, m, s, *a))[1])
+        fit.try_longest(p)
+        assert all(w.grad is None for w in p.loaded.model.parameters())
+        assert fit.moments_bytes(p) == 8 * sum(w.numel() for w in p.loaded.model.parameters())
+
+    with opened("plain") as directory:
+        rl.run(recipe(run={"steps": 2}), directory)
+        expected = timeless(directory.path)
+    monkeypatch.setattr(rl, "check_start", tried)
+    with opened("tried") as directory:
+        rl.run(recipe(run={"steps": 2}, batch={"micro_tokens": 100}), directory)
+        assert [r["reward"] for r in timeless(directory.path)] == [r["reward"] for r in expected]
+    longest = 12 + max(len(f"{i}+{i}=" + "?" * (i % 3)) for i in range(24))
+    assert len(set(rows)) == 1 and rows[0] >= longest and len(rows) == 100 // rows[0]
+
+
 def test_a_gpu_without_memory_is_told_with_predicted_peaks(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +420,5 @@ def test_a_gpu_without_memory_is_told_with_predicted_peaks(
     with opened() as directory, pytest.raises(RunError, match="step 1: the GPU has no memory left") as told:
         rl.run(recipe(), directory)
     hint = str(told.value).partition("hint:")[2]
-    assert re.findall(r"([a-z_.]+)=\w+ \(\d+\.\d GiB\)", hint)[:2] == [
-        "batch.micro_tokens",
-        "model.gradient_checkpointing",
-    ]
+    changes = re.findall(r"([a-z_.]+)=\w+ \(\d+\.\d GiB\)", hint)
+    assert changes == ["batch.micro_tokens", "model.gradient_checkpointing", "rollout.max_new_tokens"]

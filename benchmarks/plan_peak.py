@@ -1,0 +1,145 @@
+"""What `posttrain plan` predicts against what a run takes: GPU memory of work A and work B (`rl_step.py`), by phase.
+
+    python benchmarks/plan_peak.py --out benchmarks/results/plan_peak_h100.json     # A, B with LoRA, B full
+    python benchmarks/plan_peak.py --works B_full --sleep --checkpointing
+    python benchmarks/plan_peak.py --smoke                                           # tiny, on a CPU: does it run?
+
+Each work runs three steps in a process of its own. The peak is that of NVML at 20 Hz, less what the card held before;
+it counts what torch's allocator keeps without using it. By phase: the most that torch had allocated, vLLM's part in it.
+Exit code 1 if a predicted peak is more than --tolerance from the measured one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import rl_step
+import sides
+
+# name -> (work of rl_step.py, with LoRA, batch.micro_tokens, vllm.gpu_memory)
+WORKS = {
+    "A": ("A", False, 16384, 0.15),
+    "B_lora": ("B", True, 8192, 0.3),
+    "B_full": ("B", False, 8192, 0.3),
+}
+STEPS = 3
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        spec = json.loads(Path(args.spec).read_text())
+        with sides.reporting(spec) as result:
+            measure(spec, result)
+        return
+    lib = None if args.smoke else sides.nvml()
+    record: dict[str, Any] = {**sides.environment(lib, args.gpu), "tolerance": args.tolerance, "works": {}}
+    for name in args.works:
+        with tempfile.TemporaryDirectory(prefix="plan_peak-") as scratch:
+            spec = specification(args, name, Path(scratch))
+            record["works"][name] = sides.run_side(__file__, "posttrain", spec, Path(scratch), lib, args.gpu)
+        print(table(name, record["works"][name]), flush=True)
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    found = [ratio(work) for work in record["works"].values()]
+    sys.exit(not all(r is not None and (args.smoke or abs(r - 1) <= args.tolerance) for r in found))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="*", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--micro-tokens", type=int, help="another batch.micro_tokens")
+    parser.add_argument("--share", type=float, help="another vllm.gpu_memory")
+    parser.add_argument("--sleep", action="store_true", help="vllm.sleep")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
+    parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
+    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
+    """That of rl_step.py for this work."""
+    work, lora, micro_tokens, share = WORKS[name]
+    asked = {
+        "lora": lora,
+        "smoke": args.smoke,
+        "steps": STEPS,
+        "correction": "none",
+        "micro_tokens": args.micro_tokens or micro_tokens,
+        "share": args.share or share,
+        "sleep": args.sleep,
+        "checkpointing": args.checkpointing,
+        "models": args.models,
+    }
+    return {**rl_step.specification(argparse.Namespace(**asked), work, folder), "alone": False}
+
+
+def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
+    """In a process of its own: predict from the recipe, run it, and note the most that each phase had allocated."""
+    import torch
+
+    from posttrain.recipe.load import load_dict
+    from posttrain.run.watchdog import Watchdog
+    from posttrain.train import plan
+
+    recipe: Any = load_dict(rl_step.posttrain_recipe(spec), base_dir=rl_step.HERE, where="benchmark").recipe
+    _, longest = plan.arithmetic(recipe)
+    shape = plan.shape_of(plan.skeleton(recipe), recipe.model.lora)
+    found = plan.predicted(recipe, shape, longest, plan.Machine.here())
+    result |= {"predicted": found.parts, "predicted_peak_gib": round(found.peak / sides.GIB, 3), "allocated_gib": {}}
+    inner = Watchdog.phase
+    gpu = torch.cuda.is_available()
+
+    @contextlib.contextmanager
+    def noted(self: Watchdog, name: str) -> Iterator[None]:
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        with inner(self, name):
+            yield
+        if gpu:
+            peak = round(torch.cuda.max_memory_allocated() / sides.GIB, 3)
+            result["allocated_gib"][name] = max(peak, result["allocated_gib"].get(name, 0.0))
+
+    Watchdog.phase = noted  # type: ignore[method-assign]
+    rl_step.run_posttrain(spec, result)
+
+
+def ratio(work: dict[str, Any]) -> float | None:
+    """Predicted by measured peak; None where the run failed."""
+    if "error" in work:
+        return None
+    return work["predicted_peak_gib"] / max(work["peak_gib"] - work["idle_gib"], 1e-9)
+
+
+def table(name: str, work: dict[str, Any]) -> str:
+    """The prediction by phase and part beside what was measured."""
+    if "predicted" not in work:
+        return f"{name}: failed: {work.get('error')}"
+    lines = [f"{name}: GiB by phase, predicted (measured by torch)"]
+    for phase, parts in work["predicted"].items():
+        measured = work["allocated_gib"].get(phase)
+        total = sum(parts.values()) / sides.GIB
+        lines.append(f"  {phase:12}{total:8.2f}" + (f"   ({measured:.2f})" if measured is not None else ""))
+        lines += [f"    {part:28}{size / sides.GIB:8.2f}" for part, size in parts.items()]
+    if "error" in work:
+        return "\n".join([*lines, f"  failed: {work['error']}"])
+    taken = work["peak_gib"] - work["idle_gib"]
+    lines.append(f"  peak: predicted {work['predicted_peak_gib']:.2f}, measured {taken:.2f}, ratio {ratio(work):.3f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
