@@ -14,5 +14,6 @@ def told(causes: Mapping[str, Sequence[str]]) -> str:
 
 def named(uids: Sequence[str]) -> str:
     """`row 3`, `rows 7, 12`, `rows 1, 2, 5, ...`."""
-    shown = ", ".join(str(uid) for uid in uids[:SHOWN])
-    return f"{'row' if len(uids) == 1 else 'rows'} {shown}{', ...' if len(uids) > SHOWN else ''}"
+    once = list(dict.fromkeys(uids))
+    shown = ", ".join(str(uid) for uid in once[:SHOWN])
+    return f"{'row' if len(once) == 1 else 'rows'} {shown}{', ...' if len(once) > SHOWN else ''}"

@@ -49,7 +49,7 @@ def build(pool: list[Record], builder: Builder, options: Options) -> Found:
 
 
 def _right_wrong(pool: list[Record], options: Options) -> Found:
-    own = _of(pool, "own")
+    own = _once(pool, _of(pool, "own"))
     table = _table(pool, own, "correct"), _table(pool, own, "tokens"), [[_cut(pool[i]) for i in own]]
     choices = pairs.right_wrong(*table, max_pairs=options.max_pairs)
     return Found([(own[c.chosen], own[c.rejected]) for c in choices], _one_kind(pool, own))
@@ -92,7 +92,10 @@ def _large_margin(pool: list[Record], options: Options) -> Found:
 
 def _verified(pool: list[Record], options: Options) -> Found:
     """Light-R1: every own wrong answer against the teacher's right one, or the first own right one."""
-    own, teacher = _of(pool, "own"), [i for i in _of(pool, "teacher") if _right(pool[i]) and not _cut(pool[i])]
+    own, teacher = (
+        _once(pool, _of(pool, "own")),
+        [i for i in _of(pool, "teacher") if _right(pool[i]) and not _cut(pool[i])],
+    )
     rows = pairs.own_failures(
         _table(pool, own, "correct"),
         [bool(teacher)],
@@ -150,13 +153,13 @@ def _gold_vs_own(pool: list[Record], options: Options) -> Found:
     gold = _of(pool, "gold")
     if not gold:
         return Found([], "no `completion` in the row")
-    return Found([(gold[0], i) for i in _of(pool, "own")][: options.max_pairs])
+    return Found([(gold[0], i) for i in _once(pool, _of(pool, "own"))][: options.max_pairs])
 
 
 def _broken_format(pool: list[Record], options: Options) -> Found:
     """SPECS: a right, well-formed answer over itself with its format broken, another way each time."""
     choices: list[tuple[int, int]] = []
-    right = [i for i in _of(pool, "own") if _right(pool[i]) and _well_formed(pool[i]["completion"])]
+    right = [i for i in _once(pool, _of(pool, "own")) if _right(pool[i]) and _well_formed(pool[i]["completion"])]
     for number, place in enumerate(right[: options.max_pairs]):
         text = pool[place]["completion"]
         broken = pairs.format_pair(text, _well_formed, _told, len(str(pool[place]["uid"])) + number)
@@ -182,6 +185,14 @@ _BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
 
 def _of(pool: Sequence[Record], *sources: str) -> list[int]:
     return [i for i, record in enumerate(pool) if record["source"] in sources]
+
+
+def _once(pool: Sequence[Record], places: Sequence[int]) -> list[int]:
+    """The places of different texts, each text's first: an answer given twice makes no second pair."""
+    first: dict[str, int] = {}
+    for place in places:
+        first.setdefault(pool[place]["completion"].strip(), place)
+    return list(first.values())
 
 
 def _cut(record: Record) -> bool:

@@ -165,5 +165,6 @@ def _hint(dropped: Mapping[str, Sequence[str]]) -> str:
         "prompts: all answers truncated": "raise sampling.max_new_tokens",
         "prompts: no wrong answer": "take harder prompts, or a higher temperature",
         "prompts: no right answer": "take easier prompts, or more samples",
+        "pairs: repeated": "all were made in an earlier round: take new prompts, or more samples",
         "prompts: all scores equal": "take more samples, or a reward with more values",
     }.get(worst, "")

@@ -143,7 +143,7 @@ def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tens
     "online_ipo",
     paper="2503.08942",
     needs=("ref_logp", "win_rates"),
-    note="The loss of EGPO; its extragradient step is not part of it.",
+    note="The loss of EGPO; its extragradient step is `extragradient: true` of a pipeline's rounds.",
 )
 def online_ipo(batch: PairBatch, *, beta: float = 0.1, length_normalize: bool = True) -> PairLoss:
     """(u_a - u_b - (P(a beats y) - P(b beats y)) / beta)^2 for two samples and an opponent y of the current policy.

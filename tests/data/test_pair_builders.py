@@ -27,6 +27,11 @@ THOUGHT = "<think>1+1</think><answer>2</answer>"
     ("builder", "pool", "texts"),
     [
         ("right_wrong", [RIGHT, WRONG, answer("nope", 0, cut=True)], [("ok", "no")]),
+        (
+            "right_wrong",
+            [RIGHT, WRONG, WRONG, answer("no ", 0), RIGHT, answer("nay", 0)],
+            [("ok", "no"), ("ok", "nay")],
+        ),
         ("short_long", [LONG, RIGHT], [("ok", "okay ok")]),
         ("best_worst", [answer("a", 0.2), answer("b", 0.7), answer("c", 0.9, cut=True)], [("b", "a")]),
         ("large_margin", [answer("a", 5.5), answer("b", 4.5), answer("t", 6, "teacher")], [("a", "b")]),

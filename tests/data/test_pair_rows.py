@@ -48,9 +48,12 @@ def test_other_builders() -> None:
 def test_rules() -> None:
     """A repeated completion makes no second pair; earlier rounds count; lengths are balanced."""
     rows = [*GRADED, record("1", "3 ", 0)]
-    assert pair_rows(SOURCES, rows).dropped["pairs: repeated"] == ["1", "1"]
+    again = pair_rows(SOURCES, rows)
+    assert [(r["chosen"], r["rejected"]) for r in again.rows] == [("2", "3"), ("two", "3")]
+    assert "pairs: repeated" not in again.dropped
     earlier = [{"prompt": "1+1", "chosen": "2", "rejected": "3"}]
-    assert [r["chosen"] for r in pair_rows(SOURCES, GRADED, earlier=earlier).rows] == ["two"]
+    later = pair_rows(SOURCES, GRADED, earlier=earlier)
+    assert [r["chosen"] for r in later.rows] == ["two"] and later.dropped["pairs: repeated"] == ["1"]
     balanced = pair_rows(SOURCES, GRADED, balance_lengths=True)
     assert [r["chosen"] for r in balanced.rows] == ["2"]
     assert balanced.dropped["pairs: left out to balance lengths"] == ["1"]

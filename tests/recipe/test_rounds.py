@@ -133,6 +133,36 @@ def test_an_extragradient_step_restarts_from_the_policy(loads: Loads) -> None:
     assert found["up.2.half.pairs"]["not_in"] == ["stage:up.1.half.pairs/pairs.jsonl"]
 
 
+TEMPORAL = """
+stage: pipeline
+defaults: {data: {source: rows.jsonl}, rewards: [{use: math.accuracy}], run: {steps: 1}}
+stages:
+  - {name: sft, stage: sft, model: {path: tiny}}
+  - name: up
+    rounds: 2
+    start: stage:sft
+    stages:
+      - {name: now, stage: eval, model: {path: "round:policy"}}
+      - {name: past, stage: eval, model: {path: "round:initial"}}
+      - {name: pairs1, stage: pairs, builder: temporal, completions: stage:now/completions.jsonl,
+         past: stage:past/completions.jsonl}
+      - {name: ahead, stage: dpo, model: {path: "round:policy"}, data: {source: stage:pairs1/pairs.jsonl}}
+      - {name: future, stage: eval, model: {path: stage:ahead}}
+      - {name: pairs2, stage: pairs, builder: temporal, completions: stage:now/completions.jsonl,
+         past: stage:past/completions.jsonl, future: stage:future/completions.jsonl}
+      - {name: train, stage: dpo, model: {path: "round:policy"}, data: {source: stage:pairs2/pairs.jsonl}}
+"""
+
+
+def test_temporal_self_rewarding_is_a_list_of_rounds(loads: Loads) -> None:
+    """Phase 2 starts from the round's policy and not from the model of phase 1; the past is always the first model."""
+    found = stages(loads, TEMPORAL)
+    assert found["up.2.train"]["model"]["path"] == found["up.2.ahead"]["model"]["path"] == "stage:up.1.train"
+    assert found["up.2.past"]["model"]["path"] == "stage:sft"
+    assert found["up.2.future"]["model"]["path"] == "stage:up.2.ahead"
+    assert found["up.2.pairs2"]["future"] == "stage:up.2.future/completions.jsonl"
+
+
 def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
     origins = loads(ROUNDS).origins
     assert str(origins["stages.4.model.path"]) == str(origins["stages.1.model.path"]) == "r.yaml:10"
