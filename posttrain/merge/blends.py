@@ -40,7 +40,7 @@ def slerp(
     return (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
 
 
-@register("merge", "checkpoint_average")
+@register("merge", "checkpoint_average", needs=("by_entry",))
 def checkpoint_average(
     models: Sequence[Tensor],
     base: Tensor | None,

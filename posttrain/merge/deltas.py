@@ -7,7 +7,7 @@ uniform numbers a model as their fourth argument. A key that may differ between 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from posttrain.errors import MergeError
 from posttrain.merge import sparsify
+from posttrain.merge.blocks import by_block
 from posttrain.merge.rules import CANCELS, raised
 from posttrain.registry import register
 
@@ -45,7 +46,7 @@ def ties(
     return added(start, elected(parts, weights, normalize), lam)
 
 
-@register("merge", "dare_linear", paper="2311.03099", needs=("base_model", "draws"))
+@register("merge", "dare_linear", paper="2311.03099", needs=("base_model", "draws", "by_entry"))
 def dare_linear(
     models: Sequence[Tensor],
     base: Tensor | None,
@@ -66,7 +67,7 @@ def dare_linear(
     return added(start, summed(_dared(models, start, draws, density, rescale), weights, normalize), lam)
 
 
-@register("merge", "dare_ties", paper="2311.03099", needs=("base_model", "draws"))
+@register("merge", "dare_ties", paper="2311.03099", needs=("base_model", "draws", "by_entry"))
 def dare_ties(
     models: Sequence[Tensor],
     base: Tensor | None,
@@ -187,7 +188,7 @@ def update_selective(
     return added(start, sparsify.largest(delta, count), scale)
 
 
-@register("merge", "ram", needs=("base_model",))
+@register("merge", "ram", needs=("base_model", "by_entry"))
 def ram(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, eps: float = 1e-5) -> Tensor:
     """For RL updates, which touch few entries: a change that only one model makes is taken in full.
 
@@ -220,7 +221,7 @@ def model_stock(
     """
     del weights
     start = required(base, "model_stock")
-    deltas = differences(models, start)
+    deltas = list(differences(models, start))
     if filter_wise and start.dim() > 1:
         rows = [delta.flatten(1) for delta in deltas]
         share = stock_share(rows, eps).view(-1, *[1] * (start.dim() - 1))
@@ -248,7 +249,7 @@ def stock_share(deltas: Sequence[Tensor], eps: float) -> Tensor:
     return count * cosine / (1 + (count - 1) * cosine)
 
 
-@register("merge", "reasoning_vector", paper="2509.01363", needs=("base_model", "two_models"))
+@register("merge", "reasoning_vector", paper="2509.01363", needs=("base_model", "two_models", "by_entry"))
 def reasoning_vector(
     models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, alpha: float = 1.0
 ) -> Tensor:
@@ -271,8 +272,9 @@ def required(base: Tensor | None, name: str) -> Tensor:
     return raised(base)
 
 
-def differences(models: Sequence[Tensor], start: Tensor) -> list[Tensor]:
-    return [raised(model) - start for model in models]
+def differences(models: Sequence[Tensor], start: Tensor) -> Iterator[Tensor]:
+    """model - start, one after the other, so that each is gone when its use ends."""
+    return (raised(model) - start for model in models)
 
 
 def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
@@ -286,11 +288,16 @@ def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
 
 def summed(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     """sum_i w_i part_i, divided by sum_i w_i with `normalize` (by 1 where the weights cancel, as in mergekit)."""
-    total = torch.zeros_like(parts[0])
-    for weight, part in zip(weights, parts, strict=True):
-        total += weight * part
     whole = sum(weights)
-    return total / whole if normalize and abs(whole) >= CANCELS else total
+    divide = normalize and abs(whole) >= CANCELS
+
+    def of(*own: Tensor) -> Tensor:
+        total = torch.zeros_like(own[0])
+        for weight, part in zip(weights, own, strict=True):
+            total += weight * part
+        return total / whole if divide else total
+
+    return by_block(of, *parts)
 
 
 def elected(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
@@ -298,19 +305,26 @@ def elected(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) 
 
     With `normalize` divided by the weights of what was summed (by 1 where they cancel). An entry that is 0 never votes.
     """
-    whole = summed(parts, weights, normalize=False)
+    return by_block(lambda *own: _elected(own, weights, normalize), *parts)
+
+
+def _elected(parts: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+    weighted = [weight * part for weight, part in zip(weights, parts, strict=True)]
+    whole = torch.zeros_like(parts[0])
+    for part in weighted:
+        whole += part
     sign = torch.where(whole >= 0, 1.0, -1.0).to(whole.dtype)
     total, divisor = torch.zeros_like(whole), torch.zeros_like(whole)
-    for weight, part in zip(weights, parts, strict=True):
-        agrees = (weight * part).sign() == sign
-        total += torch.where(agrees, weight * part, torch.zeros_like(part))
+    for weight, part in zip(weights, weighted, strict=True):
+        agrees = part.sign() == sign
+        total += torch.where(agrees, part, part.new_zeros(()))
         divisor += weight * agrees
     return total / torch.where(divisor.abs() < CANCELS, torch.ones_like(divisor), divisor) if normalize else total
 
 
 def added(start: Tensor, change: Tensor, scale: float) -> Tensor:
     """start + scale * change; with scale 0 the start bit for bit."""
-    return start.clone() if scale == 0 else start + scale * change
+    return start.clone() if scale == 0 else by_block(lambda x, y: x + scale * y, start, change)
 
 
 def _dared(

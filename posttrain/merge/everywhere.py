@@ -39,6 +39,13 @@ def counts(deltas: Deltas, density: float, at_least_one: bool) -> dict[str, int]
     return found
 
 
+def edge(deltas: Deltas, wanted: int) -> float:
+    """The `wanted`-th largest magnitude of all tensors together."""
+    dtype = next(deltas())[1].dtype
+    bits = torch.int64 if dtype == torch.float64 else torch.int32
+    return float(torch.tensor([_threshold(deltas, wanted)], dtype=bits).view(dtype))
+
+
 def _threshold(deltas: Deltas, wanted: int) -> int:
     """The bits of the `wanted`-th largest magnitude."""
     width = 64 if next(deltas())[1].dtype == torch.float64 else 32

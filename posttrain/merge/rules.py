@@ -21,7 +21,7 @@ from posttrain.registry import register
 CANCELS = 1e-8  # |sum of weights| below this cannot be divided by
 
 
-@register("merge", "linear")
+@register("merge", "linear", needs=("by_entry",))
 def linear(
     models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, normalize: bool = True
 ) -> Tensor:
@@ -38,7 +38,7 @@ def linear(
     return total
 
 
-@register("merge", "task_arithmetic", paper="2212.04089", needs=("base_model",))
+@register("merge", "task_arithmetic", paper="2212.04089", needs=("base_model", "by_entry"))
 def task_arithmetic(
     models: Sequence[Tensor],
     base: Tensor | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from posttrain.models.places import Place, locate, not_found
 from posttrain.recipe.sections import Model
 
 CONFIG = "config.json"
+_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json", CONFIG)
+_read_before: dict[str, dict[str, int]] = {}  # the last tokenizer by its files' contents: reading one takes a second
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -102,8 +105,19 @@ def _tied(folder: Path) -> bool:
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id of the model's tokenizer, added tokens included; None without tokenizer files."""
-    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+    files = sorted({path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()})
+    if not any(path.name.startswith(("tokenizer", "vocab")) for path in files):
         return None
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    if digest.hexdigest() not in _read_before:
+        _read_before.clear()  # inputs of one merge share their tokenizer; another one replaces it
+        _read_before[digest.hexdigest()] = _read_vocabulary(folder)
+    return _read_before[digest.hexdigest()]
+
+
+def _read_vocabulary(folder: Path) -> dict[str, int]:
     from transformers import AutoTokenizer
 
     try:

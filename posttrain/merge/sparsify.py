@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posttrain.merge import everywhere
+from posttrain.merge.blocks import blocks, by_block
+
 
 def largest(delta: Tensor, count: int) -> Tensor:
     """The `count` entries of largest magnitude, 0 elsewhere. Of equal entries the one that comes first is kept."""
     if count >= delta.numel():
         return delta
-    kept = torch.zeros_like(delta)
-    if count > 0:
-        flat = delta.reshape(-1)
-        places = _descending(flat)[:count]
-        kept.view(-1)[places] = flat[places]
-    return kept
+    if count <= 0:
+        return torch.zeros_like(delta)
+    return torch.where(among_largest(delta, count), delta, delta.new_zeros(()))
 
 
 def middling(delta: Tensor, density: float, gamma: float) -> Tensor:
@@ -29,10 +29,25 @@ def middling(delta: Tensor, density: float, gamma: float) -> Tensor:
     n = delta.numel()
     keep = min(int(density * n), n)
     top = max(min(int(gamma * n), n - keep), 0)
-    flat, kept = delta.reshape(-1), torch.zeros_like(delta)
-    places = _descending(flat)[top : top + keep]
-    kept.view(-1)[places] = flat[places]
-    return kept
+    kept = largest(delta, top + keep)
+    return kept if top == 0 else torch.where(among_largest(delta, top), delta.new_zeros(()), kept)
+
+
+def among_largest(delta: Tensor, count: int) -> Tensor:
+    """Which entries are the `count` largest magnitudes, 0 < count <= n; of equal ones the first. Bool, as `delta`.
+
+    The smallest of them is found by counting digits, block by block: no sort, and no memory beside the result.
+    """
+    edge = everywhere.edge(lambda: (("", block) for (block,) in blocks(delta)), count)
+    above = by_block(lambda part: part.abs() > edge, delta, dtype=torch.bool)
+    missing = count - int(above.sum())
+    for found, part in blocks(above, delta):
+        equal = (part.abs() == edge).nonzero()[:missing, 0]
+        found[equal] = True
+        missing -= len(equal)
+        if missing == 0:
+            break
+    return above
 
 
 def by_chance(delta: Tensor, probability: Tensor | float, draw: Tensor, *, rescale: bool) -> Tensor:
@@ -55,7 +70,3 @@ def rank_probabilities(delta: Tensor, density: float, epsilon: float) -> Tensor:
     ranks = torch.empty_like(delta)
     ranks.scatter_(-1, order, torch.arange(n, dtype=delta.dtype, device=delta.device).expand_as(delta))
     return (density - epsilon + ranks / (n - 1) * 2 * epsilon).clamp(0, 1)
-
-
-def _descending(flat: Tensor) -> Tensor:
-    return flat.abs().argsort(descending=True, stable=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from posttrain.errors import MergeError, RunError
 from posttrain.merge import everywhere
 from posttrain.merge import tensors as disk
+from posttrain.merge.blocks import all_finite, equal, one_thread, rule_by_block, squared_distance
 from posttrain.merge.plan import Plan
 from posttrain.merge.rules import merge_tensor, raised
 from posttrain.merge.sources import Source
@@ -40,6 +41,7 @@ def write_merged(plan: Plan, folder: Path, before_each: Callable[[int, str], Non
     tally = Tally(squares=[0.0] * len(plan.models))
     names = iter(range(1, len(plan.out) + 1))
     with ExitStack() as stack:
+        stack.enter_context(one_thread())
         read = {s.folder: stack.enter_context(disk.reader(s.tensors)) for s in plan.sources}
         counts = _counts(plan, read)
 
@@ -86,30 +88,39 @@ def _merged(
     dtype = plan.out[name].dtype
     if not anchor.is_floating_point():
         return anchor
-    differing = [not torch.equal(raised(t), raised(anchor)) for t in models]
+    differing = [not equal(tensor, anchor) for tensor in models]
     for i, differs in enumerate(differing):
         if differs:
-            tally.squares[i] += float((raised(models[i]) - raised(anchor)).double().square().sum())
+            tally.squares[i] += squared_distance(models[i], anchor)
     moved = any(differs and moves for differs, moves in zip(differing, plan.arguments.moving(name), strict=True))
     if plan.method == "reasoning_vector":
-        moved = moved and not torch.equal(raised(models[0]), raised(models[1]))
+        moved = moved and not equal(models[0], models[1])
     if not moved and not plan.rescales(name):
         return anchor.to(dtype)  # equal inputs come out bit for bit, without the rounding of a weighted sum
     if moved or bool(anchor.any()):
         tally.expected.add(name)
-    extra = draws(plan.seed, name, models) if "draws" in plan.rule.needs else counts and counts[name]
-    arguments = plan.arguments
-    result = merge_tensor(plan.rule.function, models, base, arguments.weights(name), arguments.params(name), extra).to(
-        dtype
-    )
-    if not torch.isfinite(result).all():
+    result = _ruled(plan, name, models, base, counts).to(dtype)
+    if not all_finite(result):
         word = str(dtype).removeprefix("torch.")
         raise MergeError(f"the merged {name} overflows {word}", hint="set `dtype: bfloat16` or `float32`")
     return result
 
 
+def _ruled(
+    plan: Plan, name: str, models: list[Tensor], base: Tensor | None, counts: Mapping[str, int] | None
+) -> Tensor:
+    """What the rule makes of one tensor."""
+    drawn = draws(plan.seed, name, models) if "draws" in plan.rule.needs else None
+    weights, params = plan.arguments.weights(name), plan.arguments.params(name)
+    if "by_entry" in plan.rule.needs:
+        dtype = plan.out[name].dtype
+        return rule_by_block(plan.rule.function, models, base, weights, extra=drawn, dtype=dtype, params=params)
+    extra = drawn if drawn is not None else counts and counts[name]
+    return merge_tensor(plan.rule.function, models, base, weights, params, extra)
+
+
 def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:
-    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    if tensor.is_floating_point() and not all_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise MergeError(f"{name} holds {bad} NaN or infinite values", where=source.name)
     return tensor
@@ -132,7 +143,7 @@ def compare_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
     written = disk.scan(folder)
     if written.keys() != plan.out.keys():
         raise RunError(f"tensors written and planned differ: {sorted(written.keys() ^ plan.out.keys())}")
-    with _pair(plan, folder) as (merged, anchor):
+    with one_thread(), _pair(plan, folder) as (merged, anchor):
         changed = [n for n, s in plan.out.items() if not torch.equal(merged(n), anchor(n).to(s.dtype))]
     unexpected = sorted(set(changed) - tally.expected)
     if unexpected:

@@ -1,6 +1,6 @@
 """Tensors on disk: safetensors folders read by name and written one tensor at a time.
 
-Reading maps the files into memory; writing lays out a shard from names, dtypes and shapes alone and then streams the
+Reading takes one tensor at a time; writing lays out a shard from names, dtypes and shapes alone and then streams the
 data, so that a merge needs memory for a few tensors and not for a model. Format: 8 bytes little-endian header length,
 a JSON header, then the data without gaps (https://github.com/huggingface/safetensors#format).
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.errors import MergeError
@@ -43,11 +42,12 @@ _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its values. `file` is where it is stored, or None for one that is still to be written."""
+    """A tensor without its values. `file` is where it is stored, from byte `start` on; None: still to be written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path | None = None
+    start: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +126,10 @@ def read_header(file: Path) -> dict[str, Spec]:
         what = "truncated shard" if size < expected else "shard with bytes behind its tensors"
         raise MergeError(f"{what}: {size:,} bytes where its header says {expected:,}", where=str(file), hint=hint)
     return {
-        name: Spec(_dtype(entry["dtype"], name, file), tuple(entry["shape"]), file) for name, entry in header.items()
+        name: Spec(
+            _dtype(entry["dtype"], name, file), tuple(entry["shape"]), file, 8 + length + entry["data_offsets"][0]
+        )
+        for name, entry in header.items()
     }
 
 
@@ -143,18 +146,33 @@ def _dtype(word: str, name: str, file: Path) -> torch.dtype:
 
 @contextmanager
 def reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
-    """A function that reads one tensor by name; files are opened once and stay mapped until the end of the block."""
+    """A function that reads one tensor by name; files are opened once and stay open until the end of the block.
+
+    Read, not mapped: mapped pages would stay in the process's memory until the files are closed.
+    """
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
 
         def read(name: str) -> Tensor:
-            file = tensors[name].file
-            assert file is not None, name
-            if file not in opened:
-                opened[file] = stack.enter_context(safe_open(file, framework="pt"))
-            return opened[file].get_tensor(name)
+            spec = tensors[name]
+            assert spec.file is not None, name
+            if spec.file not in opened:
+                opened[spec.file] = stack.enter_context(spec.file.open("rb", buffering=0))
+            return _read(opened[spec.file], spec)
 
         yield read
+
+
+def _read(stream: Any, spec: Spec) -> Tensor:
+    tensor = torch.empty(spec.shape, dtype=spec.dtype)
+    left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    stream.seek(spec.start)
+    while left:
+        count = stream.readinto(left)
+        if not count:
+            raise MergeError("a file became shorter while it was read", where=str(spec.file))
+        left = left[count:]
+    return tensor
 
 
 def split(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -273,6 +274,44 @@ def test_no_space(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -
     usage = shutil.disk_usage(models)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     refused(models, merge, RunError, "not enough disk space")
+
+
+def test_a_disk_that_fills_up_while_writing_destroys_nothing(
+    models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The space was there when it was looked at. The earlier result, the inputs and a later resume are as before."""
+    from posttrain.merge import tensors as disk
+
+    merge(**LINEAR)
+    before = {name: weights(models / name) for name in ("run/final", "a", "b")}
+
+    def full(*arguments: Any) -> None:
+        (arguments[0] / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "write", full)
+        with pytest.raises(RunError, match="disk"):
+            merge(resume=True, **LINEAR)
+    assert not (models / "run" / "final.tmp").exists()
+    for name, tensors in before.items():
+        assert all(torch.equal(tensor, weights(models / name)[key]) for key, tensor in tensors.items())
+    merge(resume=True, **LINEAR)
+
+
+def test_an_input_that_shrinks_while_it_is_read(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.merge import run as stage
+
+    check = stage.check
+
+    def then_cut(*arguments: Any) -> None:
+        check(*arguments)
+        file = models / "b" / "model.safetensors"
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - 100)
+
+    monkeypatch.setattr(stage, "check", then_cut)
+    refused(models, merge, MergeError, "became shorter")
 
 
 def test_ctrl_c_leaves_nothing_half_written_and_a_resume_succeeds(

@@ -1,0 +1,76 @@
+"""Block by block gives what the whole gives; blocks of 4 entries here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from posttrain.merge import blocks, deltas, rules, sparsify
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "ENTRIES", 4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_bad_entry_is_found(bad: float, dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 5, dtype=dtype)
+    assert blocks.all_finite(tensor)
+    tensor[2, 3] = bad
+    assert not blocks.all_finite(tensor)
+
+
+def test_a_finite_tensor_whose_sum_overflows_is_finite() -> None:
+    assert blocks.all_finite(torch.full((8,), torch.finfo(torch.float32).max))
+    assert blocks.all_finite(torch.full((8,), 65504.0, dtype=torch.float16))
+
+
+def test_infinities_that_cancel_are_found() -> None:
+    assert not blocks.all_finite(torch.tensor([float("inf"), -float("inf")]))
+
+
+def test_distance_and_equality() -> None:
+    """(1, 2, ..., 6) against zeros: 91. bfloat16 and float32 of the same numbers are equal."""
+    a = torch.arange(1.0, 7.0)
+    assert blocks.squared_distance(a, torch.zeros(6)) == 91
+    assert blocks.squared_distance(a.bfloat16(), torch.zeros(6)) == 91
+    assert blocks.equal(a, a.bfloat16())
+    assert not blocks.equal(a, a.bfloat16() + torch.tensor([0, 0, 0, 0, 0, 1.0]))
+
+
+def test_a_rule_by_blocks_is_the_rule() -> None:
+    torch.manual_seed(0)
+    models, base, draws = (list(torch.rand(3, 3, 5)) for _ in range(3))
+    rule = deltas.dare_ties
+    whole = rule(models, base[0], [0.4, 0.6, 1.0], draws, density=0.5)
+    parts = blocks.rule_by_block(
+        rule, models, base[0], [0.4, 0.6, 1.0], extra=draws, dtype=torch.float32, params={"density": 0.5}
+    )
+    assert torch.equal(whole, parts)
+    scalar = [torch.tensor(1.0), torch.tensor(3.0)]
+    merged = blocks.rule_by_block(
+        rules.linear, scalar, None, [1.0, 1.0], extra=None, dtype=torch.float32, params={"normalize": True}
+    )
+    assert merged.shape == () and merged == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
+    """Few values, so that the border falls among equal ones; the first of them are taken."""
+    torch.manual_seed(1)
+    for rows, columns in ((1, 1), (3, 5), (7, 2)):
+        delta = torch.randint(-3, 4, (rows, columns)).to(dtype) / 3
+        order = delta.reshape(-1).abs().argsort(descending=True, stable=True)
+        for count in range(1, delta.numel() + 1):
+            expected = torch.zeros(delta.numel(), dtype=torch.bool)
+            expected[order[:count]] = True
+            assert torch.equal(sparsify.among_largest(delta, count).reshape(-1), expected)
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with blocks.one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
