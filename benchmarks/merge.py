@@ -9,7 +9,7 @@ large:   a random Llama of 0.95B parameters in bfloat16, 1.9 GB in shards of 400
 Both sides run as commands, from start to exit, in turn, `--rounds` times each; the median counts. posttrain's seconds
 hold what mergekit does not do: comparing what was written with the inputs, and loading the result for a forward pass.
 Peak memory is ru_maxrss, which counts mapped pages of the inputs too; `anonymous` leaves those out (read every 10 ms).
-mergekit computes in `dtype`, so its file says float32 with the stored type as `out_dtype`; posttrain always computes so.
+mergekit computes in `dtype`, so its file says float32, and the stored type as `out_dtype`; posttrain always does so.
 """
 
 from __future__ import annotations
