@@ -165,7 +165,7 @@ def reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
 
 def _read(stream: Any, spec: Spec) -> Tensor:
     tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    left = tensor.reshape(-1).view(torch.uint8).numpy().data
     stream.seek(spec.start)
     while left:
         count = stream.readinto(left)
