@@ -35,7 +35,7 @@ Value = TypeVar("Value", float, Tensor)
     note=(
         "The proximal policy is the one whose log-probs are recomputed at the start of the step (old_logp). A slowly"
         " moving average as proximal policy is a function here (`ewma_step`) and no recipe key: it costs one more copy"
-        " of the weights and one more pass. Versions of asynchronous rollouts are not tracked."
+        " of the weights and one more pass. Rollouts of an older policy are those of `rollout.staleness: 1`."
     ),
 )
 def decoupled_ppo(
@@ -73,7 +73,9 @@ def decoupled_ppo(
     paper="2507.06892",
     needs=("rollout_logp",),
     exclusive=(ENGINE_RATIO,),
-    note=("Read through a write-up of the paper. Without a replay buffer all rows are fresh and this is PPO's clip."),
+    note=(
+        "Read through a write-up of the paper. There is no replay buffer: rows are older than the policy with `rollout.staleness: 1` only."
+    ),
 )
 def remix(batch: RolloutBatch, logp: Tensor, *, clip: float = 0.2) -> TokenLoss:
     """The clip for rows of an older policy b: r = exp(logp - b) stays within `clip` of c = exp(old_logp - b).

@@ -10,7 +10,10 @@ import json
 import os
 import socket
 import sys
+import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +40,51 @@ def main() -> None:
             if child == 0:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                train(job)
+                end(partial(train, job) if "recipe" in job else talk)
             children.append(child)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
 
 
-def train(job: dict[str, Any]) -> None:
-    """In the child; never returns."""
+def talk() -> None:
+    """Objects over a line of a thread's own, while the main thread adds up tensors and gathers as well."""
+    with distributed.joined():
+        line, heard = distributed.new_line(), list[list[int]]()
+
+        def talking() -> None:
+            with distributed.over(line):
+                for i in range(200):
+                    heard.append(distributed.gather(1000 * distributed.rank() + i))
+
+        thread = threading.Thread(target=talking)
+        thread.start()
+        for i in range(200):
+            assert distributed.gather(-i) == [-i, -i]
+            assert distributed.add_up(torch.ones(3) * i).tolist() == [2 * i] * 3
+        thread.join()
+        assert heard == [[i, 1000 + i] for i in range(200)]
+
+
+def end(work: Callable[[], None]) -> None:
+    """In a child: do it and leave the process, with 0 if it went well; never returns."""
     code = 1
     try:
-        recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
-
-        def open_it() -> RunDirectory:
-            return RunDirectory.open(Path(job["output"]), name="job", text="", resolved={}, resume=job["resume"])
-
-        with distributed.joined(), distributed.open_directory(open_it) as directory:
-            pipeline.run_stage(recipe, directory)
+        work()
         code = 0
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def train(job: dict[str, Any]) -> None:
+    recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
+
+    def open_it() -> RunDirectory:
+        return RunDirectory.open(Path(job["output"]), name="job", text="", resolved={}, resume=job["resume"])
+
+    with distributed.joined(), distributed.open_directory(open_it) as directory:
+        pipeline.run_stage(recipe, directory)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,9 @@ def train() -> Iterator[Train]:
     program = str(Path(__file__).parent / "ranked.py")
     server = subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(recipe: Values, output: Path, *, ranks: int, resume: bool = False) -> list[int]:
+    def run(recipe: Values | None, output: Path, *, ranks: int, resume: bool = False) -> list[int]:
         assert server.stdin is not None and server.stdout is not None
-        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output)}
+        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output)} if recipe else {}
         server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks}) + "\n")
         server.stdin.flush()
         return list(json.loads(server.stdout.readline()))
@@ -168,6 +168,18 @@ def assert_same_weights(folder: Path, other: Path) -> None:
         for of in ([weights[name] - others[name] for name in weights], list(others.values()))
     )
     assert float(gap.norm()) < 1e-5 * float(size.norm())
+
+
+def test_rollouts_drawn_ahead_are_divided_too(train: Train, folder: Path) -> None:
+    recipe = {**RL, "rollout": {**RL["rollout"], "staleness": 1}, "corrections": [{"use": "tis"}], "run": {"steps": 3}}
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
+    assert [row["rollout/staleness"] for row in rows_of(folder / "two")] == [0, 1, 1]
+
+
+def test_a_thread_talks_over_a_line_of_its_own(train: Train, folder: Path) -> None:
+    assert train(None, folder, ranks=2) == [0, 0]
 
 
 def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train, folder: Path) -> None:
