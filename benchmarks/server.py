@@ -64,6 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=None, help="vllm.gpu_memory of `one` and `both` (default: 0.3)")
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep of `one` and `both`")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--compile", action="store_true", help="model.compile")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
     parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the table of a committed JSON")
