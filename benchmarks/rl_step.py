@@ -265,23 +265,28 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
     """The engine with the lengths of work B, and with a measurement of generation alone before it closes."""
+    if not spec["smoke"] and spec.get("alone", True):
+        measure_alone(engine, result)
     if spec["lengths"]:
         give_lengths(engine, spec)
-    if spec["smoke"] or not spec.get("alone", True):
-        return engine
-    close, complete, last = engine.close, engine.complete, list[Any]()
+    return engine
 
-    def measure_and_close() -> None:
-        if last:
-            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(2)]
-        close()
+
+def measure_alone(engine: Any, result: dict[str, Any]) -> None:
+    """When the engine closes, its last requests are made twice more."""
+    close, complete, last = engine.close, engine.complete, list[Any]()
 
     def remembering(requests: Any, sampling: Any, **more: Any) -> Any:
         last[:] = requests, sampling
         return complete(requests, sampling, **more)
 
+    def measure_and_close() -> None:
+        if last:
+            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(2)]
+            last.clear()  # closing twice is fine
+        close()
+
     engine.complete, engine.close = remembering, measure_and_close
-    return engine
 
 
 def generation_alone(complete: Callable[..., Any], requests: Sequence[Any], sampling: Any) -> float:
