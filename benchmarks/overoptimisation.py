@@ -5,12 +5,15 @@
 
 Answers are strings of letters; the true reward of one is the mean worth of its letters. Reward models (`posttrain
 reward-model` on the tiny model) learn from pairs of which about a third are labelled wrong, written with ten letters.
-The policy whose answers are picked also writes ten others, all of them bad, more of them in some answers than in
-others. What a model says of letters that it never saw is chance, and the more answers are drawn, the surer one of them
-is liked by mistake. For every n the pick has the highest score; reported is its true reward, in deviations over all
-answers, so that 0 is an answer drawn at random. Rows: one model (the mean over five); five models that differ in seed,
-and so in their start and their order (mean, wco, uwo as in arXiv 2310.02743); one model with five heads, each of which
-learnt from half of the pairs.
+The policy whose answers are picked writes only some of those and, in each answer more or less often, one of ten others
+that no model has seen, all of them bad: tricks. What a model says of a trick is chance, and the more answers there are,
+the surer one of them is liked by mistake. For every n the pick has the highest score; reported is its true reward, in
+deviations over all answers, so that 0 is an answer drawn at random.
+
+Two policies: `best` writes the four best letters (its answers are good but for the tricks), `middle` four mediocre
+ones, which the models rightly do not like, so that unknown letters look good to all of them. Rows: one model (the mean
+over five); five models that differ in seed, and so in their start and their order (mean, wco, uwo as in arXiv
+2310.02743).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +34,7 @@ import sides
 SEEN, UNSEEN = "abcdefghij", "klmnopqrst"
 MEMBERS = 5
 SIZES = (1, 4, 16, 64, 256)
+POLICIES = {"best": slice(-4, None), "middle": slice(3, 7)}  # of the seen letters by worth
 COEFS = (0.1, 0.5)  # of uwo
 
 
@@ -53,11 +58,11 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=6, help="worlds, each with pairs and models of its own")
+    parser.add_argument("--groups", type=int, default=4, help="worlds, each with pairs and models of its own")
     parser.add_argument("--pairs", type=int, default=300, help="training pairs")
-    parser.add_argument("--steps", type=int, default=150, help="optimiser steps of 16 pairs")
+    parser.add_argument("--steps", type=int, default=100, help="optimiser steps of 16 pairs")
     parser.add_argument("--noise", type=float, default=0.35, help="share of pairs that are labelled wrong")
-    parser.add_argument("--harm", type=float, default=2.0, help="worth of unseen letters, times -1")
+    parser.add_argument("--harm", type=float, default=1.0, help="worth of unseen letters, times -1")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--answers", type=int, default=512, help="answers a prompt to pick from")
     parser.add_argument("--smoke", action="store_true", help="one small world: does the script run?")
@@ -70,17 +75,23 @@ def study(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a world and way of scoring: `gold` and `proxy` of the pick, by n."""
     rows: list[dict[str, Any]] = []
     for group in range(settings["groups"]):
+        print(f"world {group + 1} of {settings['groups']}", file=sys.stderr)
         world = World(group, settings)
         with tempfile.TemporaryDirectory(prefix="overoptimisation-") as folder:
-            members = [trained(world, Path(folder), f"member-{n}", n, {}) for n in range(MEMBERS)]
-            heads = trained(world, Path(folder), "heads", 0, {"heads": MEMBERS, "share": 0.5})
-            several, one = scores(members, world), scores([heads], world)
-        ways = {f"one model/{n}": several[n] for n in range(MEMBERS)}
-        ways |= {"mean of 5": ensemble(several, objective="mean"), "wco of 5": ensemble(several, objective="wco")}
-        ways |= {f"uwo of 5, {c:g}": ensemble(several, objective="uwo", uwo_coef=c) for c in COEFS}
-        ways |= {"5 heads, mean": ensemble(one, objective="mean"), "5 heads, wco": ensemble(one, objective="wco")}
-        rows += [{"group": group, "way": way.partition("/")[0], **world.picks(found)} for way, found in ways.items()]
+            members = [trained(world, Path(folder), f"member-{n}", n) for n in range(MEMBERS)]
+            for policy in POLICIES:
+                world.write(policy)
+                for way, found in scored_ways(scores(members, world)).items():
+                    rows.append({"group": group, "policy": policy, "way": way.partition("/")[0], **world.picks(found)})
     return rows
+
+
+def scored_ways(several: Any) -> dict[str, Any]:
+    """Way of scoring -> [prompts,answers]."""
+    ways = {f"one model/{n}": several[n] for n in range(MEMBERS)}
+    ways |= {"mean of 5": ensemble(several, objective="mean"), "wco of 5": ensemble(several, objective="wco")}
+    ways |= {f"uwo of 5, {c:g}": ensemble(several, objective="uwo", uwo_coef=c) for c in COEFS}
+    return ways
 
 
 def ensemble(found: Any, **settings: Any) -> Any:
@@ -119,23 +130,29 @@ class World:
         self.worth = {letter: worth - middle for letter, worth in self.worth.items()}
         self.worth |= dict.fromkeys(UNSEEN, -settings["harm"])
         self.rows = [self.pair(n) for n in range(settings["pairs"])]
-        self.answers = [[self.answer() for _ in range(settings["answers"])] for _ in range(settings["prompts"])]
+
+    def write(self, policy: str) -> None:
+        """The answers of a policy, and their true rewards in deviations."""
+        letters = sorted(SEEN, key=lambda letter: self.worth[letter])[POLICIES[policy]]
+        prompts, answers = self.settings["prompts"], self.settings["answers"]
+        self.answers = [[self.tricky(letters) for _ in range(answers)] for _ in range(prompts)]
         every = [self.gold(a) for answers in self.answers for a in answers]
         center, scale = statistics.fmean(every), statistics.pstdev(every)
         self.golds = [[(self.gold(a) - center) / scale for a in answers] for answers in self.answers]
 
-    def answer(self, unseen: float | None = None) -> str:
-        """unseen: share of letters that training never shows; None = the policy's, another in each answer."""
-        if unseen is None:
-            unseen = self.draw.random() if self.draw.random() < 0.9 else 0.0
+    def tricky(self, letters: list[str]) -> str:
+        trick, share = self.draw.choice(UNSEEN), self.draw.random()
         length = self.draw.randrange(6, 13)
-        return "".join(self.draw.choice(UNSEEN if self.draw.random() < unseen else SEEN) for _ in range(length))
+        return "".join(trick if self.draw.random() < share else self.draw.choice(letters) for _ in range(length))
+
+    def honest(self) -> str:
+        return "".join(self.draw.choice(SEEN) for _ in range(self.draw.randrange(6, 13)))
 
     def gold(self, answer: str) -> float:
         return sum(self.worth[letter] for letter in answer) / len(answer)
 
     def pair(self, number: int) -> dict[str, str]:
-        sides = sorted((self.answer(0.0) for _ in range(2)), key=self.gold)
+        sides = sorted((self.honest() for _ in range(2)), key=self.gold)
         if self.draw.random() < self.settings["noise"]:
             sides.reverse()
         return {"prompt": str(number % 10), "rejected": sides[0], "chosen": sides[1]}
@@ -155,7 +172,7 @@ class World:
         return found
 
 
-def trained(world: World, folder: Path, name: str, seed: int, objective: dict[str, Any]) -> str:
+def trained(world: World, folder: Path, name: str, seed: int) -> str:
     """A reward model of the world's pairs; seed: of its weights and of the order of the pairs."""
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
@@ -167,7 +184,7 @@ def trained(world: World, folder: Path, name: str, seed: int, objective: dict[st
         "stage": "reward_model",
         "model": {"path": "tiny"},
         "data": {"source": str(path)},
-        "objective": {"holdout": 0.1, **objective},
+        "objective": {"holdout": 0.1},
         "batch": {"size": 16},
         "optim": {"lr": 1e-3},
         "run": {"steps": world.settings["steps"], "seed": seed},
@@ -179,23 +196,37 @@ def trained(world: World, folder: Path, name: str, seed: int, objective: dict[st
 
 
 def table(record: dict[str, Any]) -> str:
-    """True reward of the pick by n, mean over worlds with its standard error, and the loss from its own best n."""
-    ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
+    """A table a policy: true reward of the pick by n, mean over worlds with its standard error, its own score at the
+    last n, what was lost since the best n, and how far it is from one model at the last n, world by world."""
     groups = sorted({row["group"] for row in record["rows"]})
-    lines = ["| score | " + " | ".join(f"n = {n}" for n in SIZES) + " | its own score there | lost from the best n |"]
-    lines.append("|---" * (len(SIZES) + 3) + "|")
-    for way in ways:
-        gold, proxy = ([_of(record["rows"], way, group, kind) for group in groups] for kind in ("gold", "proxy"))
-        cells = [_mean([one[n] for one in gold]) for n in SIZES]
-        cells += [_mean([one[SIZES[-1]] for one in proxy]), _mean([max(one.values()) - one[SIZES[-1]] for one in gold])]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    ways = list(dict.fromkeys(row["way"] for row in record["rows"]))
+    parts = []
+    for policy in POLICIES:
+        rows = [row for row in record["rows"] if row["policy"] == policy]
+        alone = [_of(rows, ways[0], group, "gold")[SIZES[-1]] for group in groups]
+        head = [
+            f"policy `{policy}`",
+            *(f"n = {n}" for n in SIZES),
+            "its own score",
+            "lost since its best n",
+            "less one model",
+        ]
+        lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        for way in ways:
+            gold, proxy = ([_of(rows, way, group, kind) for group in groups] for kind in ("gold", "proxy"))
+            last = [one[SIZES[-1]] for one in gold]
+            cells = [_mean([one[n] for one in gold]) for n in SIZES]
+            cells += [_mean([one[SIZES[-1]] for one in proxy]), _mean([max(g.values()) - g[SIZES[-1]] for g in gold])]
+            cells.append("" if way == ways[0] else _mean([a - b for a, b in zip(last, alone, strict=True)]))
+            lines.append(f"| {way} | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def _of(rows: list[dict[str, Any]], way: str, group: int, kind: str) -> dict[int, float]:
     """By n, the mean over a world's rows of one way."""
     own = [row[kind] for row in rows if (row["way"], row["group"]) == (way, group)]
-    return {n: statistics.mean(row[str(n)] for row in own) for n in SIZES}
+    return {n: statistics.fmean(row[str(n)] for row in own) for n in SIZES}
 
 
 def _mean(values: list[float]) -> str:

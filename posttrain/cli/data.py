@@ -44,15 +44,16 @@ def inspect(
     from posttrain.recipe.load import load
 
     loaded = load(recipe, overrides or []).recipe
-    check_stage(loaded.verb)
     section: Any = loaded
+    stage = loaded.verb
+    if stage == "reward-model":  # its rows are those of dpo, or answers with labels
+        stage = "dpo" if section.objective.pairs else "sft"
+    check_stage(stage)
     tokenizer = load_tokenizer(section.model, loaded.base_dir)
     eos_ids = load_eos_ids(section.model, loaded.base_dir, tokenizer)
     weigh, of_pairs = _weigh(loaded, tokenizer), loaded.verb == "dpo"
     single, rules = of_pairs and "labels" in section.loss.needs, section.pairs if of_pairs else None
-    report = look(
-        loaded.verb, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single, rules=rules
-    )
+    report = look(stage, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single, rules=rules)
     if as_json:
         from posttrain.cli.show import print_json
 
