@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
 
-from posttrain.train import sharding
+from posttrain.train import distributed, sharding
 from posttrain.train.calibrate import random_rows
 from posttrain.train.logprobs import Extras
 from posttrain.train.pieces import Pieces
@@ -21,13 +22,15 @@ def try_longest(p: Pieces) -> None:
     naps = p.recipe.rollout.engine == "vllm" and p.recipe.rollout.vllm.sleep
     if naps:
         p.engine.sleep()
+    rollout = p.recipe.rollout
     rows = random_rows(p.recipe, p.loaded, max(len(q.ids) for q in p.prompts))
-    width = p.recipe.rollout.max_new_tokens
+    updated = math.ceil(rollout.prompts_per_step * rollout.group_size / p.recipe.batch.minibatches)
+    rows = rows.select(range(min(len(rows), math.ceil(updated / distributed.world()))))
     p.loaded.model.train()
     random_state = torch.random.fork_rng() if torch.cuda.is_available() else nullcontext()
     with random_state, p.compiled():
         held = torch.empty(moments_bytes(p), dtype=torch.uint8, device=p.loaded.device)
-        found = scores(p, p.loaded.model, rows, width, Extras())
+        found = scores(p, p.loaded.model, rows, rollout.max_new_tokens, Extras())
         (found["logp"].sum() * 0).backward()
     del held, found
     p.optimizer.zero_grad(set_to_none=True)

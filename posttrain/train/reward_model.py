@@ -40,6 +40,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     `report` in the summary is about the held-out rows, or the training rows where none is held out (`report_on`).
     """
     quiet()
+    hf_trainer.check_machine(recipe)
     settings = recipe.objective
     items = reward_rows.read(recipe, models.load_tokenizer(recipe.model, recipe.base_dir))
     outputs = settings.count * (2 if settings.use == "gaussian" else 1)
