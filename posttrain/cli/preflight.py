@@ -37,7 +37,9 @@ def check(loaded: Loaded) -> list[str]:
             with _Collected(loaded, f"{prefix}data.{key}", problems):
                 _find_source(source, loaded)
     if problems:
-        raise UserError.of(sorted(dict.fromkeys(problems), key=in_order))
+        # A stage of rounds stands in each of them; what is wrong with it was written once.
+        once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
+        raise UserError.of(sorted(once.values(), key=in_order))
     return list(dict.fromkeys(names))
 
 
