@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from posttrain import __version__
-from posttrain.cli import doctor, generate, methods, plan, recipe, serve, stage, whatif
+from posttrain.cli import browse, doctor, generate, methods, plan, recipe, serve, stage, whatif
 from posttrain.cli.guard import DEBUG, guarded
 
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
@@ -20,7 +20,7 @@ LAZY = {
 
 PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run"),
-    "Measure": ("eval", "generate", "pairs"),
+    "Measure": ("eval", "generate", "browse", "pairs"),
     "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "data", "doctor"),
 }
 
@@ -88,6 +88,7 @@ generate.register(app)
 serve.register(app)
 plan.register(app)
 whatif.register(app)
+browse.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")
 app.add_typer(methods.app, name="methods", help="Which methods there are, and their formulas, papers and keys.")
 for _name, (_, _about) in LAZY.items():

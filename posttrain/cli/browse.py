@@ -1,0 +1,36 @@
+"""`posttrain browse`: a page with every completion of an evaluation, or of two side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("browse")(browse)
+
+
+def browse(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of `posttrain eval` or `generate`.")],
+    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="A second one, to compare with.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Default: browse.html in the last of the runs."),
+    ] = None,
+) -> None:
+    """Write one offline page to read every completion, filter and search; with two runs, side by side by problem."""
+    from posttrain.cli.guard import say
+    from posttrain.errors import UserError
+    from posttrain.run.browse import write_page
+
+    runs = [run] if other is None else [run, other]
+    page = output or runs[-1] / "browse.html"
+    if page.is_dir():
+        raise UserError(f"{page} is a directory", hint="--output names the page's file")
+    counts = write_page(runs, page)
+    alone = f", {counts['only_one_run']} problems in one run only" if counts["only_one_run"] else ""
+    say(f"{counts['completions']} completions of {counts['problems']} problems{alone}")
+    typer.echo(str(page))

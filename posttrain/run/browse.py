@@ -1,0 +1,93 @@
+"""One self-contained page to read every completion of an evaluation, or of two of them side by side. Works offline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UserError
+from posttrain.run.jsonl import read_rows
+
+COMPLETIONS = "completions.jsonl"
+_KEPT = ("sample", "completion", "correct", "reward", "tokens", "finish", "answer", "scores")
+
+Problem = dict[str, Any]
+
+
+def write_page(runs: Sequence[Path], page: Path) -> dict[str, int]:
+    """Write the page; returns counts {problems, completions, only_one_run}. Raises UserError without completions."""
+    sides = [by_problem(run) for run in runs]
+    problems = joined(sides)
+    data = {"runs": [str(run) for run in runs], "problems": problems}
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(data), encoding="utf-8")
+    return {
+        "problems": len(problems),
+        "completions": sum(len(side) for problem in problems for side in problem["sides"]),
+        "only_one_run": sum(not all(problem["sides"]) for problem in problems),
+    }
+
+
+def by_problem(run: Path) -> dict[tuple[str, int], Problem]:
+    """(uid, how often it came before) -> prompt and completions of an evaluation, or of a `generate`."""
+    path = run / COMPLETIONS
+    if not path.is_file():
+        raise UserError(
+            f"no {COMPLETIONS} here", where=str(run), hint="name the run directory of `posttrain eval` or `generate`"
+        )
+    numbered: dict[int, list[Mapping[str, Any]]] = {}
+    for row in read_rows(path):
+        numbered.setdefault(row["problem"], []).append(row)
+    found: dict[tuple[str, int], Problem] = {}
+    seen: dict[str, int] = {}
+    for rows in numbered.values():
+        uid = str(rows[0]["uid"])
+        key = (uid, seen.get(uid, 0))
+        seen[uid] = key[1] + 1
+        completions = [{name: row[name] for name in _KEPT if name in row} for row in rows]
+        found[key] = {"prompt": rows[0]["prompt"], "completions": sorted(completions, key=lambda c: c["sample"])}
+    if not found:
+        raise UserError(f"{COMPLETIONS} is empty", where=str(run))
+    return found
+
+
+def joined(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str, Any]]:
+    """One entry a problem, in the order of the first run: uid, prompt, and the completions of each run (maybe none)."""
+    keys = list(dict.fromkeys(key for side in sides for key in side))
+    return [
+        {
+            "uid": key[0],
+            "prompt": next(side[key]["prompt"] for side in sides if key in side),
+            "sides": [side[key]["completions"] if key in side else [] for side in sides],
+        }
+        for key in keys
+    ]
+
+
+def render(data: Mapping[str, Any]) -> str:
+    """The page as text. What models wrote stands in a JSON island and is shown as text, never as HTML."""
+    island = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    style = files("posttrain.run").joinpath("report.css").read_text(encoding="utf-8")
+    script = files("posttrain.run").joinpath("browse.js").read_text(encoding="utf-8")
+    title = escape(" · ".join(data["runs"]))
+    options = [
+        ("all", "all problems"),
+        ("mixed", "right and wrong samples"),
+        ("wrong", "never right"),
+        ("cut", "cut off"),
+    ]
+    if len(data["runs"]) > 1:
+        options += [("better", "second run better"), ("worse", "second run worse")]
+    choices = "".join(f"<option value={value}>{escape(text)}</option>" for value, text in options)
+    return (
+        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>'
+        f"<body><main><header><h1>Completions</h1><p class=origin>{title}</p></header>"
+        f"<p><select id=which>{choices}</select> <input id=text placeholder='text in prompt or completion'> "
+        "<button id=back>&lt;</button> <button id=on>&gt;</button> <span id=place></span></p>"
+        "<section id=shown></section>"
+        f'<script id=data type="application/json">{island}</script><script>{script}</script></main></body></html>'
+    )
