@@ -104,6 +104,24 @@ def _reward_names(recipe: Any) -> Found:
         yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
 
 
+def _canaries(recipe: Any) -> Found:
+    """A canary says something only while nothing is learned from it."""
+    rewards: list[Reward] = getattr(recipe, "rewards", [])
+    canaries = {reward_name(r) for r in rewards if r.canary}
+    for position, reward in enumerate(rewards):
+        if reward.canary and reward.weight:
+            yield f"rewards.{position}.canary", "a canary is never trained on", "write `weight: 0`"
+        if reward.canary and reward.correct:
+            what = "what is correct decides which groups are kept, so a canary must not say it"
+            yield f"rewards.{position}.correct", what, "leave `correct: true` to a reward that is trained on"
+        if reward.condition is not None and reward.condition.on in canaries and reward.weight:
+            what = f"`{reward.condition.on}` is a canary: a condition on it trains on it"
+            yield f"rewards.{position}.condition", what, "name another reward"
+    scoring = getattr(recipe, "scoring", None)
+    if rewards and scoring is not None and "canary_window" in scoring.model_fields_set and not canaries:
+        yield "scoring.canary_window", "does nothing without a canary", "write `canary: true` in a reward of weight 0"
+
+
 def reward_name(reward: Reward) -> str:
     """The name of a reward in metrics: its own, or that of its function."""
     split = split_function(reward.use)
@@ -255,6 +273,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _compiled,
     divided,
     _reward_names,
+    _canaries,
     _groups,
     _server,
     _idle_keys,

@@ -199,6 +199,9 @@ class Reward(Section):
     )
     condition: Condition | None = Field(None, description="count only where another reward says so")
     timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a call")
+    canary: bool = Field(
+        False, description="never trained on (weight 0): an alarm when it falls while the trained reward rises"
+    )
 
 
 class Scoring(Section):
@@ -212,6 +215,7 @@ class Scoring(Section):
     max_bad_gold: Share = Field(
         0.05, description="refuse to start when gold does not score best on more rows than this"
     )
+    canary_window: Annotated[int, Field(ge=5)] = Field(20, description="steps over which canaries are watched")
 
 
 class GroupReward(ComponentSection):

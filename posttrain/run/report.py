@@ -46,6 +46,7 @@ def render(run_path: Path) -> str:
     sections = [
         _tiles(summary),
         _closing_table(summary),
+        _canaries(summary),
         _findings(summary),
         _rounds(summary),
         _stages(run_path, summary),
@@ -124,6 +125,17 @@ def _rounds(summary: Mapping[str, Any]) -> str:
     return f"<section>{''.join(tables)}</section>" if tables else ""
 
 
+def _canaries(summary: Mapping[str, Any]) -> str:
+    """What the rewards say that were never trained on."""
+    says = []
+    for name, told in (summary.get("canaries") or {}).items():
+        since = f"from step {told['first_alarm']}, at {told['alarm_steps']} steps in all"
+        end = "and at the end" if told["alarm_at_the_end"] else "not at the end"
+        alarm = f"fell while the trained reward rose ({since}, {end})" if told["alarm_steps"] else "no alarm"
+        says.append(f"<li>{escape(name)}: {escape(alarm)}</li>")
+    return f"<section><h2>Canaries</h2><ul>{''.join(says)}</ul></section>" if says else ""
+
+
 def _stages(run_path: Path, summary: Mapping[str, Any]) -> str:
     """Links to the reports of a pipeline's stages, a row a stage and a column a seed."""
     seeds: Mapping[str, Mapping[str, Any]] = summary.get("seeds") or {}
@@ -163,6 +175,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(key for row in rows for key in row if key != "step"))
     curves = {name: points for name in names if len(points := _points(rows, name)) > 1}
     parts = [name for name in curves if name.startswith("rewards/") and name.endswith("/mean")]
+    parts += [name for name in curves if name.startswith("canary/") and name.endswith("/alarm")]
     first = [name for name in (*MAIN, *parts) if name in curves]
     first = list(dict.fromkeys(first)) or list(curves)[:6]
     rest = [name for name in curves if name not in first]

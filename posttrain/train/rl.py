@@ -35,11 +35,13 @@ from posttrain.rollout.engine import check_fits, make_engine, needed_length
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
+from posttrain.run.metrics import read_metrics
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts, sharding
 from posttrain.train.attention import use_packed_attention
+from posttrain.train.canary import Canaries
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
 from posttrain.train.controls import Controls
 from posttrain.train.critic import value_head
@@ -162,6 +164,7 @@ def train(
                 try_longest(p)
     if state.controllers is None:
         state.controllers = p.controls.start()
+    canaries = canaries_of(p.recipe, directory, state.step)
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
@@ -174,6 +177,8 @@ def train(
         values = distributed.from_main(values)  # all ranks decide by the same clock and the same numbers
         state.controllers = p.controls.update(state.controllers, values, state.step)
         state.step += 1
+        sung, alarms = canaries.add(state.step, values)
+        values |= sung
         state.seconds += values["time/step"]
         state.first_metrics, state.last_metrics = state.first_metrics or values, values
         metrics.write(state.step, values)
@@ -182,6 +187,8 @@ def train(
         progress.update(state.step, values)
         if warning := signal_note(values):
             progress.note(warning)
+        for alarm in alarms:
+            progress.note(alarm)
         ends = state.step == steps or _out_of_time(settings.max_minutes, state.seconds)
         due = settings.save_every is not None and state.step % settings.save_every == 0
         stopping = distributed.any_rank(stop.requested)
@@ -210,6 +217,7 @@ def train(
         "num_tokens": state.tokens,
         "model": str(directory.final),
         "save": report,
+        **({"canaries": found} if (found := canaries.summary()) else {}),
     }
 
 
@@ -221,6 +229,13 @@ def _explained(p: Pieces, state: checkpoint.State, directory: RunDirectory) -> I
     except torch.OutOfMemoryError as cause:
         longest = max(len(q.ids) for q in p.prompts)
         raise out_of_memory(p.recipe, p.loaded.model, longest, state.step + 1, str(directory.path)) from cause
+
+
+def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canaries:
+    """The canaries of the recipe; those of a resumed run have seen its `done` steps."""
+    names = [reward_name(reward) for reward in recipe.rewards if reward.canary]
+    earlier = read_metrics(directory.path) if names and done else []
+    return Canaries(names, recipe.scoring.canary_window, earlier)
 
 
 def step(

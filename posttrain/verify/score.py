@@ -241,7 +241,7 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
 def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
     """Index of the component that says whether an answer is right: the marked one, else the first that can.
 
-    A judge is taken only where there is nothing else.
+    A judge, or a canary, is taken only where there is nothing else.
     """
     names = [r.name for r in rewards]
     for name in names:
@@ -258,7 +258,7 @@ def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) ->
             f"rewards {', '.join(names)} read `correct`, but none says it",
             hint="add e.g. {use: math.accuracy, weight: 0, correct: true}",
         )
-    return marked[0] if marked else min(able, key=lambda i: (rewards[i].is_judge, i))
+    return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
 
 
 def _check_limits(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
