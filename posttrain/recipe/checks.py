@@ -118,7 +118,7 @@ def _canaries(recipe: Any) -> Found:
             what = f"`{reward.condition.on}` is a canary: a condition on it trains on it"
             yield f"rewards.{position}.condition", what, "name another reward"
     scoring = getattr(recipe, "scoring", None)
-    if rewards and scoring is not None and "canary_window" in scoring.model_fields_set and not canaries:
+    if rewards and scoring is not None and scoring.canary_window != Scoring().canary_window and not canaries:
         yield "scoring.canary_window", "does nothing without a canary", "write `canary: true` in a reward of weight 0"
 
 

@@ -198,7 +198,9 @@ class Reward(Section):
         None, description="[low, high] of the score before it is weighted"
     )
     condition: Condition | None = Field(None, description="count only where another reward says so")
-    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a call")
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="wall clock a call; default: 10, of a judge what its script says"
+    )
     canary: bool = Field(
         False, description="never trained on (weight 0): an alarm when it falls while the trained reward rises"
     )

@@ -39,6 +39,8 @@ BUILT_INS = (
 )
 
 
+CALL_SECONDS = 10.0
+
 # Rewards that are models: they run in the trainer's process.
 MODELS = {"reward_model": "posttrain.evaluate.model_reward:score"}
 
@@ -77,9 +79,8 @@ class LoadedReward:
         return self.judge_timeout_s is not None
 
     def limit(self, section: Reward) -> float:
-        """Seconds that a call may take: what the recipe says, else what the script says, else the recipe's default."""
-        own = None if "timeout_s" in section.model_fields_set else self.judge_timeout_s
-        return section.timeout_s if own is None else own
+        """Seconds that a call may take: what the recipe says, else what the script of a judge says, else 10."""
+        return section.timeout_s or self.judge_timeout_s or CALL_SECONDS
 
     @property
     def in_trainer(self) -> bool:
