@@ -13,7 +13,7 @@ from posttrain.errors import Problem
 from posttrain.places import split_function
 from posttrain.recipe import building, merging, objective_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.sections import Critic, EngineSection, EvalSettings, Reward
+from posttrain.recipe.sections import Critic, EngineSection, EvalSettings, Reward, Scoring
 from posttrain.recipe.tree import Node, dotted, follow
 
 Found = Iterator[tuple[str, str, str]]
