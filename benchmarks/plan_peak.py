@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import rl_step
+import rl_posttrain
+import rl_work
 import sides
 
 # name -> (work of rl_step.py, with LoRA, batch.micro_tokens, vllm.gpu_memory)
@@ -84,7 +85,7 @@ def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str
         "checkpointing": args.checkpointing,
         "models": args.models,
     }
-    return {**rl_step.specification(argparse.Namespace(**asked), work, folder), "alone": False}
+    return {**rl_work.specification(argparse.Namespace(**asked), work, folder), "alone": False}
 
 
 def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
     from posttrain.run.watchdog import Watchdog
     from posttrain.train import plan
 
-    recipe: Any = load_dict(rl_step.posttrain_recipe(spec), base_dir=rl_step.HERE, where="benchmark").recipe
+    recipe: Any = load_dict(rl_posttrain.posttrain_recipe(spec), base_dir=rl_work.HERE, where="benchmark").recipe
     _, longest = plan.arithmetic(recipe)
     shape = plan.shape_of(plan.skeleton(recipe), recipe.model.lora)
     found = plan.predicted(recipe, shape, longest, plan.Machine.here())
@@ -114,7 +115,7 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
             result["allocated_gib"][name] = max(peak, result["allocated_gib"].get(name, 0.0))
 
     Watchdog.phase = noted  # type: ignore[method-assign]
-    rl_step.run_posttrain(spec, result)
+    rl_posttrain.run_posttrain(spec, result)
 
 
 def ratio(work: dict[str, Any]) -> float | None:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import folders
 import sides
 from even import even_share
-from rl_step import GROUP, seeded_lengths
+from rl_work import GROUP, seeded_lengths
 
 from posttrain.run import ranks
 

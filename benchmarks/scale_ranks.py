@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import rl_step
+import rl_posttrain
+import rl_work
 import sides
 
 from posttrain.run import ranks
@@ -34,8 +35,8 @@ def main() -> None:
     counts = args.ranks or ([1, 2] if args.smoke else [1, 2, 4])
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
-        spec = rl_step.specification(args, "B", Path(scratch))
-        setting = {**rl_step.setting(spec), **spec["posttrain"]}
+        spec = rl_work.specification(args, "B", Path(scratch))
+        setting = {**rl_work.setting(spec), **spec["posttrain"]}
         record: dict[str, Any] = {"lora": args.lora, **sides.environment(lib, 0), "setting": setting}
         record["ranks"] = {str(n): measured(spec, n, Path(scratch)) for n in counts}
     print(table(record))
@@ -78,7 +79,7 @@ def work(spec: dict[str, Any]) -> None:
 
     result: dict[str, Any] = {}
     with distributed.joined():
-        rl_step.run_posttrain(spec, result)
+        rl_posttrain.run_posttrain(spec, result)
         if distributed.is_main():
             Path(spec["out"]).write_text(json.dumps(result))
 

@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import rl_step
+import rl_work
 import scale_ranks
 import sides
 
@@ -43,9 +43,9 @@ def main() -> None:
         return
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="server-") as scratch:
-        spec = {**rl_step.specification(args, "B", Path(scratch)), "alone": False}
+        spec = {**rl_work.specification(args, "B", Path(scratch)), "alone": False}
         record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib, 0)}
-        record |= {"setting": rl_step.setting(spec), "runs": {}}
+        record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
             record["runs"][name] = measured(spec, name, Path(scratch), args)
             if args.out is not None:  # after each: what was measured stays if the next is cut off

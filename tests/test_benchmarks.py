@@ -100,3 +100,34 @@ def test_memory_is_that_of_the_process_tree(sides):
         sides.time.sleep(0.2)
     child.communicate(b"\n")
     assert memory.peak > 0.19
+
+
+def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
+    """As many requests as rollouts, each with its own number of tokens, and no more steps than there are lengths."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import rl_posttrain
+
+    from posttrain.rollout.pushed import Request
+
+    class Engine:
+        def __init__(self):
+            self.calls, self.closed = [], False
+
+        def complete(self, requests, sampling, *, seed, done=None):
+            del sampling, seed, done
+            self.calls.append([(r.max_new_tokens, r.ends, r.logprobs) for r in requests])
+            return [["sample"] for _ in requests]
+
+        def close(self):
+            self.closed = True
+
+    engine, result = Engine(), {}
+    spec = {"lengths": [list(range(16)), list(range(16, 32))], "smoke": False}
+    rl_posttrain.prepared(engine, spec, result)
+    asked = [Request(ids=(1,), n=8, number=i, seed=0, max_new_tokens=99, logprobs=True, ends=True) for i in range(2)]
+    for _ in range(2):
+        assert engine.complete(asked, None, seed=1) == [["sample"] * 8] * 2
+    engine.close()
+    assert engine.closed and len(result["generate_alone_s"]) == 2
+    assert engine.calls[1] == [(n, False, True) for n in range(16, 32)]
+    assert engine.calls[2:] == [[(n, False, False) for n in range(16, 32)]] * 2

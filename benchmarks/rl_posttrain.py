@@ -1,0 +1,171 @@
+"""posttrain's side of `rl_step.py`: the product's own loop from a recipe, with clocks around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_work import GROUP, HERE, LR, random_ids, synchronise
+
+
+def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
+    """The product's own loop from a recipe; the step's clock is the time from one line of metrics to the next."""
+    from posttrain.recipe.load import load_dict
+    from posttrain.run.directory import RunDirectory
+    from posttrain.run.metrics import MetricsLog, read_metrics
+    from posttrain.train import distributed, rl
+
+    times: list[float] = []
+    write = MetricsLog.write
+
+    def timed(self: MetricsLog, step: int, values: Any) -> None:
+        write(self, step, values)
+        synchronise()
+        times.append(time.perf_counter())
+
+    MetricsLog.write = timed  # type: ignore[method-assign]
+    make = rl.make_engine
+    rl.make_engine = lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)  # type: ignore[assignment]
+    loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
+
+    def open_it() -> RunDirectory:
+        return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
+
+    with distributed.open_directory(open_it) as directory:
+        rl.run(loaded.recipe, directory)
+        rows = read_metrics(directory.path)
+    counts = [row["num_tokens"] for row in rows]
+    phases = sorted({key for row in rows for key in row if key.startswith("time/")} - {"time/step"})
+    result |= {
+        "step_s": [rows[0]["time/step"], *(b - a for a, b in itertools.pairwise(times))],
+        "phases": {PHASES.get(key, key[5:]): [row.get(key, 0.0) for row in rows] for key in phases},
+        "tokens": [b - a for a, b in itertools.pairwise([0, *counts])],
+        "reward": [row["reward"] for row in rows],
+        "grad_norm": [row["grad_norm"] for row in rows],
+        "gap": [row.get("mismatch/mean") for row in rows],
+    }
+
+
+PHASES = {"time/rollout": "generate"}
+
+
+def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
+    settings = spec["posttrain"]
+    rollout: dict[str, Any] = {
+        "engine": "transformers" if spec["smoke"] else "vllm",
+        "prompts_per_step": spec["prompts"],
+        "group_size": GROUP,
+        "max_new_tokens": spec["new"],
+        "staleness": settings.get("staleness", 0),
+    }
+    if not spec["smoke"]:
+        rollout["vllm"] = {"gpu_memory": settings["share"], "sleep": settings["sleep"]}
+        rollout["vllm"] |= {"server": settings["server"]} if "server" in settings else {}
+    return {
+        "stage": "rl",
+        "algorithm": "grpo",
+        "model": {
+            "path": spec["model"],
+            "gradient_checkpointing": settings["checkpointing"],
+            "compile": settings["compile"],
+            "dtype": "auto" if spec["smoke"] else settings["dtype"],
+            **({"lora": {}} if spec["lora"] else {}),
+        },
+        "data": {"source": spec["rows"], "shuffle": False},
+        "rollout": rollout,
+        "rewards": [{"use": "even.py:even_share"}],
+        "corrections": [] if spec["correction"] == "none" else [{"use": spec["correction"]}],
+        "batch": {"micro_tokens": settings["micro_tokens"]},
+        "optim": {"lr": LR},
+        "run": {"steps": spec["steps"]},
+    }
+
+
+def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
+    """The engine with the lengths of work B, and with a measurement of generation alone before it closes."""
+    if not spec["smoke"] and spec.get("alone", True):
+        measure_alone(engine, result)
+    if spec["lengths"]:
+        give_lengths(engine, spec)
+    return engine
+
+
+def measure_alone(engine: Any, result: dict[str, Any]) -> None:
+    """When the engine closes, its last requests are made twice more."""
+    close, complete, last = engine.close, engine.complete, list[Any]()
+
+    def measure_and_close() -> None:
+        if last:
+            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(2)]
+            last.clear()  # closing twice is fine
+        close()
+
+    def remembering(requests: Any, sampling: Any, **more: Any) -> Any:
+        last[:] = requests, sampling
+        return complete(requests, sampling, **more)
+
+    engine.complete, engine.close = remembering, measure_and_close
+
+
+def generation_alone(complete: Callable[..., Any], requests: Sequence[Any], sampling: Any) -> float:
+    """Seconds of the last step's requests without log-probs, weights in place and caches empty."""
+    plain = [dataclasses.replace(one, logprobs=False) for one in requests]
+    started = time.perf_counter()
+    complete(plain, sampling, seed=0)
+    return time.perf_counter() - started
+
+
+def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
+    """From now on every rollout has its own number of tokens: one request a rollout, EOS ignored.
+
+    The calls of `generate` are those of the steps, in order, with their prompts numbered as `Engine.generate` says.
+    """
+    steps = iter(spec["lengths"])
+    if spec["smoke"] and not hasattr(engine, "complete"):  # the transformers engine: stand-ins for its tokens
+        engine.generate = random_rollouts(engine, steps)
+        return
+    complete = engine.complete
+
+    def by_row(requests: Any, sampling: Any, *, seed: int, done: Any = None) -> Any:
+        of_step = next(steps)
+        rows = [(place, i) for place, r in enumerate(requests) for i in range(r.n)]
+        asked = [
+            dataclasses.replace(
+                requests[p],
+                n=1,
+                seed=requests[p].seed + i,
+                ends=False,
+                max_new_tokens=of_step[requests[p].number * GROUP + i],
+            )
+            for p, i in rows
+        ]
+        found: list[list[Any]] = [[] for _ in requests]
+        for (place, _), (sample,) in zip(rows, complete(asked, sampling, seed=seed), strict=True):
+            found[place].append(sample)
+        for place, samples in enumerate(found):
+            if done is not None:
+                done(place, samples)
+        return found
+
+    engine.complete = by_row
+
+
+def random_rollouts(engine: Any, steps: Any) -> Callable[..., Any]:
+    """`Engine.generate` that gives random ids of the lengths of each step."""
+    from posttrain.rollout.engine import Completion, as_rollouts
+
+    def generate(prompts: Any, n: int, sampling: Any, *, first_group: int = 0, share: Any = None, **_: Any) -> Any:
+        del sampling
+        of_step = next(steps)
+        numbers = range(len(prompts)) if share is None else share
+        lengths = [of_step[p * n + i] for p in numbers for i in range(n)]
+        found = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in random_ids(lengths)]
+        return as_rollouts(
+            prompts, n, found, engine.loaded.tokenizer, first_group=first_group, version=engine.version, share=share
+        )
+
+    return generate
