@@ -37,6 +37,30 @@ class Segment:
     logps: tuple[float, ...] | None = None
 
 
+CallKind = Literal["ok", "error", "timeout", "malformed", "unknown"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model wrote, and the text that it got back. kind: what came of it; `error`: the tool raised."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    result: str
+    kind: CallKind = "ok"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the model. text: what it wrote, without special tokens; reply: what was shown to it next, None after
+    its last turn; reward: an environment's for this turn."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    reply: str | None = None
+    reward: float | None = None
+
+
 @dataclass
 class Rollout:
     """One completion of one prompt. `scores` holds every reward component by name; None = does not apply."""
@@ -50,6 +74,9 @@ class Rollout:
     scores: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of scores; None = unscored
     correct: bool | None = None  # by the component that the recipe marks as correctness
+    turns: tuple[Turn, ...] = ()  # with tools or an environment: one a model segment, in order
+    ended: str = ""  # with them, why it ended: answer, done, turns, tokens, time, error
+    world_score: float | None = None  # what its environment says of the whole
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -71,6 +71,10 @@ class RewardError(UserError):
     """A reward script that cannot be loaded or breaks its contract."""
 
 
+class ToolError(UserError):
+    """A tool or an environment that cannot be loaded or described to a model."""
+
+
 class MergeError(UserError):
     """Models that cannot be merged as asked."""
 

@@ -16,7 +16,7 @@ rewards:
     weight: 0
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import efficiency
@@ -64,17 +64,26 @@ def outcome(completion: str, correct: bool | None, *, right: float = 1.0, wrong:
     return None if correct is None else (right if correct else wrong)
 
 
-def tool_calls(completion: str, *, opening: str = "<tool_call>") -> float:
-    """How often a tool was called, failed calls too."""
-    return float(completion.count(opening))
+def tool_calls(
+    completion: str, tool_calls: Sequence[Mapping[str, Any]] | None = None, *, opening: str = "<tool_call>"
+) -> float:
+    """How often a tool was called, failed calls too; counted in the text where no tool was offered."""
+    return float(completion.count(opening) if tool_calls is None else len(tool_calls))
 
 
-def inverse_calls(completion: str, correct: bool | None, *, opening: str = "<tool_call>") -> float | None:
+def inverse_calls(
+    completion: str,
+    correct: bool | None,
+    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    opening: str = "<tool_call>",
+) -> float | None:
     """1 / (tool calls + 1) if the answer is right, else 0; None if that is unknown.
 
     HDPO (2604.08545): the reward of its efficiency channel, compared among right answers only.
     """
-    return efficiency.inverse_calls(correct, tool_calls(completion, opening=opening))
+    calls = completion.count(opening) if tool_calls is None else len(tool_calls)
+    return efficiency.inverse_calls(correct, calls)
 
 
 def necessary_prefix(
@@ -137,7 +146,7 @@ EXAMPLES = {
         ("<short>4", {"correct": None}, None),
     ],
     "outcome": [("4", {"correct": True}, 1.0), ("", {"correct": False}, -1.0), ("4", {"correct": None}, None)],
-    "tool_calls": [("<tool_call>a</tool_call><tool_call>", {}, 2.0), ("", {}, 0.0)],
+    "tool_calls": [("<tool_call>a</tool_call><tool_call>", {}, 2.0), ("", {"tool_calls": [{}]}, 1.0), ("", {}, 0.0)],
     "inverse_calls": [
         ("<tool_call>a</tool_call> 4", {"correct": True}, 0.5),
         ("", {"correct": False}, 0.0),

@@ -26,11 +26,12 @@ ALLOWED: dict[str, set[str]] = {
     "control": {"registry", "errors"},
     "models": FOUNDATION | {"run", "chat", "hub"},
     "data": FOUNDATION | {"batch", "chat", "hub", "seeds"},
-    "rollout": FOUNDATION | {"batch", "models", "run", "seeds"},
+    "tools": FOUNDATION | {"batch", "chat", "verify"},
+    "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "seeds"},
     "merge": FOUNDATION | {"models", "run", "seeds"},
-    "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "loss", "seeds"},
+    "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
     "train": FOUNDATION
-    | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "seeds"},
+    | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"},
     "pipeline": FOUNDATION | {"run", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {"cli": {"errors", "places"}, "__main__": {"errors", "places", "cli"}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -51,12 +51,17 @@ class Prepared(Generic[T]):
         return len(self.items)
 
 
-def prepare_prompts(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Prompt]:
-    """Prompts to sample from; `max_length` is that of the prompt. Raises DataError where none is left."""
+def prepare_prompts(
+    section: Data, tokenizer: Any, base_dir: Path, shown: Callable[[Row], Row] | None = None
+) -> Prepared[Prompt]:
+    """Prompts to sample from; `max_length` is that of the prompt. Raises DataError where none is left.
+
+    shown: the row as it is rendered, e.g. with the tools that the recipe offers.
+    """
     from posttrain.batch import Prompt
 
     rows = load_rows(section, base_dir)
-    texts = [render.prompt_text(row, tokenizer, section) for row in rows]
+    texts = [render.prompt_text(shown(row) if shown else row, tokenizer, section) for row in rows]
     prepared: Prepared[Prompt] = Prepared([], rows)
     for row, text, ids in zip(rows, texts, render.encode_prompts(texts, tokenizer, section), strict=True):
         fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids), section, prepared, tokenizer)

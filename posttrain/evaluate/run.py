@@ -24,6 +24,7 @@ from posttrain.evaluate.memory import contamination
 from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.recipe.stages import EvalRecipe
+from posttrain.rollout.told import told
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
@@ -110,6 +111,7 @@ def grade(
                 token_count=len(r.ids),
                 group=r.group,
                 token_ids=r.ids,
+                **told(r),
             )
             for r in rollouts
         ]

@@ -17,12 +17,15 @@ from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, load, load_tokenizer
 from posttrain.recipe.sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
+from posttrain.rollout import turns
 from posttrain.rollout.engine import Engine, check_fits, make_engine, needed_length
+from posttrain.rollout.told import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, read_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
+from posttrain.tools.offer import offer_of
 
 COMPLETIONS = "completions.jsonl"
 PROBLEMS = "problems.jsonl"
@@ -35,7 +38,10 @@ Around = Callable[[Engine, LoadedModel], Any]
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     """The prompts, in the order of their rows, with the tokenizer alone: data errors come before the model loads."""
-    prepared = prepare_prompts(recipe.data, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
+    offer = offer_of(recipe, tokenizer, recipe.base_dir)
+    turns.check_start(offer, tokenizer)
+    prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items()]:
         print(f"{len(uids)} prompts: {cause}", file=sys.stderr)
     return prepared
@@ -106,12 +112,15 @@ def _generate(
 ) -> list[Record]:
     """Load the model and sample the chunks that are left."""
     loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    longest = needed_length(prompts, recipe.sampling)
+    offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
+    sampling = turns.with_room(recipe.sampling) if offer else recipe.sampling
+    longest = needed_length(prompts, sampling)
     engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
+    engine = turns.turning(engine, offer, loaded)
     engine = around(engine, loaded) if around else engine
     records: list[Record] = []
     try:
-        check_fits(prompts, recipe.sampling, engine.window)
+        check_fits(prompts, sampling, engine.window)
         with GracefulStop() as stop, Progress(recipe.verb, len(chunks), ("tokens", "truncated", *columns)) as progress:
             progress.note(f"{len(prompts)} prompts x {n} completions in {len(chunks)} chunks")
             for number in range(done, len(chunks)):
@@ -152,6 +161,7 @@ def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
         "completion": rollout.text,
         "finish": rollout.finish,
         "tokens": len(rollout.ids),
+        **turn_records(rollout),
     }
 
 

@@ -26,12 +26,13 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
 MARKS = {"groups", "several_updates", "all_correct", "every_row"}
 WHY_NOT = {
-    **dict.fromkeys(("turn_ids", "trajectory_ids", "step_ids", "state_ids", "edge_ids"), "rollouts of several turns"),
-    **dict.fromkeys(("dones", "mc_values"), "rollouts in an environment"),
+    **dict.fromkeys(("turn_ids", "edge_ids"), "rollouts of several turns: `tools` or an `environment`"),
+    **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
+    "mc_values": "environments that can be saved and restored",
     "agent_ids": "rollouts of several agents",
     **dict.fromkeys(("hinted", "hint_mask"), "rollouts that continue a hint"),
     **dict.fromkeys(("external", "expert_logp"), "rollouts mixed with given solutions"),
-    "token_rewards": "rewards by token",
+    "token_rewards": "rewards by turn, from an `environment`",
     "answer_mask": "completions whose answer is marked",
 }
 
@@ -60,14 +61,20 @@ def _needs(recipe: Any) -> Found:
         if "several_updates" in section.needs and updates(recipe) == 1:
             what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
             yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
-        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made):
+        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _by_turn(recipe)):
             if need in FROM_COMPONENTS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
                 right = f"write `advantage: {maker(need)}`"
             else:
                 what = f"`{section.use}` needs {need}: {WHY_NOT.get(need, 'nothing in this recipe gives them')}"
-                right = "this stage samples one completion a prompt in one turn; use another component"
+                right = "use another component"
             yield f"{key}.use", what, right
+
+
+def _by_turn(recipe: RlRecipe) -> set[str]:
+    """What is known of turns: which token is whose, equal turns; with an environment the rewards of its steps."""
+    found = {"turn_ids", "edge_ids"} if recipe.acts else set()
+    return found | ({"token_rewards"} if recipe.environment else set())
 
 
 def _made(recipe: RlRecipe) -> set[str]:
@@ -198,7 +205,7 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     return notes
 
 
-ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature")
+ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")
 
 
 def numbers(recipe: RlRecipe) -> dict[str, float]:

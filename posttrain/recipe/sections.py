@@ -105,6 +105,44 @@ class Sampling(Section):
     top_k: Annotated[int, Field(ge=0)] = Field(0, description="0 = all tokens")
     max_new_tokens: Positive = 512
     stop: list[str] = Field(default_factory=list, description="texts that end a completion, besides EOS")
+    max_turns: Positive = Field(8, description="with tools or an environment: turns of the model at most")
+    turn_tokens: Positive | None = Field(
+        None, description="the same: longest turn; default: max_new_tokens, which holds all turns and replies"
+    )
+    reply_tokens: Positive = Field(512, description="the same: longest reply of a turn's tools, cut behind it")
+    rollout_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the same: no further turn begins after this much time since the rollouts began"
+    )
+
+
+class Tool(Section):
+    """Something that the model can call: a function of a file, a shipped tool by name, or a command."""
+
+    use: str | None = Field(None, description="a shipped tool (calculator, python, sql, search), or file.py:function")
+    command: str | None = Field(None, description="instead of use: a command that reads the model's input from stdin")
+    name: str | None = Field(None, description="as the model calls it; default: the function's")
+    description: str | None = Field(None, description="of a command, for the model")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword-only arguments of the function")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="wall clock a call")
+    max_chars: Positive = Field(4000, description="longest answer; the rest is cut and told")
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Tool:
+        if bool(self.use) == bool(self.command):
+            raise ValueError("give either `use` or `command`")
+        if self.command and self.params:
+            raise ValueError("a command has no `params`: write its arguments behind it")
+        if self.use and self.description:
+            raise ValueError("`description` is for a command: a function has its docstring")
+        return self
+
+
+class Environment(Section):
+    """What the model acts in, turn by turn: a class with reset(row), step(text), score() and close()."""
+
+    use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step")
 
 
 class Server(Section):

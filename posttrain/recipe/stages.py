@@ -35,6 +35,39 @@ class Stage(Section):
         return self._base_dir
 
 
+class Acting(Stage):
+    """A stage whose model may call tools or act in an environment."""
+
+    tools: list[s.Tool] = Field(default_factory=list, description="what the model can call")
+    tool_format: Literal["auto", "json", "llama3", "xml"] = Field(
+        "auto", description="how it writes calls; auto: as its chat template does"
+    )
+    tool_prompt: Literal["auto", "none"] = Field(
+        "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
+    )
+    tool_workers: s.Positive = Field(4, description="worker processes of tools, threads of environments")
+    environment: s.Environment | None = Field(None, description="what it acts in, instead of tools")
+    earlier_turns: Literal["refuse", "as_sampled"] = Field(
+        "refuse",
+        description="a template that rewrites earlier turns (drops their thoughts): refuse it, or go on with the "
+        "tokens as they were sampled",
+    )
+
+    @property
+    def acts(self) -> bool:
+        return bool(self.tools or self.environment)
+
+    @model_validator(mode="after")
+    def _acts_in_one_way(self) -> Acting:
+        if self.tools and self.environment:
+            raise ValueError("give either `tools` or `environment`: an environment offers its own tools")
+        idle = {"tool_format": "auto", "tool_prompt": "auto", "tool_workers": 4, "earlier_turns": "refuse"}
+        for key, default in idle.items():
+            if getattr(self, key) != default and not self.acts:
+                raise ValueError(f"`{key}` does nothing without `tools` or `environment`")
+        return self
+
+
 _NO_REFERENCE_COPY = {"model.offload_reference": "only rl keeps a copy of the starting policy"}
 _NO_ROLLOUTS = dict.fromkeys(("run.samples_per_step", "run.keep_rollouts"), "only rl writes rollouts as it goes")
 _NO_TRAINING = dict.fromkeys(
@@ -124,7 +157,7 @@ class RewardModelRecipe(Stage):
     optim: s.RewardOptim = Field(default_factory=s.RewardOptim)
 
 
-class RlRecipe(Stage):
+class RlRecipe(Acting):
     """Reinforcement learning with verifier rewards."""
 
     verb: ClassVar = "rl"
@@ -219,7 +252,7 @@ class MergeRecipe(Stage):
         return self._layers
 
 
-class EvalRecipe(Stage):
+class EvalRecipe(Acting):
     """Accuracy of a model on rows graded by reward scripts."""
 
     verb: ClassVar = "eval"
@@ -234,7 +267,7 @@ class EvalRecipe(Stage):
     eval: s.EvalSettings = Field(default_factory=s.EvalSettings)
 
 
-class GenerateRecipe(Stage):
+class GenerateRecipe(Acting):
     """Completions of prompts, as JSON lines."""
 
     verb: ClassVar = "generate"
@@ -253,6 +286,8 @@ class GenerateRecipe(Stage):
 
     @model_validator(mode="after")
     def _search_finds_one(self) -> GenerateRecipe:
+        if self.search and self.acts:
+            raise ValueError("a search has no tools and no environment: remove `search`, or them")
         if self.search and self.samples > 1:
             raise ValueError("a search finds one completion a prompt: leave `samples` out")
         if self.search and self.sampling.stop:

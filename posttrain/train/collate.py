@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from posttrain.advantage.turns import edge_numbers
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.sections import Reward
 from posttrain.train.logprobs import Sequences
@@ -21,15 +22,18 @@ def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
     )
 
 
-def rollout_batch(rollouts: Sequence[Rollout], answers: Sequence[Extractor] | None = None) -> RolloutBatch:
+def rollout_batch(
+    rollouts: Sequence[Rollout], answers: Sequence[Extractor] | None = None, needs: Collection[str] = ()
+) -> RolloutBatch:
     """The RolloutBatch of scored rollouts, on the CPU. T is the longest completion; unscored is NaN.
 
-    answers: how the answer is found in a completion, for `answer_ids`; None = they are not needed.
+    answers: how the answer is found in a completion, for `answer_ids`; None = they are not needed. needs: of
+    what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made.
     """
     width = max(len(r.ids) for r in rollouts)
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
     trained = [r.trained for r in rollouts]
-    return RolloutBatch(
+    batch = RolloutBatch(
         group_ids=torch.tensor([r.group for r in rollouts]),
         mask=_rows(trained, width, False, torch.bool),
         rewards=_column([r.reward for r in rollouts]),
@@ -41,6 +45,62 @@ def rollout_batch(rollouts: Sequence[Rollout], answers: Sequence[Extractor] | No
         answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
     )
+    return batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
+
+
+def turn_of_each(rollout: Rollout) -> list[int]:
+    """The turn that each token of the completion belongs to, from 0; a reply belongs to the turn that it answers."""
+    found: list[int] = []
+    turn = -1
+    for segment in rollout.segments:
+        turn += segment.kind == "model"
+        found += [max(turn, 0)] * len(segment.ids)
+    return found
+
+
+def _turn_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    return _rows([turn_of_each(r) for r in rollouts], width, 0, torch.int64)
+
+
+def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """Turns of a group that write the same after the same reply and get the same reply share a number."""
+    found: list[list[int]] = [[] for _ in rollouts]
+    for group in dict.fromkeys(r.group for r in rollouts):
+        own = [n for n, r in enumerate(rollouts) if r.group == group]
+        for n, numbers in zip(own, edge_numbers([_steps(rollouts[n]) for n in own]), strict=True):
+            found[n] = [numbers[turn] if numbers else 0 for turn in turn_of_each(rollouts[n])]
+    return _rows(found, width, 0, torch.int64)
+
+
+def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
+    """(what was shown before, what was written, what was shown then) of each turn."""
+    before, steps = "", []
+    for turn in rollout.turns:
+        steps.append((before, turn.text, turn.reply or ""))
+        before = turn.reply or ""
+    return steps
+
+
+def _turn_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """An environment's reward of each turn, at the turn's last token."""
+    rows = []
+    for r in rollouts:
+        rewards = iter([turn.reward or 0.0 for turn in r.turns])
+        row: list[float] = []
+        for segment in r.segments:
+            own = [0.0] * len(segment.ids)
+            if segment.kind == "model" and own:
+                own[-1] = next(rewards, 0.0)
+            row += own
+        rows.append(row)
+    return _rows(rows, width, 0.0, torch.float64)
+
+
+BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
+    "turn_ids": _turn_ids,
+    "edge_ids": _edge_ids,
+    "token_rewards": _turn_rewards,
+}
 
 
 def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import UserError
 from posttrain.recipe.checks import reward_name
 from posttrain.recipe.stages import RlRecipe
@@ -54,11 +54,12 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             scores=dict.fromkeys(names, float(row % 2)),
             reward=float(torch.rand(())),
             correct=row % 2 == 0,
+            turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
         )
         for group in range(settings.prompts_per_step)
         for row in range(settings.group_size)
     ]
-    batch = rollout_batch(rollouts, ("last_number",))
+    batch = rollout_batch(rollouts, ("last_number",), objective.needs if recipe.acts else ())
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
     made = {name: _made(name, batch.mask) for name in wanted if name in _SHAPES}

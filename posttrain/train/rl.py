@@ -31,6 +31,7 @@ from posttrain.models.save import save
 from posttrain.recipe.checks import reward_name
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout import turns
 from posttrain.rollout.engine import check_fits, make_engine, needed_length
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
@@ -39,6 +40,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
+from posttrain.tools.offer import offer_of
 from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.canary import Canaries
@@ -71,7 +73,10 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     optim.check(recipe.optim, models.device_of(recipe.model))
     compiled.check(recipe.model, models.device_of(recipe.model))
     sharding.check(recipe.model)
-    prepared = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    offer = offer_of(recipe, tokenizer, recipe.base_dir)
+    turns.check_start(offer, tokenizer)
+    prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
     rehearse(objective, recipe, prepared.items)
@@ -86,11 +91,13 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         distributed.same_weights(loaded.model)
         critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
-        check_fits(prepared.items, recipe.rollout, model_window(loaded))
-        max_len = needed_length(prepared.items, recipe.rollout)
+        sampling = turns.with_room(recipe.rollout) if offer else recipe.rollout
+        check_fits(prepared.items, sampling, model_window(loaded))
+        max_len = needed_length(prepared.items, sampling)
         with watchdog.phase("engine start"):
             scratch = distributed.own(directory.path / "engine")
-            engine = make_engine(recipe.rollout, _sampled(loaded, recipe), scratch=scratch, max_len=max_len)
+            inner = make_engine(recipe.rollout, _sampled(loaded, recipe), scratch=scratch, max_len=max_len)
+            engine = turns.turning(inner, offer, loaded)
         try:
             pieces = Pieces(
                 recipe=recipe,
@@ -302,9 +309,10 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
 def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
     """The batch of scored rollouts, with what the recipe and the run know: weights of the rewards, the step, memory."""
     answers = answer_extractors(p.recipe.rewards) if "answer_ids" in p.objective.needs else None
-    batch = rollout_batch(rollouts, answers)
+    batch = rollout_batch(rollouts, answers, p.objective.needs)
     weights = {reward_name(reward): reward.weight for reward in p.recipe.rewards}
     return batch.replace(reward_weights=weights, step=state.step, total_steps=p.steps, memory=state.memory)
+
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:

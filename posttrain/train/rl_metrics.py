@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.rollout.told import turn_metrics, turn_records
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = _mean(column)
-    return {**values, **signal(batch)}
+    return {**values, **turn_metrics(rollouts), **signal(batch)}
 
 
 def signal(batch: RolloutBatch) -> dict[str, float]:
@@ -137,6 +138,8 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             "correct": r.correct,
             "scores": r.scores,
             "version": r.version,
+            **turn_records(r),
+            "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
         }
         for r in chosen
     ]

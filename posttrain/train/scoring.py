@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.batch import Rollout
 from posttrain.rollout.engine import token_ends
+from posttrain.rollout.told import told
 from posttrain.train.pieces import Pieces
 from posttrain.verify.early import Early, Results
 from posttrain.verify.score import Sample
@@ -72,7 +73,8 @@ class Scoring:
                 token_count=len(r.ids),
                 group=r.group,
                 token_ids=r.ids,
-                token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends else (),
+                token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends and not r.turns else (),
+                **told(r),
             )
             for r in rollouts
         ]

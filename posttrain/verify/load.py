@@ -25,6 +25,8 @@ from posttrain.registry import load_function, load_module
 # truncated: finish_reason is length. token_count: of the completion. step: of the training run. correct: what the
 # correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`. token_ids:
 # those of the completion. token_ends: the character of the completion at which each token ends ([] outside training).
+# tool_calls: of a rollout with tools, [{name, arguments, result, kind}], else None. turns: of the model, else 1.
+# messages: with tools or an environment the whole conversation. world_score: what the environment's `score` gave.
 BUILT_INS = (
     "prompt",
     "messages",
@@ -36,6 +38,9 @@ BUILT_INS = (
     "prefilled_think",
     "token_ids",
     "token_ends",
+    "tool_calls",
+    "turns",
+    "world_score",
 )
 
 

@@ -31,6 +31,11 @@ class Sample:
     group: int = 0
     token_ids: Sequence[int] = ()
     token_ends: Sequence[int] = ()  # the character at which each token ends, where it was asked for
+    # Of a rollout of several turns; None and () for a single one:
+    messages: Sequence[Mapping[str, Any]] = ()  # the whole conversation
+    tool_calls: Sequence[Mapping[str, Any]] | None = None  # {name, arguments, result, kind} in order
+    turns: int = 1  # of the model
+    world_score: float | None = None  # of its environment
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,8 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
         case "prompt" | "prompts":
             return sample.prompt
         case "messages":
-            return sample.row.get("messages") or [{"role": "user", "content": sample.row.get("prompt")}]
+            asked = sample.row.get("messages") or [{"role": "user", "content": sample.row.get("prompt")}]
+            return list(sample.messages) or asked
         case "finish_reason":
             return sample.finish
         case "truncated":
@@ -235,6 +241,12 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
             return list(sample.token_ids)
         case "token_ends":
             return list(sample.token_ends)
+        case "tool_calls":
+            return None if sample.tool_calls is None else list(sample.tool_calls)
+        case "turns":
+            return sample.turns
+        case "world_score":
+            return sample.world_score
     raise ValueError(name)
 
 

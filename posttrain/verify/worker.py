@@ -39,6 +39,7 @@ class Target(NamedTuple):
     batched: bool
     is_async: bool
     limit: float  # seconds a call
+    text: bool = False  # it returns a text (a tool), not a score
 
 
 class Call(NamedTuple):
@@ -165,6 +166,8 @@ class Runner:
         return function(completions=call.completion, **call.arguments, **target.params)
 
     def _checked(self, call: Call, value: Any) -> Any:
+        if self.targets[call.target].text:
+            return str(value)
         if self.targets[call.target].batched:
             return checked_batch(value, len(call.completion))
         return checked(value)

@@ -1,0 +1,102 @@
+"""What a chat template writes between two turns of the model, as tokens; and whether it leaves earlier turns alone.
+
+The model's tokens are kept as sampled and never made from text again. A template that shows an earlier turn differently
+from how it was written (most drop its thoughts) would show the model another context at its next turn than the one
+that it is trained on; `rewrites` finds that out before anything is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from posttrain import chat
+from posttrain.errors import DataError
+
+Message = Mapping[str, Any]
+
+_PROBE = "x8PROBE8x"
+_START: list[Message] = [{"role": "user", "content": "x8question"}]
+_CALL = {"type": "function", "function": {"name": "x8", "arguments": {}}}
+
+
+class Between:
+    """Tokens from the end of a turn of the model to the start of its next one."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.special = sorted(chat.special_texts(tokenizer), key=len, reverse=True)
+
+    def tokens(self, last: int, reply: Sequence[Message], limit: int) -> tuple[int, ...]:
+        """What stands behind the model's token `last` and before its next turn. limit: tokens of each message's text.
+
+        A turn that ended with an end-of-sequence token is ended already; one that a stop string ended is ended here.
+        Special tokens in the texts lose their meaning: a tool cannot write a turn of somebody else.
+        """
+        shown = [{**m, "content": self._plain(str(m["content"]), limit)} for m in reply]
+        tail = _tail(self.tokenizer, shown)
+        end = chat.first_special(self.tokenizer, tail)
+        if last in self.eos_ids and end.id is not None:
+            tail = tail[len(end.text) :]
+        return tuple(self.tokenizer(tail, add_special_tokens=False)["input_ids"])
+
+    def _plain(self, text: str, limit: int) -> str:
+        for special in self.special:
+            if len(special) > 1:
+                text = text.replace(special, f"{special[0]} {special[1:]}")
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text if len(ids) <= limit else self.tokenizer.decode(ids[:limit], skip_special_tokens=True)
+
+
+def _tail(tokenizer: Any, reply: Sequence[Message]) -> str:
+    """Everything that the template writes behind the text of the assistant's turn, generation prompt included."""
+    for turn in ({}, {"tool_calls": [_CALL]}):  # some templates take a tool's answer only behind a call
+        try:
+            return _written(tokenizer, [{"role": "assistant", "content": _PROBE, **turn}, *reply])
+        except DataError as error:
+            refused = error
+    if all(m["role"] == "user" for m in reply):
+        raise refused
+    return _tail(tokenizer, [_as_user(m) for m in reply])
+
+
+def _written(tokenizer: Any, messages: Sequence[Message]) -> str:
+    _, found, tail = chat.render(tokenizer, [*_START, *messages], generation_prompt=True).rpartition(_PROBE)
+    if not found:
+        raise DataError("the chat template does not write the content of the assistant's turns")
+    return tail
+
+
+def _as_user(message: Message) -> Message:
+    """A tool's answer for a template without a role for it."""
+    if message["role"] == "user":
+        return message
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+
+
+def rewrites(tokenizer: Any, role: Literal["tool", "user"]) -> str:
+    """What the template does to a turn once a message of `role` follows, "" if it leaves it as it was written."""
+    prompt = chat.render(tokenizer, _START, generation_prompt=True)
+    thought = "x8thought</think>x8answer" if chat.prefilled_think(prompt) else "<think>x8thought</think>x8answer"
+    for content, what in (("x8answer", "writes it differently"), (thought, "drops or rewrites its thought")):
+        turn = {"role": "assistant", "content": content}
+        reply: Message = {"role": role, "content": "x8reply"}
+        try:
+            whole = chat.render(tokenizer, [*_START, turn, reply], generation_prompt=True)
+        except DataError:
+            whole = chat.render(tokenizer, [*_START, turn, _as_user(reply)], generation_prompt=True)
+        if not whole.startswith(prompt + content):
+            return what
+    return ""
+
+
+def check_template(tokenizer: Any, role: Literal["tool", "user"], earlier_turns: str) -> None:
+    """Raises DataError for a template that rewrites earlier turns, unless the recipe says `as_sampled`."""
+    what = rewrites(tokenizer, role)
+    if what and earlier_turns == "refuse":
+        raise DataError(
+            f"the chat template does not keep the model's earlier turns: once a message follows a turn, it {what}",
+            allowed="earlier_turns: as_sampled goes on with the tokens that were sampled, in training and evaluation",
+            hint="or give `model.chat_template` one that keeps them; whoever serves the model must do the same",
+        )

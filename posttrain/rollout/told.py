@@ -1,0 +1,87 @@
+"""What rewards, samples and metrics are told of rollouts of several turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.batch import Rollout, ToolCall
+
+
+def told(rollout: Rollout) -> dict[str, Any]:
+    """`messages`, `tool_calls`, `turns` and `world_score` of a `verify.score.Sample`; nothing for a single turn."""
+    if not rollout.turns:
+        return {}
+    return {
+        "messages": conversation(rollout),
+        "tool_calls": [call_record(call) for turn in rollout.turns for call in turn.calls],
+        "turns": len(rollout.turns),
+        "world_score": rollout.world_score,
+    }
+
+
+def conversation(rollout: Rollout) -> list[dict[str, Any]]:
+    """The prompt's messages, and what was written and replied after them."""
+    row = rollout.prompt.row
+    asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(m) for m in asked or ()]
+    for turn in rollout.turns:
+        messages.append({"role": "assistant", "content": turn.text})
+        if turn.reply is not None and turn.calls:
+            messages += [{"role": "tool", "name": call.name, "content": call.result} for call in turn.calls]
+        elif turn.reply is not None:
+            messages.append({"role": "user", "content": turn.reply})
+    return messages
+
+
+def call_record(call: ToolCall) -> dict[str, Any]:
+    """A call as rewards and samples.jsonl have it."""
+    return {"name": call.name, "arguments": dict(call.arguments), "result": call.result, "kind": call.kind}
+
+
+def turn_records(rollout: Rollout) -> dict[str, Any]:
+    """What samples.jsonl and completions.jsonl add for rollouts of several turns."""
+    if not rollout.turns:
+        return {}
+    turns = [
+        {
+            "text": turn.text,
+            "calls": [call_record(call) for call in turn.calls],
+            **({} if turn.reply is None else {"reply": turn.reply}),
+            **({} if turn.reward is None else {"reward": turn.reward}),
+        }
+        for turn in rollout.turns
+    ]
+    return {"turns": turns, "ended": rollout.ended}
+
+
+def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Means a rollout, by tool too, and why rollouts ended (shares). {} where no rollout has turns.
+
+    turns/productivity: right answers / calls of the step; absent without a call.
+    """
+    acting = [r for r in rollouts if r.turns]
+    if not acting:
+        return {}
+    calls = [call for r in acting for turn in r.turns for call in turn.calls]
+    count = len(acting)
+    replied = sum(len(s.ids) for r in acting for s in r.segments if s.kind != "model")
+    values = {
+        "turns/mean": sum(len(r.turns) for r in acting) / count,
+        "turns/calls": len(calls) / count,
+        "turns/failed_calls": sum(call.kind != "ok" for call in calls) / count,
+        "turns/reply_tokens": replied / count,
+    }
+    for kind in ("error", "timeout", "malformed", "unknown"):
+        values[f"turns/{kind}"] = sum(call.kind == kind for call in calls) / count
+    for why in ("answer", "done", "turns", "tokens", "time", "error"):
+        if share := sum(r.ended == why for r in acting) / count:
+            values[f"turns/ended_{why}"] = share
+    if calls:
+        values["turns/productivity"] = sum(r.correct is True for r in acting) / len(calls)
+    known = [call for call in calls if call.kind not in ("malformed", "unknown")]
+    failed = Counter(call.name for call in known if call.kind != "ok")
+    for name, times in Counter(call.name for call in known).items():
+        values |= {f"tools/{name}/calls": times / count, f"tools/{name}/errors": failed[name] / count}
+    return values

@@ -1,0 +1,210 @@
+"""Rollouts of several turns, on tokens: the model writes a turn, tools or an environment reply, and so on.
+
+`TurnEngine` is an Engine around another one. All live rollouts of a turn are generated in one call of the engine
+within, and answered in one call of the world. What the model wrote stays as it was sampled; replies are tokens of their
+own segments, which carry no loss. A rollout draws by its place among all of the step (in the engines that draw by
+place), so what it becomes does not depend on which others are still going.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from posttrain.batch import Prompt, Rollout, Segment, Turn
+from posttrain.recipe.sections import Sampling
+from posttrain.rollout.engine import Engine
+from posttrain.rollout.template import Between, check_template
+from posttrain.seeds import derive
+from posttrain.tools.worlds import Reply, World
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+    from posttrain.tools.offer import Offer
+
+
+@dataclass
+class Trajectory:
+    """A rollout under way. used: tokens behind the prompt."""
+
+    prompt: Prompt
+    group: int
+    segments: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    ended: str = ""
+
+    @property
+    def used(self) -> int:
+        return sum(len(s.ids) for s in self.segments)
+
+    def so_far(self) -> Prompt:
+        """What the next turn continues."""
+        return dataclasses.replace(self.prompt, ids=self.prompt.ids + tuple(i for s in self.segments for i in s.ids))
+
+    def rollout(self, version: int, score: float | None) -> Rollout:
+        """The finished rollout: its text is that of the model's turns, one below the other."""
+        return Rollout(
+            prompt=self.prompt,
+            group=self.group,
+            segments=tuple(self.segments),
+            text="\n".join(turn.text for turn in self.turns),
+            finish="stop" if self.ended in ("answer", "done") else "length",
+            version=version,
+            turns=tuple(self.turns),
+            ended=self.ended,
+            world_score=score,
+        )
+
+
+class TurnEngine:
+    """See above. Everything but `generate` and `close` is the engine's within."""
+
+    def __init__(self, engine: Engine, world: World, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        self.engine, self.world, self.tokenizer = engine, world, tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.between = Between(tokenizer, eos_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def close(self) -> None:
+        """Close the world and the engine."""
+        try:
+            self.world.close()
+        finally:
+            self.engine.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        *,
+        seed: int,
+        first_group: int = 0,
+        logprobs: bool | int = True,
+        share: Sequence[int] | None = None,
+        done: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
+        """See `Engine.generate`; `done` hears of none, which an engine may. Environments are closed when it returns, and
+        when it raises."""
+        del done
+        numbers = range(len(prompts)) if share is None else share
+        mine = [p * n + i for p in numbers for i in range(n)]
+        rows = [Trajectory(prompts[r // n], first_group + r // n) for r in range(len(prompts) * n)]
+        try:
+            self.world.begin({r: rows[r].prompt.row for r in mine})
+            self._run(rows, mine, prompts, n, sampling, seed, logprobs, share)
+            scores = self.world.end()
+        finally:
+            self.world.end()
+        return [rows[r].rollout(self.engine.version, scores.get(r)) for r in mine]
+
+    def _run(
+        self,
+        rows: Sequence[Trajectory],
+        mine: Sequence[int],
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        logprobs: bool | int,
+        share: Sequence[int] | None,
+    ) -> None:
+        """Turn after turn until none of `mine` goes on."""
+        one = sampling.model_copy(update={"max_new_tokens": turn_limit(sampling)})
+        started = time.monotonic()
+        live = list(mine)
+        for number in range(sampling.max_turns):
+            if number == 0:  # each prompt is read once for its n completions
+                drawn = self.engine.generate(prompts, n, one, seed=seed, logprobs=logprobs, share=share)
+            else:
+                drawn = self.engine.generate(
+                    [row.so_far() if not row.ended else row.prompt for row in rows],
+                    1,
+                    one,
+                    seed=derive(seed, "turn", number),
+                    logprobs=logprobs if logprobs is True else int(logprobs) * n,
+                    share=live,
+                )
+            self._take(rows, dict(zip(live, drawn, strict=True)), sampling, last=number + 1 == sampling.max_turns)
+            live = [r for r in live if not rows[r].ended]
+            if sampling.rollout_seconds and time.monotonic() - started > sampling.rollout_seconds:
+                for r in live:
+                    rows[r].ended = "time"
+            live = [r for r in live if not rows[r].ended]
+            if not live:
+                return
+
+    def _take(self, rows: Sequence[Trajectory], drawn: dict[int, Rollout], sampling: Sampling, *, last: bool) -> None:
+        """Add a turn to each rollout, and its reply."""
+        texts: dict[int, str] = {}
+        for r, turn in drawn.items():
+            cut = add_model_turn(rows[r], turn, sampling.max_new_tokens)
+            if turn.finish == "length" or cut:
+                rows[r].ended = "tokens"
+                rows[r].turns.append(Turn(self._text(rows[r].segments[-1].ids)))
+            else:
+                texts[r] = self._written(turn.ids)
+        for r, reply in self.world.reply(texts).items() if texts else ():
+            self._reply(rows[r], reply, drawn[r].text, sampling, last)
+
+    def _reply(self, row: Trajectory, reply: Reply, text: str, sampling: Sampling, last: bool) -> None:
+        row.ended = reply.ended or ("turns" if last else "")
+        shown = None
+        if not row.ended:
+            ids = self.between.tokens(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)
+            if row.used + len(ids) >= sampling.max_new_tokens:
+                row.ended = "tokens"
+            else:
+                row.segments.append(Segment("tool", ids))
+                shown = "\n".join(str(m["content"]) for m in reply.messages)
+        row.turns.append(Turn(text, reply.calls, shown, reply.reward))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _written(self, ids: Sequence[int]) -> str:
+        """A turn as the world reads it: with special tokens, which may mark a call, but not the one that ended it."""
+        kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
+    """Append what was sampled, as it was sampled, at most what the budget leaves; whether it was cut."""
+    segment, room = turn.segments[0], budget - row.used
+    cut = len(segment.ids) > room
+    if cut:
+        segment = Segment("model", segment.ids[:room], None if segment.logps is None else segment.logps[:room])
+    row.segments.append(segment)
+    return cut
+
+
+def turn_limit(sampling: Sampling) -> int:
+    """Tokens of one turn at most."""
+    return min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+
+
+def with_room(sampling: Sampling) -> Sampling:
+    """The sampling whose max_new_tokens the engine must have room for: the last turn may be asked for whole."""
+    return sampling.model_copy(update={"max_new_tokens": sampling.max_new_tokens + turn_limit(sampling)})
+
+
+def turning(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:
+    """The engine itself; or, where the recipe has tools or an environment, one of several turns around it."""
+    if offer is None:
+        return engine
+    try:
+        return TurnEngine(engine, offer.world(), loaded.tokenizer, loaded.eos_ids)  # type: ignore[return-value]
+    except BaseException:
+        engine.close()
+        raise
+
+
+def check_start(offer: Offer | None, tokenizer: Any) -> None:
+    """Before a model loads: the template can be used for several turns. Raises DataError."""
+    if offer is not None:
+        check_template(tokenizer, offer.reply_role, offer.earlier_turns)

@@ -1,0 +1,110 @@
+"""Tools found, loaded and described before any model loads: shipped ones by name, functions of files, commands."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ToolError, nearest
+from posttrain.places import find, known_files, shipped, split_function
+from posttrain.recipe.sections import Tool
+from posttrain.registry import load_function
+from posttrain.tools.schema import schema_of
+
+
+@dataclass(frozen=True)
+class LoadedTool:
+    """target: `absolute/file.py:name` or `module:name`; params: what the recipe fixes, with paths made absolute."""
+
+    name: str
+    target: str
+    schema: dict[str, Any]
+    params: dict[str, Any]
+    timeout_s: float
+    max_chars: int
+
+    @property
+    def required(self) -> list[str]:
+        return list(self.schema["function"]["parameters"]["required"])
+
+    @property
+    def arguments(self) -> list[str]:
+        return list(self.schema["function"]["parameters"]["properties"])
+
+
+def load_tools(sections: Sequence[Tool], base_dir: Path | None) -> list[LoadedTool]:
+    """All tools of a recipe. Raises ToolError, naming the tool; two tools of one name are refused."""
+    tools = [load_tool(section, base_dir) for section in sections]
+    for tool in tools:
+        if sum(other.name == tool.name for other in tools) > 1:
+            raise ToolError(f"two tools are called `{tool.name}`", hint="give one of them another `name`")
+    return tools
+
+
+def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
+    """The tool that a section names."""
+    if section.command:
+        return _command(section)
+    target = locate(str(section.use), base_dir)
+    function = load_function(target, None, what="tool", error=ToolError)
+    name = section.name or target.rpartition(":")[2]
+    params = _params(function, name, section.params, base_dir)
+    schema = schema_of(function, name, params)
+    return LoadedTool(name, target, schema, params, section.timeout_s, section.max_chars)
+
+
+def locate(use: str, base_dir: Path | None) -> str:
+    """`calculator` (shipped), `file.py:name` or `module:name` -> what `registry.load_function` takes."""
+    split = split_function(use)
+    if split is None:
+        files = {path.stem: path for path in known_files("tools", [".py"]).values() if path.parent == shipped("tools")}
+        if use in files:
+            return f"{files[use]}:{use}"
+        near = nearest(use, files)
+        raise ToolError(
+            f"unknown tool: {use}",
+            allowed=f"shipped: {', '.join(sorted(files))}; or path/file.py:function",
+            hint=f"did you mean `{near}`?" if near else f"write {use}:FUNCTION" if use.endswith(".py") else "",
+        )
+    left, name = split
+    return f"{find(left, base_dir, 'tool', ToolError)}:{name}" if left.endswith(".py") else use
+
+
+def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
+    """The recipe's arguments: keyword-only ones of the function. A Path is looked for beside the recipe."""
+    own = {k: a for k, a in inspect.signature(function).parameters.items() if a.kind is inspect.Parameter.KEYWORD_ONLY}
+    for key in given:
+        if key not in own:
+            near = nearest(key, own)
+            raise ToolError(
+                f"tool {name} has no parameter `{key}`",
+                allowed=f"it has: {', '.join(own) or 'none'} (keyword-only arguments are the recipe's)",
+                hint=f"did you mean `{near}`?" if near else "",
+            )
+    for key, argument in own.items():
+        if argument.default is inspect.Parameter.empty and key not in given:
+            raise ToolError(f"tool {name} needs params.{key}")
+    paths = {k for k, a in own.items() if "Path" in str(a.annotation)}
+    return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
+
+
+def _command(section: Tool) -> LoadedTool:
+    """A command: the model gives one text, `input`, which it reads from its standard input."""
+    words = shlex.split(str(section.command))
+    if not words or shutil.which(words[0]) is None:
+        raise ToolError(f"no command `{section.command}`", hint="its first word must be on the PATH")
+    if not section.name or not section.description:
+        raise ToolError(f"the tool `{section.command}` needs a `name` and a `description`: the model reads them")
+    text = {"type": "string", "description": "what the command reads"}
+    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    function = {"name": section.name, "description": section.description, "parameters": parameters}
+    params = {"words": words, "seconds": section.timeout_s, "max_chars": section.max_chars}
+    schema = {"type": "function", "function": function}
+    return LoadedTool(
+        section.name, "posttrain.tools.worker:command", schema, params, section.timeout_s + 1.0, section.max_chars
+    )

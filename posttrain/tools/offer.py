@@ -1,0 +1,77 @@
+"""What a recipe offers the model: its tools in the prompts, and the world that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.recipe.stages import Acting
+from posttrain.tools.calls import Caller
+from posttrain.tools.formats import Format, detect, explained, template_knows_tools
+from posttrain.tools.load import LoadedTool, load_tools
+from posttrain.tools.worlds import Environments, Tools, World, environment_class
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Loaded and checked, nothing started. make: what makes an environment; None = tools."""
+
+    tools: tuple[LoadedTool, ...]
+    form: Format
+    make: Callable[[], Any] | None
+    workers: int
+    timeout_s: float
+    earlier_turns: str
+    system: str | None  # what a system message says about the tools, where the template says nothing
+    shown: bool  # prompts tell of the tools
+    given_system: str | None = None  # the recipe's system message, which that text stands behind
+
+    @property
+    def reply_role(self) -> Literal["tool", "user"]:
+        return "tool" if self.make is None else "user"
+
+    def world(self) -> World:
+        """Started: workers run until it is closed."""
+        if self.make is not None:
+            return Environments(self.make, self.workers, self.timeout_s)
+        return Tools(Caller(self.tools, self.workers), self.form)
+
+    def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The data row as it is rendered: with the tools."""
+        system = self.given_system
+        if not self.shown or not self.tools:
+            return dict(row)
+        if self.system is None:
+            return {**row, "tools": [tool.schema for tool in self.tools]}
+        asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked or ())
+        if messages and messages[0]["role"] == "system":
+            system, messages = messages[0]["content"], messages[1:]
+        text = self.system if system is None else f"{system}\n\n{self.system}"
+        key = "prompt" if row.get("prompt") is not None else "messages"
+        return {**row, key: [{"role": "system", "content": text}, *messages]}
+
+
+def offer_of(recipe: Acting, tokenizer: Any, base_dir: Path | None) -> Offer | None:
+    """What the recipe offers, None for nothing. Raises ToolError for what cannot be loaded."""
+    if not recipe.acts:
+        return None
+    tools = load_tools(recipe.tools, base_dir)
+    form: Format = detect(tokenizer) if recipe.tool_format == "auto" else recipe.tool_format
+    shown = recipe.tool_prompt == "auto"
+    schemas = [tool.schema for tool in tools]
+    silent = bool(tools) and shown and not template_knows_tools(tokenizer, schemas)
+    section = recipe.environment
+    return Offer(
+        tools=tuple(tools),
+        form=form,
+        make=None if section is None else environment_class(section, base_dir),
+        workers=recipe.tool_workers,
+        timeout_s=10.0 if section is None else section.timeout_s,
+        earlier_turns=recipe.earlier_turns,
+        system=explained(schemas, form) if silent else None,
+        shown=shown,
+        given_system=recipe.data.system,  # type: ignore[attr-defined]  # every stage that acts has data
+    )

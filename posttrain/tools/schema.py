@@ -1,0 +1,67 @@
+"""The JSON schema of a tool from its signature and docstring, in the form that chat templates take."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.errors import ToolError
+
+_ENTRY = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
+
+
+def schema_of(function: Callable[..., Any], name: str, fixed: typing.Collection[str] = ()) -> dict[str, Any]:
+    """{"type": "function", "function": {name, description, parameters}}.
+
+    The description is the docstring up to its `Args:`, whose lines `argument: what it is` describe the arguments.
+    Arguments in `fixed` and keyword-only ones are the recipe's, not the model's. Raises ToolError for an argument
+    without a type, or a type that JSON does not know.
+    """
+    try:
+        arguments = inspect.signature(function).parameters
+        hints = typing.get_type_hints(function)
+    except (TypeError, ValueError, NameError) as cause:
+        raise ToolError(f"tool {name}: its signature cannot be read: {cause}") from cause
+    text, described = _described(inspect.getdoc(function) or "")
+    if not text:
+        raise ToolError(f"tool {name} has no docstring", hint="the model reads it: say what the tool does")
+    properties: dict[str, Any] = {}
+    required = []
+    for argument in arguments.values():
+        if argument.name in fixed or argument.kind is inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if argument.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ToolError(f"tool {name}: *{argument.name} has no schema", hint="name the arguments")
+        if argument.name not in hints:
+            hint = f"write `{argument.name}: str`, or another type"
+            raise ToolError(f"tool {name}: argument `{argument.name}` has no type", hint=hint)
+        properties[argument.name] = _type(hints[argument.name], name, argument.name)
+        if argument.name in described:
+            properties[argument.name]["description"] = described[argument.name]
+        if argument.default is inspect.Parameter.empty:
+            required.append(argument.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
+
+
+def _type(annotation: Any, tool: str, argument: str) -> dict[str, Any]:
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        found = TypeAdapter(annotation).json_schema()
+    except (PydanticUserError, ValueError) as cause:
+        raise ToolError(f"tool {tool}: the type of `{argument}` has no JSON form: {annotation}") from cause
+    return {key: value for key, value in found.items() if key != "title"}
+
+
+def _described(doc: str) -> tuple[str, dict[str, str]]:
+    """(text before `Args:`, argument -> its description)."""
+    text, _, rest = doc.partition("\nArgs:")
+    found: dict[str, str] = {}
+    for line in rest.split("\nReturns:")[0].splitlines():
+        if entry := _ENTRY.match(line):
+            found[entry[1]] = entry[2].strip()
+    return " ".join(text.split()), found
