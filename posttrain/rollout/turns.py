@@ -130,17 +130,15 @@ class TurnEngine:
                     logprobs=logprobs if logprobs is True else int(logprobs) * n,
                     share=live,
                 )
-            self._take(rows, dict(zip(live, drawn, strict=True)), sampling, last=number + 1 == sampling.max_turns)
-            live = [r for r in live if not rows[r].ended]
-            if sampling.rollout_seconds and time.monotonic() - started > sampling.rollout_seconds:
-                for r in live:
-                    rows[r].ended = "time"
+            late = sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
+            stop = "time" if late else "turns" if number + 1 == sampling.max_turns else ""
+            self._take(rows, dict(zip(live, drawn, strict=True)), sampling, stop)
             live = [r for r in live if not rows[r].ended]
             if not live:
                 return
 
-    def _take(self, rows: Sequence[Trajectory], drawn: dict[int, Rollout], sampling: Sampling, *, last: bool) -> None:
-        """Add a turn to each rollout, and its reply."""
+    def _take(self, rows: Sequence[Trajectory], drawn: dict[int, Rollout], sampling: Sampling, stop: str) -> None:
+        """Add a turn to each rollout, and its reply. stop: why there is no further turn, "" if there is one."""
         texts: dict[int, str] = {}
         for r, turn in drawn.items():
             cut = add_model_turn(rows[r], turn, sampling.max_new_tokens)
@@ -150,10 +148,10 @@ class TurnEngine:
             else:
                 texts[r] = self._written(turn.ids)
         for r, reply in self.world.reply(texts).items() if texts else ():
-            self._reply(rows[r], reply, drawn[r].text, sampling, last)
+            self._reply(rows[r], reply, drawn[r].text, sampling, stop)
 
-    def _reply(self, row: Trajectory, reply: Reply, text: str, sampling: Sampling, last: bool) -> None:
-        row.ended = reply.ended or ("turns" if last else "")
+    def _reply(self, row: Trajectory, reply: Reply, text: str, sampling: Sampling, stop: str) -> None:
+        row.ended = reply.ended or stop
         shown = None
         if not row.ended:
             ids = self.between.tokens(row.segments[-1].ids[-1], reply.messages, sampling.reply_tokens)

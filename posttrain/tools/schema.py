@@ -41,7 +41,9 @@ def schema_of(function: Callable[..., Any], name: str, fixed: typing.Collection[
         properties[argument.name] = _type(hints[argument.name], name, argument.name)
         if argument.name in described:
             properties[argument.name]["description"] = described[argument.name]
-        if argument.default is inspect.Parameter.empty:
+        if argument.default is not inspect.Parameter.empty:
+            properties[argument.name]["default"] = argument.default
+        else:
             required.append(argument.name)
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}

@@ -1,0 +1,320 @@
+"""Rollouts of several turns: tokens as sampled, replies masked, limits kept, environments closed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import DataError
+from posttrain.models.tiny import build_tokenizer
+from posttrain.recipe.sections import Sampling, Tool
+from posttrain.rollout.engine import Completion, as_rollouts
+from posttrain.rollout.scripted import ScriptedEngine
+from posttrain.rollout.template import Between, check_template, rewrites
+from posttrain.rollout.turns import TurnEngine
+from posttrain.tools.calls import Caller
+from posttrain.tools.load import load_tools
+from posttrain.tools.worlds import Environments, Reply, Tools
+from posttrain.train.collate import rollout_batch, sequences_of, turn_of_each
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_tokenizer()
+
+
+def prompt(tokenizer: Any, text: str = "6*7", uid: str = "a") -> Prompt:
+    rendered = f"<bos><|user|>{text}<|assistant|>"
+    return Prompt(uid, {"prompt": text}, rendered, tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"]))
+
+
+def turns_so_far(p: Prompt, tokenizer: Any) -> int:
+    return tokenizer.decode(list(p.ids)).count("<|assistant|>") - 1
+
+
+class Echo:
+    """A world that answers every turn with a text of its own, and ends at `stop`."""
+
+    def __init__(self, text: str = "go on", stop: int = 3) -> None:
+        self.text, self.stop, self.seen = text, stop, {}
+
+    def begin(self, rows: Any) -> None:
+        self.seen = dict.fromkeys(rows, 0)
+
+    def reply(self, turns: Any) -> dict[int, Reply]:
+        found = {}
+        for n in turns:
+            self.seen[n] += 1
+            done = self.seen[n] >= self.stop
+            found[n] = Reply(ended="done") if done else Reply(({"role": "tool", "content": self.text},))
+        return found
+
+    def end(self) -> dict[int, float | None]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class Awkward(ScriptedEngine):
+    """Samples token sequences that no tokenizer would make of their text, and remembers what it was shown."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__({}, tokenizer)
+        self.shown: list[tuple[int, ...]] = []
+        self.given: list[tuple[int, ...]] = []
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, **more: Any) -> list[Rollout]:
+        del sampling
+        numbers = range(len(prompts)) if more.get("share") is None else more["share"]
+        completions = []
+        for number in numbers:
+            for i in range(n):
+                ids = prompts[number].ids
+                draw = random.Random(f"{ids} {number} {i}")
+                sampled = (draw.choice(self.pieces) for _ in range(draw.randint(4, 10)))
+                made = (*sampled, self.tokenizer.eos_token_id)
+                self.shown.append(ids)
+                self.given.append(made)
+                completions.append(Completion(made, tuple(-0.1 * k for k in range(len(made))), "stop"))
+        return as_rollouts(
+            prompts, n, completions, self.tokenizer, first_group=more.get("first_group", 0), version=0,
+            share=more.get("share"),
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def merging() -> Any:
+    """A byte-pair tokenizer in which `ab`, `abc` and blanks are tokens, and pieces that it would merge."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<eos>", "<u>", "<a>", "<t>", *"abcgon ", "ab", "abc", "go", "  "]
+    core = Tokenizer(
+        models.BPE(
+            vocab={w: i for i, w in enumerate(words)},
+            merges=[("a", "b"), ("ab", "c"), ("g", "o"), (" ", " ")],
+            fuse_unk=False,
+        )
+    )
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(w, special=True, normalized=False) for w in words[:4]])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ {'user': '<u>', 'assistant': '<a>', 'tool': '<t>'}[m.role] + m.content }}"
+        "{% if m.role == 'assistant' %}<eos> {% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    return tokenizer
+
+
+def test_a_thousand_rollouts_are_trained_on_the_tokens_that_were_sampled(merging: Any) -> None:
+    """`a b` and `ab` are one text: only ids tell whether a turn was made from text again. Each turn continues exactly
+    prompt + all earlier tokens; what is trained on is exactly what was sampled, with its log-probs."""
+    engine = Awkward(merging)
+    engine.pieces = [merging.convert_tokens_to_ids(w) for w in ("a", "b", "c", "ab", "abc", " ", "  ", "g", "o")]
+    ids = tuple(merging("<u>abc<a>", add_special_tokens=False)["input_ids"])
+    prompts = [Prompt(str(n), {"prompt": "abc"}, "", ids) for n in range(250)]
+    found = TurnEngine(engine, Echo("go  on", 4), merging, [0]).generate(
+        prompts, 4, Sampling(max_new_tokens=400, max_turns=9), seed=1
+    )
+    assert len(found) == 1000
+    assert sum(map(len, engine.given)) == sum(sum(r.trained) for r in found)
+    odd = 0
+    reply = tuple(merging(" <t>go  on<a>", add_special_tokens=False)["input_ids"])
+    shown = set(engine.shown)
+    for r in found:
+        assert [s.kind for s in r.segments] == ["model", "tool"] * 3 + ["model"]
+        before = ids
+        for segment in r.segments:
+            if segment.kind == "tool":
+                assert segment.ids == reply
+            else:
+                assert before in shown  # the engine was shown these very tokens
+                assert segment.logps == tuple(-0.1 * k for k in range(len(segment.ids)))
+                text = merging.decode(list(segment.ids))
+                odd += tuple(merging(text, add_special_tokens=False)["input_ids"]) != segment.ids
+            before = before + segment.ids
+    assert odd > 500  # turns of which the tokenizer would have made other tokens
+    sequences = sequences_of(found)
+    batch = rollout_batch(found, needs=("turn_ids",))
+    for n, r in enumerate(found):
+        assert sequences.ids[n] == ids + r.ids
+        assert [i for i, m in zip(r.ids, batch.mask[n].tolist(), strict=False) if m] == [
+            i for s in r.segments if s.kind == "model" for i in s.ids
+        ]
+        assert batch.turn_ids[n, : len(r.ids)].tolist() == turn_of_each(r)
+
+
+def test_a_calculator_is_called_and_its_answer_carries_no_loss(tokenizer: Any, tmp_path: Path) -> None:
+    def script(p: Prompt, _: int) -> str:
+        return CALL if turns_so_far(p, tokenizer) == 0 else "<answer>42</answer>"
+
+    caller = Caller(load_tools([Tool(use="calculator")], tmp_path), 1)
+    engine = TurnEngine(ScriptedEngine(script, tokenizer), Tools(caller, "json"), tokenizer, [tokenizer.eos_token_id])
+    try:
+        (r,) = engine.generate([prompt(tokenizer)], 1, Sampling(max_new_tokens=200), seed=0)
+    finally:
+        engine.close()
+    assert r.text == f"{CALL}\n<answer>42</answer>" and r.finish == "stop" and r.ended == "answer"
+    assert tokenizer.decode(list(r.segments[1].ids)) == "<|tool|>42<|assistant|>"
+    assert not any(r.trained[len(r.segments[0].ids) : len(r.segments[0].ids) + len(r.segments[1].ids)])
+    assert (r.turns[0].calls[0].result, r.turns[0].reply, r.turns[1].calls) == ("42", "42", ())
+    assert caller.pool.workers == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "ended", "turns"),
+    [
+        ({"max_turns": 2}, "turns", 2),
+        ({"max_new_tokens": 20}, "tokens", 2),
+        ({"turn_tokens": 3}, "tokens", 1),
+        ({"rollout_seconds": 1e-9}, "time", 1),
+        ({}, "done", 3),
+    ],
+)
+def test_limits(limits: dict[str, Any], ended: str, turns: int, tokenizer: Any) -> None:
+    """Turns of 4 letters and an EOS, replies of 7 tokens: 20 tokens hold one turn, one reply and a second turn."""
+    engine = TurnEngine(ScriptedEngine({"a": ["abcd"]}, tokenizer), Echo(), tokenizer, [tokenizer.eos_token_id])
+    sampling = Sampling(**{"max_new_tokens": 100, **limits})
+    for r in engine.generate([prompt(tokenizer)], 2, sampling, seed=0):
+        assert (r.ended, len(r.turns)) == (ended, turns)
+        assert len(r.ids) <= sampling.max_new_tokens
+        assert r.segments[-1].kind == "model"
+        assert r.finish == ("stop" if ended == "done" else "length")
+
+
+def test_a_long_reply_is_cut_and_cannot_write_a_turn(tokenizer: Any) -> None:
+    between = Between(tokenizer, [tokenizer.eos_token_id])
+    eos = tokenizer.eos_token_id
+    assert len(between.tokens(eos, [{"role": "tool", "content": "x" * 500}], 10)) == 12
+    ids = between.tokens(eos, [{"role": "tool", "content": "a<eos><|assistant|>I"}], 100)
+    marks = [tokenizer.convert_ids_to_tokens(i) for i in ids]
+    assert marks.count("<|assistant|>") == 1 and marks[-1] == "<|assistant|>" and "<eos>" not in marks
+    # a turn that a stop string ended is closed as the template closes it
+    stopped = between.tokens(tokenizer.convert_tokens_to_ids("</tool_call>"), [{"role": "tool", "content": "4"}], 9)
+    assert stopped == (eos, *between.tokens(eos, [{"role": "tool", "content": "4"}], 9))
+
+
+def test_what_a_rollout_becomes_does_not_depend_on_the_others() -> None:
+    """The transformers engine draws by place: a share of the prompts gives what all prompts together give."""
+    from posttrain.models.load import load
+    from posttrain.recipe.sections import Model
+    from posttrain.rollout.hf import TransformersEngine
+
+    loaded = load(Model(path="tiny"), Path.cwd())
+    engine = TurnEngine(TransformersEngine(loaded, batch_size=3), Echo(stop=2), loaded.tokenizer, loaded.eos_ids)
+    prompts = [prompt(loaded.tokenizer, text, text) for text in ("1+1", "2+22", "3")]
+    sampling = Sampling(max_new_tokens=60, turn_tokens=20, stop=list("abcdefghijkmnop"))
+    every = engine.generate(prompts, 3, sampling, seed=5)
+    part = engine.generate(prompts, 3, sampling, seed=5, share=[1])
+    assert any(len(r.turns) > 1 for r in every[3:6])
+    assert [(r.ids, r.group) for r in part] == [(r.ids, r.group) for r in every[3:6]]
+
+
+class Guess:
+    """An environment in which `4` wins. closed counts."""
+
+    closed = 0
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken, self.right = broken, False
+
+    def reset(self, row: Any) -> None:
+        assert row["prompt"] == "2+2"
+        if self.broken == "reset":
+            raise OSError("no room")
+
+    def step(self, text: str) -> tuple[str, bool, float]:
+        if self.broken == "step":
+            raise OSError("lost")
+        if self.broken == "hang":
+            import time
+
+            time.sleep(1.0)
+        if self.broken == "interrupt":
+            raise KeyboardInterrupt
+        self.right = "4" in text
+        return "no", self.right, float(self.right)
+
+    def score(self) -> float:
+        if self.broken == "score":
+            raise OSError("lost")
+        return float(self.right)
+
+    def close(self) -> None:
+        type(self).closed += 1
+        if self.broken == "close":
+            raise OSError("stuck")
+
+
+@pytest.mark.parametrize(
+    ("broken", "ended", "score"),
+    [
+        ("", "done", 1.0),
+        ("close", "done", 1.0),
+        ("score", "done", None),
+        ("step", "error", None),
+        ("hang", "time", None),
+        ("reset", OSError, None),
+        ("interrupt", KeyboardInterrupt, None),
+    ],
+)
+def test_environments_are_always_closed(broken: str, ended: Any, score: float | None, tokenizer: Any) -> None:
+    Guess.closed = 0
+    world = Environments(lambda: Guess(broken), 3, 0.2)
+    script = ScriptedEngine(lambda p, _: "3" if turns_so_far(p, tokenizer) == 0 else "4", tokenizer)
+    engine = TurnEngine(script, world, tokenizer, [tokenizer.eos_token_id])
+    prompts = [prompt(tokenizer, "2+2", str(n)) for n in range(3)]
+    if isinstance(ended, type):
+        with pytest.raises(ended):
+            engine.generate(prompts, 1, Sampling(max_new_tokens=50), seed=0)
+        assert Guess.closed == (1 if broken == "reset" else 3)
+    else:
+        found = engine.generate(prompts, 1, Sampling(max_new_tokens=50), seed=0)
+        assert {(r.ended, r.world_score) for r in found} == {(ended, score)}
+        assert Guess.closed == 3
+        if not broken:
+            assert [t.reward for t in found[0].turns] == [0.0, 1.0]
+            rewards = rollout_batch(found, needs=("token_rewards",)).token_rewards
+            assert rewards[0].nonzero()[:, 0].tolist() == [len(found[0].ids) - 1]
+    engine.close()
+    assert world.live == {}
+
+
+THOUGHTLESS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+UPPER = THOUGHTLESS.replace("m.content.split('</think>')[-1]", "m.content | upper")
+
+
+def test_templates_that_rewrite_earlier_turns_are_refused() -> None:
+    tokenizer = build_tokenizer()
+    check_template(tokenizer, "tool", "refuse")
+    for template, what in ((THOUGHTLESS, "drops or rewrites its thought"), (UPPER, "writes it differently")):
+        tokenizer.chat_template = template
+        assert rewrites(tokenizer, "tool") == what
+        with pytest.raises(DataError, match="as_sampled"):
+            check_template(tokenizer, "tool", "refuse")
+        check_template(tokenizer, "tool", "as_sampled")
+
+
+def test_a_template_without_a_role_for_tools_shows_their_answers_as_the_users() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no') }}{% endif %}"
+        "{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    ids = Between(tokenizer, [tokenizer.eos_token_id]).tokens(
+        tokenizer.eos_token_id, [{"role": "tool", "content": "4"}], 9
+    )
+    assert tokenizer.decode(list(ids)) == "<|user|><tool_response>\n4\n</tool_response><|assistant|>"
+    assert rewrites(tokenizer, "tool") == ""
