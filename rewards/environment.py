@@ -11,4 +11,11 @@ def score(completion: str, world_score: float | None) -> float | None:
     return world_score
 
 
-EXAMPLES = {"score": [("", {"world_score": 0.5}, 0.5), ("", {"world_score": None}, None)]}
+EXAMPLES = {
+    "score": [
+        ("", {"world_score": 0.5}, 0.5),
+        ("it is 4", {"world_score": 1.0}, 1.0),
+        ("it is 5", {"world_score": 0.0}, 0.0),
+        ("lost", {"world_score": None}, None),
+    ]
+}

@@ -14,7 +14,7 @@ FOUND = sorted((shipped("recipes") / "debug").glob("*.yaml"))
 
 
 def test_there_is_one_for_every_stage():
-    assert {path.stem for path in FOUND} == {"sft", "dpo", "reward_model", "rl", "merge", "eval", "pipeline"}
+    assert {path.stem for path in FOUND} == {"sft", "dpo", "reward_model", "rl", "tools", "merge", "eval", "pipeline"}
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
