@@ -89,7 +89,7 @@ class TurnEngine:
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """See `Engine.generate`; `done` hears of none, which an engine may. Environments are closed when it returns, and
+        """See `Engine.generate`; `done` hears of none. Environments are closed when it returns, and
         when it raises."""
         del done
         numbers = range(len(prompts)) if share is None else share

@@ -314,7 +314,6 @@ def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) ->
     return batch.replace(reward_weights=weights, step=state.step, total_steps=p.steps, memory=state.memory)
 
 
-
 def total_steps(recipe: RlRecipe, prompts: int) -> int:
     """run.steps, or run.epochs passes over the prompts, or one pass."""
     if recipe.run.steps:
