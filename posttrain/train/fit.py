@@ -34,6 +34,8 @@ def try_longest(p: Pieces) -> None:
         (found["logp"].sum() * 0).backward()
     del held, found
     p.optimizer.zero_grad(set_to_none=True)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the first step finds the memory in one piece
     if naps:
         p.engine.sync(p.loaded.model, 0)  # it may have slept without its weights
 
