@@ -290,10 +290,10 @@ def main() -> None:
             found = compare(work, name, folder, options)
             record["results"].setdefault(work, {})[name] = found
             print(line(work, name, found), flush=True)
-    record["load_after"] = os.getloadavg()[0]
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+            record["load_after"] = os.getloadavg()[0]
+            if options.out:  # after each merge: a run that is stopped keeps what it has measured
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

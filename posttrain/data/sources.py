@@ -60,9 +60,15 @@ def _refuse_params(section: Source) -> None:
 
 
 def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
-    """Rows of `file.py:function`, called with size, seed and the recipe's params."""
+    """Rows of `file.py:function`, called with size, seed and the recipe's params.
+
+    A function whose `size` has a default gives all that it has where the recipe names no size.
+    """
     function = load_function(name, base_dir, what="data function", error=DataError)
-    arguments = {"size": _needed(section), "seed": section.seed, **section.params}
+    own = inspect.signature(function).parameters.get("size")
+    all_of_it = section.size is None and own is not None and own.default is not own.empty
+    size = {} if all_of_it else {"size": _needed(section)}
+    arguments = {**size, "seed": section.seed, **section.params}
     problem = _misfit(function, arguments)
     if problem:
         raise DataError(

@@ -1,0 +1,64 @@
+"""The shipped builders of rows (critiques, spliced paths), through their recipes, on the tiny model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+from posttrain.data.rows import load_rows
+from posttrain.recipe.load import load
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_of(recipe: str, file: Path) -> list[dict[str, Any]]:
+    loaded: Any = load(recipe, [f"data.params.file={file}"]).recipe
+    return load_rows(loaded.data, loaded.base_dir)
+
+
+def test_only_critiques_that_a_verifier_confirms(tmp_path: Path) -> None:
+    """Kept: verdict = correctness. Dropped: another verdict, none, nothing verified, the same solution again."""
+    base = {"question": "1+1?", "solution": "2", "correct": True}
+    lines = [
+        {**base, "critique": "Fine. Conclusion: right [END] and more"},
+        {**base, "critique": "Conclusion: right", "solution": " 2 "},
+        {**base, "critique": "Conclusion: wrong", "solution": "two"},
+        {**base, "critique": "I am not sure.", "solution": "ii"},
+        {**base, "critique": "Conclusion: right", "solution": "2.0", "correct": None},
+        {**base, "critique": "Not: Conclusion: right. Or rather\nconclusion: WRONG", "solution": "3", "correct": False},
+    ]
+    found = rows_of("sft/critiques", write(tmp_path / "c.jsonl", lines))
+    assert [row["completion"] for row in found] == [
+        "Fine. Conclusion: right",
+        "Not: Conclusion: right. Or rather\nconclusion: WRONG",
+    ]
+    assert found[0]["prompt"].startswith("1+1?") and "\n2\n" in found[0]["prompt"]
+
+
+def test_a_spliced_path_trains_the_change_of_mind_and_the_good_tail(tmp_path: Path) -> None:
+    start = {"role": "user", "content": "go"}
+    good = [start, {"role": "assistant", "content": "left"}, {"role": "user", "content": "there"}]
+    bad = [start, {"role": "assistant", "content": "right"}, {"role": "user", "content": "wall"}]
+    path = {"good": good, "bad": bad, "good_reward": 1.0, "bad_reward": 0.0, "first_bad": 1}
+    lines = [path, {**path, "good_reward": 0.1}, {**path, "first_bad": None}]
+    [row] = rows_of("sft/agent_r", write(tmp_path / "p.jsonl", lines))
+    trained = [m["content"] for m in row["messages"] if m["train"]]
+    assert trained[0].startswith("Thought:") and trained[1:] == ["left"]
+    assert [m["content"] for m in row["messages"] if not m["train"]][:3] == ["go", "right", "wall"]
+
+
+def test_inspect_shows_what_is_trained(tmp_path: Path) -> None:
+    base = {"question": "1+1?", "critique": "Conclusion: wrong", "correct": False}
+    lines = [{**base, "solution": str(n)} for n in (3, 4)]
+    file = write(tmp_path / "c.jsonl", lines)
+    arguments = ["data", "inspect", "sft/critiques", f"data.params.file={file}", "model.path=tiny"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "»Conclusion: wrong" in result.stdout
