@@ -33,10 +33,15 @@ def inspect(
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=0, metavar="N", help="Rows to show.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    rollouts: Annotated[
+        Path | None,
+        typer.Option("--rollouts", metavar="RUN", help="Show the newest sampled rollouts of this rl run instead."),
+    ] = None,
 ) -> None:
     """Rendered rows with every token's fate, lengths, and what was dropped or cut, by cause.
 
-    Needs the tokenizer only, no weights. Trained text is green on a terminal and stands between » and « elsewhere.
+    Needs the tokenizer only, no weights. Trained text is green on a terminal and stands between » and « elsewhere. With
+    --rollouts: which tokens of a run's samples the model wrote (they carry loss) and which tools or an environment did.
     """
     from posttrain.data.inspect import check_stage
     from posttrain.data.inspect import inspect as look
@@ -50,6 +55,9 @@ def inspect(
         stage = "dpo" if section.objective.pairs else "sft"
     check_stage(stage)
     tokenizer = load_tokenizer(section.model, loaded.base_dir)
+    if rollouts is not None:
+        _show_rollouts(rollouts, tokenizer, rows, as_json)
+        return
     eos_ids = load_eos_ids(section.model, loaded.base_dir, tokenizer)
     weigh, of_pairs = _weigh(loaded, tokenizer), loaded.verb == "dpo"
     single, rules = of_pairs and "labels" in section.loss.needs, section.pairs if of_pairs else None
@@ -160,6 +168,29 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
         console.print(f"{check['name']}: {check['text']}", markup=False, soft_wrap=True)
     if "columns" in report:
         console.print(f"columns for rewards: {', '.join(report['columns'])}", markup=False, soft_wrap=True)
+
+
+def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None:
+    from rich.console import Console
+
+    from posttrain.data.inspect import sampled_parts
+    from posttrain.errors import UserError
+    from posttrain.run.jsonl import read_rows
+
+    records = [r for r in read_rows(run / "samples.jsonl") if r.get("segments")] if run.is_dir() else []
+    if not records:
+        raise UserError(f"{run} holds no sampled rollouts", hint="name the run directory of an `rl` run")
+    newest = [r for r in records if r["step"] == records[-1]["step"]][:count]
+    samples = [sampled_parts(record, tokenizer) for record in newest]
+    if as_json:
+        from posttrain.cli.show import print_json
+
+        print_json(samples)
+        return
+    console = Console(highlight=False)
+    for sample in samples:
+        _show_sample(console, sample)
+    console.print(f"step {records[-1]['step']}: {len(samples)} of the rollouts in samples.jsonl")
 
 
 def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:

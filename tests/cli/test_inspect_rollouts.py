@@ -1,0 +1,40 @@
+"""`posttrain data inspect RECIPE --rollouts RUN`: which tokens of sampled rollouts carry loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from posttrain.cli.data import inspect
+from posttrain.errors import UserError
+from posttrain.models.tiny import build_tokenizer
+
+
+def test_replies_carry_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encode = build_tokenizer().encode
+    segments = [
+        {"kind": kind, "ids": encode(text, add_special_tokens=False)}
+        for kind, text in (
+            ("model", "<tool_call>x</tool_call><eos>"),
+            ("tool", "<|tool|>4<|assistant|>"),
+            ("model", "4"),
+        )
+    ]
+    row = {"step": 1, "uid": "a", "segments": segments}
+    (tmp_path / "samples.jsonl").write_text(json.dumps({**row, "segments": segments[:1]}) + "\n")
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({**row, "step": 2}) + "\n")
+    inspect("debug/tools", rollouts=tmp_path)
+    shown = capsys.readouterr().out
+    assert "»<tool_call>x</tool_call><eos>«<|tool|>4<|assistant|>»4«" in shown
+    assert "(8 tokens, 5 trained on)" in shown and "step 2: 1 of the rollouts" in shown
+    inspect("debug/tools", rollouts=tmp_path, as_json=True)
+    runs = json.loads(capsys.readouterr().out)[0]["parts"]["rollout"]["runs"]
+    assert [run["fate"] for run in runs] == ["trained", "prompt", "trained"]
+
+
+def test_a_folder_without_samples_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no sampled rollouts"):
+        inspect("debug/tools", rollouts=tmp_path / "nowhere")

@@ -1,0 +1,53 @@
+"""The examples of docs/tools.md, run as their reader would: in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from posttrain.pipeline import run_stage
+from posttrain.recipe.load import load
+from posttrain.registry import load_module
+from posttrain.run.directory import RunDirectory
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "docs" / "examples" / "tools"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "my tools", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+@pytest.mark.parametrize("name", ["game", "convert"])
+def test_the_recipes_run(name: str, folder: Path) -> None:
+    loaded = load(str(folder / f"{name}.yaml"))
+    with RunDirectory.open(folder / "run", name=name, text=loaded.text, resolved=loaded.resolved) as directory:
+        run_stage(loaded.recipe, directory)
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["turns/mean"] >= 1 for row in rows)
+    samples = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+    if name == "game":
+        replies = {turn.get("reply") for sample in samples for turn in sample["turns"]}
+        assert replies & {"higher", "lower", "write a number"}
+    else:
+        assert "fahrenheit" in samples[0]["prompt"]  # the template tells of the tool
+
+
+def test_the_tool_does_what_its_examples_say(folder: Path) -> None:
+    script = load_module(folder / "temperature.py")
+    for given, expected in script.EXAMPLES:
+        assert script.fahrenheit(**given) == expected
+
+
+def test_the_page_shows_what_runs() -> None:
+    """Every line of its blocks stands in the files."""
+    text = "\n".join(path.read_text() for path in EXAMPLE.iterdir() if path.is_file())
+    blocks = re.findall(r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) > 30
+    assert [line for line in lines if line not in text] == []
