@@ -54,7 +54,7 @@ MERGES: dict[str, dict[str, Any]] = {
 }
 EXPLAINED = {
     "ties": "entries whose magnitude equals the threshold: posttrain keeps the one that comes first, mergekit's sort "
-    "is not stable",
+    "is not stable (not checked entry by entry)",
     "breadcrumbs": "entries of equal magnitude at the borders, as for ties",
     "slerp": "mergekit sums norms and the cosine in chunks of 2^20 entries: rounding",
     "model_stock": "rounding: the cosine is computed from norms of the deltas in another order",
