@@ -255,6 +255,9 @@ class Scoring(Section):
     max_bad_gold: Share = Field(
         0.05, description="refuse to start when gold does not score best on more rows than this"
     )
+    memory_mb: Positive | None = Field(
+        None, description="memory of a worker process; a call that needs more fails; null = no limit"
+    )
     canary_window: Annotated[int, Field(ge=5)] = Field(20, description="steps over which canaries are watched")
 
 

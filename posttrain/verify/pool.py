@@ -37,7 +37,7 @@ _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker im
 class Worker:
     """One process, its connection, and the calls that it has not yet answered."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Target], memory_mb: int | None = None) -> None:
         ours, theirs = Pipe()
         with tempfile.TemporaryFile() as page, theirs:
             page.truncate(SLOT_BYTES)
@@ -54,7 +54,7 @@ class Worker:
                 start_new_session=True,
             )
         self.connection: Connection = ours
-        self.connection.send(([p or os.getcwd() for p in sys.path], list(targets)))
+        self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
         self.ready = False
         self.unanswered: dict[int, Call] = {}
         self.since = time.monotonic()
@@ -104,10 +104,13 @@ class Worker:
 
 
 class Pool:
-    """`workers` processes that know `targets`. Started by `start` or the first `run`, reused until `close`."""
+    """`workers` processes that know `targets`, each with at most memory_mb of data.
 
-    def __init__(self, targets: Sequence[Target], workers: int) -> None:
-        self.targets, self.size = list(targets), workers
+    Started by `start` or the first `run`, reused until `close`.
+    """
+
+    def __init__(self, targets: Sequence[Target], workers: int, memory_mb: int | None = None) -> None:
+        self.targets, self.size, self.memory_mb = list(targets), workers, memory_mb
         self.workers: list[Worker] = []
         self.call_seconds = CHUNK_SECONDS / 4  # moving average, for the size of chunks
         self.startless_deaths = 0
@@ -119,7 +122,7 @@ class Pool:
             worker.connection.close()
             self.workers.remove(worker)
         while len(self.workers) < self.size:
-            self.workers.append(Worker(self.targets))
+            self.workers.append(Worker(self.targets, self.memory_mb))
 
     def close(self) -> None:
         """End all workers. Safe to call twice."""

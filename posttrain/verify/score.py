@@ -73,6 +73,7 @@ class Scorer:
                 if not r.in_trainer
             ],
             scoring.workers,
+            scoring.memory_mb,
         )
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # number of a reward -> its number in the pool

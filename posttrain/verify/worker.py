@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import mmap
 import os
+import resource
 import signal
 import struct
 import sys
@@ -71,7 +72,9 @@ def main(connection_fd: int, slot_fd: int) -> None:
     connection = Connection(connection_fd)
     slot = mmap.mmap(slot_fd, SLOT_BYTES)
     try:
-        sys_path, targets = connection.recv()
+        sys_path, targets, memory_mb = connection.recv()
+        if memory_mb is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
         sys.path.extend(p for p in sys_path if p not in sys.path)
         try:
             functions = [_load(target) for target in targets]

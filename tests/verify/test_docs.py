@@ -16,10 +16,10 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), r
 
 
 def test_there_are_scripts() -> None:
-    assert len(SCRIPTS) == 2
+    assert len(SCRIPTS) == 3
 
 
-@pytest.mark.parametrize("text", SCRIPTS, ids=["one_row", "many_rows"])
+@pytest.mark.parametrize("text", SCRIPTS, ids=["one_row", "many_rows", "judge"])
 def test_the_examples_of_the_page_hold(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
     outcomes = run_examples(tmp_path / "script.py")
@@ -28,6 +28,10 @@ def test_the_examples_of_the_page_hold(text: str, tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_the_page_is_one() -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    rewards = [Reward.model_validate(entry) for entry in tree.plain(yaml.parse(block, "page").tree)["rewards"]]
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    rewards, judged = (
+        [Reward.model_validate(entry) for entry in tree.plain(yaml.parse(block, "page").tree)["rewards"]]
+        for block in blocks
+    )
+    assert judged[1].use == "judge.rating"
     assert rewards[1].condition is not None and rewards[1].condition.on == "accuracy"
