@@ -27,6 +27,10 @@ Target = Annotated[
     typer.Argument(metavar="TARGET", help="FILE.py[:function], a shipped reward (math, math.accuracy), or a recipe."),
 ]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds that a call of an example may take.")]
+Labelled = Annotated[
+    Path | None,
+    typer.Option("--labelled", help="JSONL with completion, label (true or false) and columns: who agrees with it?"),
+]
 SHOWN_ROWS = 5
 
 
@@ -36,13 +40,22 @@ def group() -> None:
 
 
 @app.command()
-def test(target: Target, overrides: Overrides = None, as_json: Json = False, timeout: Timeout = 10.0) -> None:
+def test(
+    target: Target,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    timeout: Timeout = 10.0,
+    labelled: Labelled = None,
+) -> None:
     """Run a script's EXAMPLES; with a recipe, also try its rewards on right and wrong completions of its own rows.
 
     Exit code 2 when an example fails, a call raises or times out, gold does not score best, or a trick pays as much as
     gold: gold only in the thought, every answer named, an injection for judges, and others.
     """
     script = _script(target)
+    if labelled is not None:
+        _labelled(target, script, overrides or [], labelled, as_json)
+        return
     if script:
         found = {"examples": _examples([script], timeout, as_json)}
     else:
@@ -51,6 +64,51 @@ def test(target: Target, overrides: Overrides = None, as_json: Json = False, tim
         print_json(found)
     if _failed(found):
         raise typer.Exit(2)
+
+
+def _labelled(
+    target: str, script: tuple[Path, str | None] | None, overrides: Sequence[str], path: Path, as_json: bool
+) -> None:
+    """The rewards of a script or recipe beside the labels of a file."""
+    from posttrain.errors import DataError
+    from posttrain.recipe.load import load
+    from posttrain.recipe.sections import Reward, Scoring
+    from posttrain.verify.labelled import read_labelled, try_labelled
+
+    rows = read_labelled(find(str(path), None, "labelled rows", DataError))
+    if script and script[1] is None:
+        raise RewardError(f"{target} names no function", hint=f"write {target}:FUNCTION, or script.function")
+    if script:
+        told = try_labelled([Reward(use=f"{script[0]}:{script[1]}")], Scoring(), None, rows)
+    else:
+        loaded = load(target, overrides)
+        parts = _graded_parts(loaded)
+        if not parts:
+            raise RewardError(f"stage {loaded.recipe.verb} has no rewards", where=str(loaded.path))
+        told = try_labelled(parts[0][2], parts[0][3], loaded.recipe.base_dir, rows)
+    if as_json:
+        print_json(told)
+    else:
+        _print_labelled(told)
+
+
+def _print_labelled(told: Mapping[str, Any]) -> None:
+    for name, one in told["rewards"].items():
+        c = one["confusion"]
+        typer.echo(f"{name}: agreement with {told['rows']} labels, kappa {_kappa(one['kappa'])}")
+        typer.echo(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
+        typer.echo(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
+        if c["unscored"]:
+            typer.echo(f"  without a score: {c['unscored']}")
+        if one["wrong_rows"]:
+            typer.echo(f"  against the label: {', '.join(one['wrong_rows'][:SHOWN_ROWS])}")
+    for pair, one in told["pairs"].items():
+        apart = f"; apart on {', '.join(one['rows'][:SHOWN_ROWS])}" if one["rows"] else ""
+        typer.echo(f"{pair}: kappa {_kappa(one['kappa'])}{apart}")
+
+
+def _kappa(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _script(target: str) -> tuple[Path, str | None] | None:
