@@ -186,6 +186,18 @@ def _kl_place(recipe: Any) -> Found:
         yield "kl.use", f"{use} differs from k3 only in its gradient, and a reward has none", "use k1 or k3"
 
 
+def _idle_turns(recipe: Any) -> Found:
+    """Limits on turns where there is one turn."""
+    if not isinstance(recipe, st.Acting) or recipe.acts:
+        return
+    place = "rollout" if isinstance(recipe, st.RlRecipe) else "sampling"
+    for key in ("max_turns", "turn_tokens", "reply_tokens", "rollout_seconds"):
+        if key in getattr(recipe, place).model_fields_set:
+            yield f"{place}.{key}", "does nothing without `tools` or an `environment`", "remove it"
+    if "rollout.max_turns" in getattr(recipe, "controllers", {}):
+        yield "controllers.rollout.max_turns", "drives nothing without `tools` or an `environment`", "remove it"
+
+
 def _seeds(recipe: Any) -> Found:
     if isinstance(recipe, st.PipelineRecipe):
         for seed, times in Counter(recipe.seeds).items():
@@ -281,6 +293,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _kl_place,
     _eval_settings,
     _seeds,
+    _idle_turns,
     _objective,
     _anchors,
     _pairs,

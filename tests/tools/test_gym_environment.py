@@ -1,0 +1,26 @@
+"""The shipped environment of reasoning-gym tasks: several attempts, credit for the gain."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.data import gym
+from posttrain.recipe.sections import Environment
+from posttrain.tools.worlds import Environments, environment_class
+
+pytest.importorskip("reasoning_gym")
+
+
+def test_attempts_and_their_discount() -> None:
+    (row,) = gym.rows("chain_sum", 1, 0, {})
+    made = environment_class(Environment(use="gym", params={"attempts": 2, "discount": 0.5}), None)
+    world = Environments(made, 2, 10.0)
+    world.begin({0: row, 1: row, 2: row})
+    first = world.reply({0: f"<answer>{row['answer']}</answer>", 1: "<answer>no</answer>", 2: "no"})
+    assert first[0].ended == "done" and first[0].reward == 1.0
+    assert first[1].messages[0]["content"] == "That is not right. Try again." and first[1].ended == ""
+    second = world.reply({1: str(row["answer"]), 2: "no"})
+    assert second[1].ended == second[2].ended == "done"
+    scores = world.end()
+    assert scores[0] == 1.0 and scores[1] == 0.5 and scores[2] < 0.1
+    world.close()

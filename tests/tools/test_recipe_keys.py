@@ -1,0 +1,31 @@
+"""Keys of tools that would do nothing, and components that need turns, are refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import load
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "told"),
+    [
+        ("debug/rl", "rollout.max_turns=3", "does nothing without `tools`"),
+        ("debug/rl", "tool_format=xml", "`tool_format` does nothing"),
+        ("debug/rl", "spread=salt", "needs turn_ids"),
+        ("debug/tools", "advantage=information_gain", "rewards by turn, from an `environment`"),
+        ("debug/tools", "advantage=gigpo", "turns are rows of their own"),
+        ("debug/tools", "environment={use: gym}", "either `tools` or `environment`"),
+        ("debug/tools", "tools=[{use: a, command: b}]", "either `use` or `command`"),
+    ],
+)
+def test_refused(recipe: str, change: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        load(recipe, [change])
+
+
+def test_turns_are_there_for_what_reads_them() -> None:
+    assert load("debug/tools", ["spread=salt"]).recipe.spread.use == "salt"
+    both = ["tools=[]", "tool_prompt=auto", "environment={use: gym}", "advantage=information_gain", "spread=null"]
+    assert load("debug/tools", both).recipe.advantage.use == "information_gain"
