@@ -46,6 +46,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         why = "is a judge" if reward.is_judge else "reads no data column"
         return Audit(0, {}, skipped=f"{reward.name} {why}")
     chosen = spread(rows, AUDITED_ROWS)
+    refuse_slow(scorer, chosen)
     name, write = choose_writer(scorer, chosen)
     found = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
     if not found:
@@ -67,6 +68,22 @@ def spread(rows: Sequence[Row], count: int) -> list[Row]:
     if len(rows) <= count:
         return list(rows)
     return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
+    """Raise RewardError when every way to write the first gold answer takes longer than a call may."""
+    row = next((row for row in rows if WRITERS["plain"](row) is not None), None)
+    if row is None:
+        return
+    golds = [v["gold"] for write in WRITERS.values() if (v := variants(row, write)) is not None]
+    results = scorer.results(golds, only=[scorer.correctness])[0]
+    if all(result.kind == "timeout" for result in results):
+        reward, section = scorer.rewards[scorer.correctness], scorer.sections[scorer.correctness]
+        raise RewardError(
+            f"every gold answer of row {row.get('uid', 0)} takes longer than {reward.limit(section):g} s",
+            where=f"reward {reward.name}",
+            hint="make it faster, or raise its `timeout_s`",
+        )
 
 
 def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,15 @@ def test_a_trial_counts_what_happens_by_kind(script: Callable[..., Path]) -> Non
     assert trial.failures == 2
     assert trial.bad_gold == {}
     assert trial.first_traceback is not None and "ValueError: empty" in trial.first_traceback
+
+
+def test_gold_that_is_late_stops_the_audit_early(script: Callable[..., Path], scorer: Scorers) -> None:
+    """Four calls of 0.4 s in one worker, not 64 rows of seven variants."""
+    path = script("def score(completion, answer):\n    while True:\n        pass")
+    started = time.monotonic()
+    with (
+        scorer({"use": f"{path}:score", "timeout_s": 0.4}) as s,
+        pytest.raises(RewardError, match=r"every gold answer of row a takes longer than 0\.4 s"),
+    ):
+        audit_gold(s, [{"uid": "a", "answer": "1"}] * 64)
+    assert time.monotonic() - started < 20
