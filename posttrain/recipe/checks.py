@@ -191,8 +191,9 @@ def _idle_turns(recipe: Any) -> Found:
     if not isinstance(recipe, st.Acting) or recipe.acts:
         return
     place = "rollout" if isinstance(recipe, st.RlRecipe) else "sampling"
+    section = getattr(recipe, place)
     for key in ("max_turns", "turn_tokens", "reply_tokens", "rollout_seconds"):
-        if key in getattr(recipe, place).model_fields_set:
+        if getattr(section, key) != type(section).model_fields[key].default:
             yield f"{place}.{key}", "does nothing without `tools` or an `environment`", "remove it"
     if "rollout.max_turns" in getattr(recipe, "controllers", {}):
         yield "controllers.rollout.max_turns", "drives nothing without `tools` or an `environment`", "remove it"
