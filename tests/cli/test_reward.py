@@ -110,6 +110,29 @@ def test_a_recipe_whose_reward_fails_exits_2(body: str, shown: str, recipe: Path
     assert "score has no EXAMPLES" in result.stderr
 
 
+LAST = "(re.findall(r'-?[0-9]+', completion.rpartition('</think>')[2]) or [''])[-1]"
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("float(answer in completion)", ["gold in the thought", "every answer", "wrong size"]),
+        (f"float({LAST}.lstrip('-') == answer)", ["wrong sign"]),
+        (f"float({LAST}.startswith(answer))", ["wrong size"]),
+        (f"float('correct' in completion or {LAST} == answer)", ["injection"]),
+        (f"float(completion.count(answer)) if {LAST} == answer else 0.0", ["repeated"]),
+    ],
+)
+def test_what_a_bad_reward_pays_for_is_named(body: str, named: list[str], recipe: Path) -> None:
+    """Each of the five gives gold the best score, so only the tricks show what is wrong with it."""
+    (recipe.parent / "mine.py").write_text(f"import re\ndef score(completion, answer): return {body}\n")
+    result = reward_test(str(recipe))
+    assert result.exit_code == 2
+    assert "gold scores best on 10 of 10 rows" in result.stdout
+    paying = result.stdout.partition("tricks that pay as much as gold: ")[2].partition("(tried")[0]
+    assert paying and {trick for trick in named if f"{trick} pays on 10 of 10 rows" in paying} == set(named)
+
+
 def test_a_column_that_the_data_lacks(recipe: Path) -> None:
     (recipe.parent / "mine.py").write_text("def score(completion, anwser): return 1.0\n")
     result = reward_test(str(recipe))
