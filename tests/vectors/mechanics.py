@@ -334,6 +334,16 @@ def by_table(rows: Tensor, group_ids: Tensor) -> list[list[Any]]:
     return [rows.detach()[group_ids.eq(group)].tolist() for group in dict.fromkeys(group_ids.tolist())]
 
 
+def reading(names: str, adapter: Adapter, others: str) -> Adapter:
+    """The same without those params and inputs that only the other parts of the method read; unknown ones stay."""
+    idle = set(others.split()) - set(names.split())
+
+    def only(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in idle}
+
+    return lambda case: adapter({**case, "params": only(case["params"]), "inputs": only(case["inputs"])})
+
+
 def parts(adapters: Mapping[str, Adapter], name: str = "part") -> Adapter:
     """The adapter that the case's param `name` chooses; the param goes no further."""
 

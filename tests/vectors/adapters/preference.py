@@ -1,6 +1,6 @@
 """Losses on preference pairs, pair building, reward models."""
 
-from mechanics import advantages, both, call, fed, on_batch, optimised, parts
+from mechanics import advantages, both, call, fed, on_batch, optimised, parts, reading
 from pair_modes import ONE, TENTH, by_inputs, offline_and_online, pairs, tensors, weighted
 
 from posttrain.advantage import group
@@ -18,6 +18,9 @@ from posttrain.loss import (
 )
 from posttrain.rollout import search
 
+LIGHT_R1 = (  # what its parts read
+    "train bench ngram beta chosen_logps rejected_logps ref_chosen_logps ref_rejected_logps pass_rate low high"
+)
 POLICY = {
     "chosen_logps": "chosen_logp",
     "rejected_logps": "rejected_logp",
@@ -202,13 +205,19 @@ ADAPTERS = {
     "light_r1_dpo": call(builders.own_failures, outputs="pairs"),
     "light_r1": parts(
         {
-            "decontaminate": call(decontaminate.contaminated, outputs="contaminated"),
-            "nca": pairs(
-                pair.nca_pair,
-                RANKED,
-                grads={"grad_chosen_logps": "chosen_logp", "grad_rejected_logps": "rejected_logp"},
+            "decontaminate": reading(
+                "train bench ngram", call(decontaminate.contaminated, outputs="contaminated"), LIGHT_R1
             ),
-            "rl_filter": call(decontaminate.of_pass_rate, outputs="kept"),
+            "nca": reading(
+                "beta chosen_logps rejected_logps ref_chosen_logps ref_rejected_logps",
+                pairs(
+                    pair.nca_pair,
+                    RANKED,
+                    grads={"grad_chosen_logps": "chosen_logp", "grad_rejected_logps": "rejected_logp"},
+                ),
+                LIGHT_R1,
+            ),
+            "rl_filter": reading("pass_rate low high", call(decontaminate.of_pass_rate, outputs="kept"), LIGHT_R1),
         }
     ),
     "direct_advantage_po": tensors(
