@@ -336,7 +336,7 @@ def by_table(rows: Tensor, group_ids: Tensor) -> list[list[Any]]:
 
 def reading(names: str, adapter: Adapter, others: str) -> Adapter:
     """The same without those params and inputs that only the other parts of the method read; unknown ones stay."""
-    idle = set(others.split()) - set(names.split())
+    idle = set(others.split()).difference(names.split())
 
     def only(values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in values.items() if name not in idle}
