@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -27,7 +29,10 @@ def root() -> None:
 
 @app.command()
 def inspect(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe; --rollouts needs none."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")
     ] = None,
@@ -48,6 +53,11 @@ def inspect(
     from posttrain.models.load import load_eos_ids, load_tokenizer
     from posttrain.recipe.load import load
 
+    if rollouts is not None and recipe is None:
+        _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
+        return
+    if recipe is None:
+        raise UserError("which rows?", hint="name a recipe, or an rl run behind --rollouts")
     loaded = load(recipe, overrides or []).recipe
     section: Any = loaded
     stage = loaded.verb
@@ -111,7 +121,6 @@ def make_pairs(
     from posttrain.data.pair_builders import Options
     from posttrain.data.pair_rows import pair_rows
     from posttrain.data.rows import load_rows
-    from posttrain.errors import UserError
     from posttrain.recipe.building import Builder
     from posttrain.recipe.load import load
     from posttrain.run.jsonl import read_rows
@@ -170,11 +179,26 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
         console.print(f"columns for rewards: {', '.join(report['columns'])}", markup=False, soft_wrap=True)
 
 
+def _tokenizer_of_run(run: Path) -> Any:
+    """The tokenizer that a run saved with its model. Raises UserError where it has saved none yet."""
+    from posttrain.models.load import load_tokenizer
+    from posttrain.recipe.sections import Model
+    from posttrain.run import checkpoints
+
+    saved = [run / "final", checkpoints.latest(run / "checkpoints")]
+    for folder in saved:
+        if folder is not None and (folder / "tokenizer_config.json").is_file():
+            return load_tokenizer(Model(path=str(folder)), run)
+    raise UserError(
+        f"{run} has saved no model yet, whose tokenizer would read its tokens",
+        hint="name its recipe as well: posttrain data inspect RECIPE --rollouts RUN",
+    )
+
+
 def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None:
     from rich.console import Console
 
     from posttrain.data.inspect import sampled_parts
-    from posttrain.errors import UserError
     from posttrain.run.jsonl import read_rows
 
     records = [r for r in read_rows(run / "samples.jsonl") if r.get("segments")] if run.is_dir() else []

@@ -1,4 +1,4 @@
-"""`posttrain data inspect RECIPE --rollouts RUN`: which tokens of sampled rollouts carry loss."""
+"""`posttrain data inspect --rollouts RUN`: which tokens of sampled rollouts carry loss."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def test_replies_carry_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str
     inspect("debug/tools", rollouts=tmp_path, as_json=True)
     runs = json.loads(capsys.readouterr().out)[0]["parts"]["rollout"]["runs"]
     assert [run["fate"] for run in runs] == ["trained", "prompt", "trained"]
+
+    with pytest.raises(UserError, match="saved no model yet") as told:
+        inspect(rollouts=tmp_path)
+    assert "inspect RECIPE --rollouts RUN" in str(told.value)
+    build_tokenizer().save_pretrained(tmp_path / "final")
+    inspect(rollouts=tmp_path, as_json=True)
+    assert json.loads(capsys.readouterr().out)[0]["parts"]["rollout"]["runs"] == runs
+
+
+def test_neither_a_recipe_nor_a_run() -> None:
+    with pytest.raises(UserError, match="which rows"):
+        inspect()
 
 
 def test_a_folder_without_samples_is_told(tmp_path: Path) -> None:
