@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.cli.data import inspect
 from posttrain.errors import UserError
-from posttrain.models.tiny import build_tokenizer
+from posttrain.models.tiny import build, build_tokenizer
 
 
 def test_replies_carry_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,8 @@ def test_replies_carry_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(UserError, match="saved no model yet") as told:
         inspect(rollouts=tmp_path)
     assert "inspect RECIPE --rollouts RUN" in str(told.value)
-    build_tokenizer().save_pretrained(tmp_path / "final")
+    for part in build():
+        part.save_pretrained(tmp_path / "final")
     inspect(rollouts=tmp_path, as_json=True)
     assert json.loads(capsys.readouterr().out)[0]["parts"]["rollout"]["runs"] == runs
 
