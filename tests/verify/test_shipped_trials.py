@@ -15,11 +15,23 @@ TEXT = [
     for i, city in enumerate(["Paris", "Lisbon", "Nairobi", "Ottawa"])
 ]
 
+CLEAN = [("math.accuracy", PLAIN), ("numeric.distance", PLAIN), ("qa.ansf1", TEXT), ("reasoning.dianjin", TEXT)]
+# The last answer block counts wherever it stands, as in the authors' code: an open gap, not a clean reward.
+PAID_IN_THOUGHT = ["qa.search_r1", "qa.search_r2", "qa.reseek"]
 
-@pytest.mark.parametrize(("use", "rows"), [("math.accuracy", PLAIN), ("qa.ansf1", TEXT)])
+
+@pytest.mark.parametrize(("use", "rows"), CLEAN)
 def test_a_shipped_reward_is_clean(use: str, rows: list[dict[str, Any]]) -> None:
     trial = try_rewards([Reward(use=use)], Scoring(workers=1), None, rows)
     assert trial.rows == len(rows)
     assert trial.failures == 0, trial.first_traceback
     assert trial.bad_gold == {}
     assert trial.paying == {}
+
+
+@pytest.mark.parametrize("use", PAID_IN_THOUGHT)
+def test_what_pays_for_an_answer_in_the_thought_is_known(use: str) -> None:
+    trial = try_rewards([Reward(use=use)], Scoring(workers=1), None, TEXT)
+    assert trial.failures == 0, trial.first_traceback
+    assert trial.bad_gold == {}
+    assert list(trial.paying) == ["gold in the thought"]
