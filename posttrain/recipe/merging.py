@@ -40,6 +40,17 @@ def without_slices(values: Any) -> tuple[Any, int | None]:
     return {**rest, "models": models}, int(min(ranges)[1])
 
 
+def written_dtype(values: Any) -> Any:
+    """The recipe with mergekit's `out_dtype`, the dtype that is written, as `dtype`.
+
+    Where both are there, mergekit's `dtype` is that of its arithmetic, which is not a choice here.
+    """
+    if not isinstance(values, dict) or "out_dtype" not in values:
+        return values
+    rest = {key: value for key, value in values.items() if key != "out_dtype"}
+    return rest if values["out_dtype"] is None else {**rest, "dtype": values["out_dtype"]}
+
+
 def given(parameters: Any) -> dict[str, Any]:
     """The keys of a `parameters` block that say something, by the rule's argument."""
     values = {key: getattr(parameters, key) for key in type(parameters).model_fields}

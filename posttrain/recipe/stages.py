@@ -241,7 +241,7 @@ class MergeRecipe(Stage):
     @model_validator(mode="wrap")
     @classmethod
     def _one_slice_is_models(cls, values: Any, handler: Any) -> MergeRecipe:
-        values, layers = merging.without_slices(values)
+        values, layers = merging.without_slices(merging.written_dtype(values))
         recipe = handler(values)
         recipe._layers = layers
         return recipe

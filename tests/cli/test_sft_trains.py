@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+CRITIQUES = Path(__file__).parents[2] / "recipes/data/critiques.py"
 PEAR = {"use": "pear", "behavior_model": "tiny"}
 RECIPES: dict[str, dict[str, Any]] = {
     "ce": {"objective": {"use": "ce"}},
@@ -19,6 +20,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "neftune": {"objective": {"use": "ce", "neftune": 5.0}},
     "thought_dropout": {"data": {"thought_dropout": 0.5}},
     "packing": {"batch": {"packing": True}},
+    "cft": {"data": {"source": f"{CRITIQUES}:critiques", "params": {"file": "critiques.jsonl"}, "chat": False}},
     "train flags": {"data": {"source": "turns.jsonl", "train_on": "assistant"}},
 }
 
@@ -29,6 +31,8 @@ def rows(folder: Path) -> None:
     first = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "train": False}]
     turns = [*first, {"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    critique = {"question": "1+1?", "solution": "2", "critique": "Good. Conclusion: right", "correct": True}
+    (folder / "critiques.jsonl").write_text((json.dumps(critique) + "\n") * 8)
     (folder / "turns.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
 
 
