@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn
 from posttrain.errors import EngineError
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed
@@ -159,7 +159,11 @@ def as_json(drawn: Drawn) -> dict[str, Any]:
     """Prompts are named by their uid. Numbers read back to the last bit."""
     rows = [{f.name: getattr(r, f.name) for f in dataclasses.fields(r) if f.name != "prompt"} for r in drawn.rollouts]
     for row, r in zip(rows, drawn.rollouts, strict=True):
-        row |= {"prompt": r.prompt.uid, "segments": [dataclasses.asdict(s) for s in r.segments]}
+        row |= {
+            "prompt": r.prompt.uid,
+            "segments": [dataclasses.asdict(s) for s in r.segments],
+            "turns": [dataclasses.asdict(t) for t in r.turns],
+        }
     return {"rollouts": rows, "gathered": drawn.gathered, "position": drawn.position}
 
 
@@ -167,10 +171,21 @@ def from_json(values: Mapping[str, Any], prompts: Sequence[Prompt]) -> Drawn:
     """What `as_json` was given, with these prompts."""
     by_uid = {p.uid: p for p in prompts}
     rollouts = [
-        Rollout(**{**row, "prompt": by_uid[row["prompt"]], "segments": tuple(map(_segment, row["segments"]))})
+        Rollout(
+            **{
+                **row,
+                "prompt": by_uid[row["prompt"]],
+                "segments": tuple(map(_segment, row["segments"])),
+                "turns": tuple(map(_turn, row["turns"])),
+            }
+        )
         for row in values["rollouts"]
     ]
     return Drawn(rollouts, dict(values["gathered"]), values["position"])
+
+
+def _turn(values: Mapping[str, Any]) -> Turn:
+    return Turn(**{**values, "calls": tuple(ToolCall(**call) for call in values["calls"])})
 
 
 def _segment(values: Mapping[str, Any]) -> Segment:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn
 from posttrain.errors import EngineError, Interrupted, RecipeError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
@@ -266,8 +266,13 @@ def test_an_error_of_the_trainer_gives_up_what_is_drawn(
 def test_rollouts_read_back_as_they_were() -> None:
     prompts = [Prompt("a", {"x": 1}, "A", (1, 2)), Prompt("b", {}, "B", (3,))]
     segments = (Segment("model", (5, 6), (-0.1, -1 / 3)), Segment("tool", (7,), None))
+    turns = (
+        Turn("asks", (ToolCall("sql", {"query": "q"}, "7"), ToolCall("?", {}, "no", "malformed")), "7", 0.5),
+        Turn("ends"),
+    )
+    told = {"turns": turns, "ended": "answer", "world_score": 1.0}
     rollouts = [
-        Rollout(prompts[1], 3, segments, "text\n\u00e9", "length", 7, {"r": 0.1, "s": None}, 0.1, None),
+        Rollout(prompts[1], 3, segments, "text\n\u00e9", "length", 7, {"r": 0.1, "s": None}, 0.1, None, **told),
         Rollout(prompts[0], 4, (Segment("model", (), ()),), "", "stop", 8, {"r": None}, None, True),
     ]
     drawn = overlap.Drawn(rollouts, {"rewards/r/errors": 2}, 12)
