@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def requests_of(
     ]
 
 
-class PushedEngine:
+class PushedEngine(ABC):
     """The trainer's half of such an engine. A subclass completes requests, takes weights, and reports log-probs."""
 
     def __init__(self, section: Vllm, loaded: LoadedModel, *, max_len: int) -> None:
@@ -74,19 +75,19 @@ class PushedEngine:
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, self.window - 1))
         self.dtype = engine_dtype(loaded)
 
+    @abstractmethod
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
     ) -> list[list[Completion]]:
         """The samples of each request, in order. `done` hears of each as soon as it is finished, if it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def push(self, model: Any, version: int) -> None:
         """Hold the weights of `model`: its adapter with LoRA, else all of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logps(self) -> list[list[float]]:
         """Log-probs of `self.ids` by every copy of the weights that the engine holds."""
-        raise NotImplementedError
 
     def generate(
         self,
