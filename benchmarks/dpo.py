@@ -23,7 +23,6 @@ import importlib.util
 import itertools
 import json
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from typing import Any
 
 import folders
 import sides
+import trainers
 
 PAIRS = 64  # an optimiser step
 LR = 5e-6
@@ -41,59 +41,25 @@ MICRO = (16, 8, 4, 2)  # TRL's pairs a forward pass, largest first
 
 
 def main() -> None:
-    args = arguments()
-    if args.worker:
-        spec = json.loads(Path(args.spec).read_text())
-        with sides.reporting(spec) as result:
-            {"posttrain": run_posttrain, "trl": run_trl}[args.worker](spec, result)
-        return
-    if args.recompute:
-        print(sides.table(json.loads(args.recompute.read_text()), remarks))
-        return
-    compare(args)
+    trainers.run(
+        __file__,
+        doc=__doc__,
+        work="dpo",
+        steps=10,
+        ways=WAYS,
+        micro=MICRO,
+        enough=slower,
+        setting=("steps", "pairs_a_step"),
+        specification=specification,
+        workers={"posttrain": run_posttrain, "trl": run_trl},
+        remarks=remarks,
+    )
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--micro", type=int, default=16, help="posttrain's batch.micro_size")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="TRL's settings to try")
-    parser.add_argument("--trl-micro", type=int, nargs="*", help="micro-batches to try, largest first")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--smoke", action="store_true", help="on a CPU with the tiny model: does the script run?")
-    parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the ratios of a committed JSON")
-    parser.add_argument("--worker", choices=["posttrain", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--spec", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def compare(args: argparse.Namespace) -> None:
-    lib = None if args.smoke else sides.nvml()
-    with tempfile.TemporaryDirectory(prefix="dpo-") as scratch:
-        folder = Path(scratch)
-        spec = specification(args, folder)
-        record = {
-            "work": "dpo",
-            **sides.environment(lib, args.gpu),
-            "setting": {k: spec[k] for k in ("steps", "pairs_a_step")},
-        }
-        record["posttrain"] = sides.run_side(__file__, "posttrain", spec, folder, lib, args.gpu)
-        tries = [one for way in args.ways for one in tries_of(args, way, spec, folder, lib)]
-        record |= {"trl": sides.best_of(tries), "trl_tries": tries}
-        sides.finish(record, args.out, remarks)
-
-
-def tries_of(args: argparse.Namespace, way: str, spec: dict[str, Any], folder: Path, lib: Any) -> list[dict[str, Any]]:
-    """One way of TRL with ever smaller micro-batches, until that is slower; what ran out of memory is kept as well."""
-    tries: list[dict[str, Any]] = []
-    for micro in args.trl_micro or ((4,) if args.smoke else MICRO):
-        settings = {"way": way, "micro": micro}
-        tries.append(sides.run_side(__file__, "trl", {**spec, "trl": settings}, folder, lib, args.gpu))
-        ran = [sides.seconds_a_token(one) for one in tries if "error" not in one]
-        if len(ran) > 1 and ran[-1] > ran[-2]:
-            break
-    return tries
+def slower(tries: list[dict[str, Any]]) -> bool:
+    """Smaller micro-batches are tried until that is slower; what ran out of memory is kept as well."""
+    ran = [sides.seconds_a_token(one) for one in tries if "error" not in one]
+    return len(ran) > 1 and ran[-1] > ran[-2]
 
 
 def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

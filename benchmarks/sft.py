@@ -18,13 +18,13 @@ import argparse
 import itertools
 import json
 import random
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import folders
 import sides
+import trainers
 
 ROWS = 64  # an optimiser step
 LR = 1e-5
@@ -33,58 +33,24 @@ MICRO = (16, 8, 4)  # TRL's rows a forward pass, largest first
 
 
 def main() -> None:
-    args = arguments()
-    if args.worker:
-        spec = json.loads(Path(args.spec).read_text())
-        with sides.reporting(spec) as result:
-            {"posttrain": run_posttrain, "trl": run_trl}[args.worker](spec, result)
-        return
-    if args.recompute:
-        print(sides.table(json.loads(args.recompute.read_text()), loss_gap))
-        return
-    compare(args)
+    trainers.run(
+        __file__,
+        doc=__doc__,
+        work="sft",
+        steps=12,
+        ways=WAYS,
+        micro=MICRO,
+        enough=fits,
+        setting=("steps", "rows_a_step"),
+        specification=specification,
+        workers={"posttrain": run_posttrain, "trl": run_trl},
+        remarks=loss_gap,
+    )
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--micro", type=int, default=16, help="posttrain's batch.micro_size")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="TRL's settings to try")
-    parser.add_argument("--trl-micro", type=int, nargs="*", help="micro-batches to try, largest first")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--smoke", action="store_true", help="on a CPU with the tiny model: does the script run?")
-    parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the ratios of a committed JSON")
-    parser.add_argument("--worker", choices=["posttrain", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--spec", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def compare(args: argparse.Namespace) -> None:
-    lib = None if args.smoke else sides.nvml()
-    with tempfile.TemporaryDirectory(prefix="sft-") as scratch:
-        folder = Path(scratch)
-        spec = specification(args, folder)
-        record = {
-            "work": "sft",
-            **sides.environment(lib, args.gpu),
-            "setting": {k: spec[k] for k in ("steps", "rows_a_step")},
-        }
-        record["posttrain"] = sides.run_side(__file__, "posttrain", spec, folder, lib, args.gpu)
-        tries = [one for way in args.ways for one in tries_of(args, way, spec, folder, lib)]
-        record |= {"trl": sides.best_of(tries), "trl_tries": tries}
-        sides.finish(record, args.out, loss_gap)
-
-
-def tries_of(args: argparse.Namespace, way: str, spec: dict[str, Any], folder: Path, lib: Any) -> list[dict[str, Any]]:
-    """One way of TRL with the largest micro-batch that fits; what ran out of memory is kept as well."""
-    tries: list[dict[str, Any]] = []
-    for micro in args.trl_micro or ((4,) if args.smoke else MICRO):
-        settings = {"way": way, "micro": micro}
-        tries.append(sides.run_side(__file__, "trl", {**spec, "trl": settings}, folder, lib, args.gpu))
-        if not tries[-1].get("out_of_memory"):
-            break
-    return tries
+def fits(tries: list[dict[str, Any]]) -> bool:
+    """The largest micro-batch that fits is enough; what ran out of memory is kept as well."""
+    return not tries[-1].get("out_of_memory")
 
 
 def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
