@@ -58,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-tokens", type=int, default=8192, help="batch.micro_tokens")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -66,9 +67,10 @@ def arguments() -> argparse.Namespace:
 
 def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What every worker reads; the rollouts are in a file of their own."""
-    model = folders.tiny(folder / "model") if args.smoke else folders.smollm2(folder / "model")
+    home = args.models or folder
+    model = folders.tiny(folder / "model") if args.smoke else folders.smollm2(home / "model")
     if not args.smoke:
-        model = folders.random_qwen2(folder / "qwen2", model)
+        model = folders.random_qwen2(home / "qwen2", model)
     prompts, new = (5, 24) if args.smoke else (64, 512)
     rollouts = folder / "rollouts.json"
     rollouts.write_text(json.dumps(made_up(prompts, new)))

@@ -59,6 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="posttrain's vllm.sleep")
     parser.add_argument("--checkpointing", action="store_true", help="posttrain: recompute activations")
     parser.add_argument("--compile", action="store_true", help="posttrain: model.compile")
+    parser.add_argument(
+        "--merge-adapter", action="store_true", help="posttrain: vllm.merge_adapter, as TRL always does"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16", help="posttrain: of products")
     parser.add_argument("--trl-share", type=float, default=0.3, help="TRL's vllm_gpu_memory_utilization")
     parser.add_argument("--trl-sleep", choices=["off", "on", "both"], default="both")

@@ -16,9 +16,10 @@ GROUP = 8
 LR = 1e-6
 
 
-def specification(args: argparse.Namespace, work: str, folder: Path) -> dict[str, Any]:
-    """What both workers read. Work B has the number of tokens of every rollout of every step."""
+def specification(args: argparse.Namespace, work: str, folder: Path, times: int = 1) -> dict[str, Any]:
+    """What both workers read. Work B has the number of tokens of every rollout of every step. times: as many prompts."""
     prompts, new, steps = (4, 24, 3) if args.smoke else (64, 512, args.steps)
+    prompts *= times
     if args.smoke:
         model = folders.tiny(folder / "model")
         if work == "B":
@@ -28,7 +29,7 @@ def specification(args: argparse.Namespace, work: str, folder: Path) -> dict[str
         home = getattr(args, "models", None) or folder
         model = folders.smollm2(home / "model")
         model = folders.random_qwen2(home / "qwen2", model) if work == "B" else model
-    rows = folder / "rows.jsonl"
+    rows = folder / f"rows-{prompts}.jsonl"
     rows.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions(prompts * steps)))
     lengths = seeded_lengths(steps, prompts * GROUP, new) if work == "B" else None
     share = args.share or (0.15 if work == "A" else 0.3)
@@ -50,6 +51,7 @@ def specification(args: argparse.Namespace, work: str, folder: Path) -> dict[str
             "sleep": args.sleep,
             "checkpointing": args.checkpointing,
             "compile": getattr(args, "compile", False),
+            "merge_adapter": getattr(args, "merge_adapter", False),
             "dtype": getattr(args, "dtype", "bfloat16"),
         },
     }

@@ -5,7 +5,8 @@
     python benchmarks/scale_ranks.py --recompute benchmarks/results/scale_lora_x4.json
     python benchmarks/scale_ranks.py --smoke              # tiny, transformers generate, on a CPU
 
-The step is the same for every number of GPUs: 64 prompts x 8 of the same lengths. The first two steps are left out.
+The step is the same for every number of GPUs: 64 prompts x 8 of the same lengths, so that each has a smaller share of
+it; with --weak each GPU has 64 prompts x 8. The first two steps are left out.
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
         spec = rl_work.specification(args, "B", Path(scratch))
         setting = {**rl_work.setting(spec), **spec["posttrain"]}
-        record: dict[str, Any] = {"lora": args.lora, **sides.environment(lib, 0), "setting": setting}
-        record["ranks"] = {str(n): measured(spec, n, Path(scratch)) for n in counts}
-    print(table(record))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        record: dict[str, Any] = {"lora": args.lora, "weak": args.weak, **sides.environment(lib, 0)}
+        record |= {"setting": setting, "ranks": {}}
+        for n in counts:
+            of_n = rl_work.specification(args, "B", Path(scratch), times=n) if args.weak else spec
+            record["ranks"][str(n)] = measured(of_n, n, Path(scratch))
+            write(record, args.out)  # after each: what was measured stays if the next is cut off
+
+
+def write(record: dict[str, Any], out: Path | None) -> None:
+    print(table(record), flush=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -54,6 +62,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=None, help="vllm.gpu_memory (default: 0.3)")
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--compile", action="store_true", help="model.compile")
+    parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter")
+    parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
+    parser.add_argument("--weak", action="store_true", help="64 prompts x 8 a GPU, not 64 x 8 for all of them")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
     parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the table of a committed JSON")

@@ -8,7 +8,7 @@ the other generates.
 - `one`: the synchronous loop on GPU 0, vLLM colocated. The others' ratios are to it.
 - `both`: the same on both GPUs (`--gpus 2`), each with its engine.
 - `server`: GPU 0 trains, vLLM in a process of its own on GPU 1, `rollout.staleness: 1`, engine log-probs of every token
-  for the correction that old rollouts need.
+  for the correction that old rollouts need, and an adapter that travels alone.
 
 The step is the same for all: 64 prompts x 8 of the same lengths. The first two steps are left out. About 6 minutes.
 """
@@ -32,7 +32,7 @@ from posttrain.run import ranks
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, what differs
     "one": (1, {}),
     "both": (2, {}),
-    "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
+    "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None, "merge_adapter": False}),
 }
 
 
@@ -65,6 +65,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep of `one` and `both`")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--compile", action="store_true", help="model.compile")
+    parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter of `one` and `both`")
+    parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
     parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the table of a committed JSON")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, ModelError
 from posttrain.recipe.sections import Lora
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
 
@@ -69,6 +72,21 @@ def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
         return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
     except (ValueError, RuntimeError, OSError) as cause:
         raise ModelError(f"the adapter {folder} does not fit its base: {cause}") from cause
+
+
+def layers_of(base: Any) -> dict[str, Any]:
+    """The layers of the model under a PEFT model that carry an adapter, by name."""
+    return {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+
+
+def added(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
+    """A layer's dense base weight with LoRA's product added: the sum in float32, rounded to the weight's own type.
+
+    The layer is not changed. Raises ModelError for DoRA, which is more than a sum.
+    """
+    if getattr(layer, "use_dora", {}).get(adapter):
+        raise ModelError("an adapter with use_dora cannot be added to its base here", hint="serve or save it apart")
+    return (weight.float() + layer.get_delta_weight(adapter).float()).to(weight.dtype)
 
 
 def is_adapter(folder: Path) -> bool:

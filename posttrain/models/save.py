@@ -118,15 +118,14 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
 def merged_state(peft: Any, adapter: str = "default") -> dict[str, Tensor]:
     """Every weight of the base under its own name, LoRA's product added in float32. The model itself is not changed."""
     base = peft.get_base_model()
-    layers = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    layers = adapters.layers_of(base)
     state = {}
     for name, weight in base.state_dict().items():
         if ".lora_" in name or "lora_magnitude" in name:
             continue
         layer, _, leaf = name.rpartition(".base_layer.")
         if layer in layers and leaf == "weight":
-            delta = layers[layer].get_delta_weight(adapter)
-            weight = (weight.float() + delta.float()).to(weight.dtype)
+            weight = adapters.added(layers[layer], weight, adapter)
         state[f"{layer}.{leaf}" if layer else name] = weight
     return state
 
@@ -152,12 +151,13 @@ def _probe_ids(tokenizer: Any) -> Tensor:
 
 def _verify(loaded: LoadedModel, folder: Path, expected: Tensor) -> dict[str, Any]:
     """Reload with plain transformers and compare. Raises RunError; the folder stays for a look at it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not torch.equal(_probe_ids(tokenizer), _probe_ids(loaded.tokenizer)):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
     model = leave_unpacked(AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded)))
+    model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
     gap = _gap(probe_logits(model, tokenizer), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not gap <= TOLERANCE.get(dtype, 5e-2):

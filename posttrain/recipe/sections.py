@@ -184,6 +184,11 @@ class Vllm(Section):
     max_model_len: Positive | None = Field(None, description="prompt + completion; default: what the data needs")
     enforce_eager: bool = Field(False, description="start faster, generate slower")
     sleep: bool = Field(False, description="free the engine's memory during the update")
+    merge_adapter: bool = Field(
+        False,
+        description="with LoRA: add the adapter to the base's weights at every sync; else the adapter is pushed alone, "
+        "and the engine computes it apart, which is exact but slower",
+    )
     server: Server | None = Field(None, description="generate on other GPUs or machines")
 
     @property

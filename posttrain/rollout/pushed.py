@@ -74,6 +74,7 @@ class PushedEngine(ABC):
         self.apart = False
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, self.window - 1))
         self.dtype = engine_dtype(loaded)
+        self.lora_rank = None if section.merge_adapter else adapter_rank(loaded)  # None: whole weights are pushed
 
     @abstractmethod
     def complete(
@@ -83,7 +84,7 @@ class PushedEngine(ABC):
 
     @abstractmethod
     def push(self, model: Any, version: int) -> None:
-        """Hold the weights of `model`: its adapter with LoRA, else all of them."""
+        """Hold the weights of `model`: its adapter where there is a `lora_rank`, else all of them."""
 
     @abstractmethod
     def logps(self) -> list[list[float]]:
@@ -128,7 +129,7 @@ class PushedEngine(ABC):
         return [rollout for place in range(len(requests)) for rollout in told[place]]
 
     def sync(self, model: Any, version: int) -> None:
-        """Push the weights of `model` (its adapter, with LoRA) and check that they arrived. Raises EngineError."""
+        """Push the weights of `model` (or its adapter) and check that they arrived. Raises EngineError."""
         model = getattr(model, "module", model)
         with torch.no_grad():
             self.push(model, version)

@@ -20,7 +20,7 @@ from posttrain.rollout import weights, wire
 from posttrain.rollout.client import Client
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.local_server import LocalServer
-from posttrain.rollout.pushed import Done, PushedEngine, Request, adapter_rank
+from posttrain.rollout.pushed import Done, PushedEngine, Request
 from posttrain.run import ranks
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ServerEngine(PushedEngine):
         for client in self.clients:
             client.open()
         folder = self.scratch / "engine-model"
-        if self.loaded.is_lora:
+        if self.lora_rank is not None:
             weights.write_base(self.loaded, folder, self.dtype)
         else:
             weights.write_config(self.loaded, folder)
@@ -71,7 +71,7 @@ class ServerEngine(PushedEngine):
             "vllm": self.section.model_dump(exclude={"server"}) | {"gpu_memory": self.section.share},
             "dtype": str(self.dtype).removeprefix("torch."),
             "window": self.window,
-            "lora_rank": adapter_rank(self.loaded),
+            "lora_rank": self.lora_rank,
             "eos_ids": list(self.loaded.eos_ids),
         }
 
@@ -116,7 +116,7 @@ class ServerEngine(PushedEngine):
 
     def push(self, model: Any, version: int) -> None:
         """See `PushedEngine.push`."""
-        if not self.loaded.is_lora:
+        if self.lora_rank is None:
             self._push_all(model)
             return
         self.pushes += 1
@@ -131,7 +131,7 @@ class ServerEngine(PushedEngine):
 
     def _push_all(self, model: Any) -> None:
         """All weights, in the engine's type. While a bucket travels, the next is copied from the GPU."""
-        buckets = wire.buckets(weights.dense_weights(model), self.dtype, wire.BUCKET_BYTES)
+        buckets = wire.buckets(weights.dense_weights(model, merged=self.loaded.is_lora), self.dtype, wire.BUCKET_BYTES)
         number = 0
         bucket: list[tuple[str, Tensor]] | None = next(buckets)
         travelling: Callable[[], object] = list  # the first waits for nothing

@@ -11,7 +11,7 @@ from posttrain.recipe.sections import Sampling, Vllm
 from posttrain.rollout import vllm_start, weights
 from posttrain.rollout.core import VllmCore
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.pushed import Done, PushedEngine, Request, adapter_rank
+from posttrain.rollout.pushed import Done, PushedEngine, Request
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -21,7 +21,8 @@ class VllmEngine(PushedEngine):
     """An Engine on vLLM 0.22 to 0.32.
 
     Full training: vLLM starts with random weights and every sync streams all of them from the trainer's tensors. LoRA:
-    vLLM loads the dense base once and every sync replaces the adapter, some megabytes. Either way the sync ends in a
+    vLLM loads the dense base once and every sync replaces the adapter, some megabytes; with `merge_adapter` the sums of
+    base and adapter are streamed as the weights of full training are. Either way the sync ends in a
     probe: one fixed sequence through both, and EngineError where the gap is more than rounding.
     """
 
@@ -32,7 +33,7 @@ class VllmEngine(PushedEngine):
         self.adapter_folder: Path | None = None
         self.pushes = 0
         folder = scratch / "engine-model"
-        if loaded.is_lora:
+        if self.lora_rank is not None:
             weights.write_base(loaded, folder, self.dtype)
         else:
             weights.write_config(loaded, folder)
@@ -41,7 +42,7 @@ class VllmEngine(PushedEngine):
             folder,
             dtype=self.dtype,
             window=self.window,
-            lora_rank=adapter_rank(loaded),
+            lora_rank=self.lora_rank,
             eos_ids=loaded.eos_ids,
         )
         try:
@@ -63,8 +64,8 @@ class VllmEngine(PushedEngine):
 
     def push(self, model: Any, version: int) -> None:
         """See `PushedEngine.push`. Nothing but an adapter goes over the disk."""
-        if not self.loaded.is_lora:
-            self.core.load(weights.dense_weights(model))
+        if self.lora_rank is None:
+            self.core.load(weights.dense_weights(model, merged=self.loaded.is_lora))
             return
         old, self.pushes = self.adapter_folder, self.pushes + 1
         self.adapter_folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}")

@@ -13,24 +13,30 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from posttrain.models import adapters
+
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 
-def dense_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) of every weight of the model, or of the base under its adapters. Streams.
 
+    merged: the trained adapter is added in float32, and the sum rounded to the base's type; the model stays as it is.
     Tied weights come once, under their first name. 4-bit weights come dequantised, so that the engine holds the very
     base that the trainer computes with and not the one it was rounded from. Weights that are divided among ranks
     come whole, one at a time; all ranks must ask.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
+    layers = adapters.layers_of(base) if merged else {}
     seen: set[int] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name or ".quant_state." in name or _is_quantisation_detail(name) or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        yield name.replace(".base_layer.", "."), _dense(tensor, base.dtype)
+        dense = _dense(tensor, base.dtype)
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        yield name.replace(".base_layer.", "."), dense if layer is None else adapters.added(layer, dense)
 
 
 def _is_quantisation_detail(name: str) -> bool:

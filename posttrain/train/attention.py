@@ -24,9 +24,9 @@ from posttrain.errors import ModelError
 NAME = "posttrain_packed"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: torch.compile (2.11) reads every field of a frozen one, and makes a graph for each
 class Packed:
-    """Borders of n rows in one packed line of tokens."""
+    """Borders of n rows in one packed line of tokens. Never changed."""
 
     borders: Tensor  # [n+1] int32 on the model's device: 0, end of row 0, end of row 1, ...
     lengths: tuple[int, ...]
@@ -43,7 +43,7 @@ class Packed:
         return cls(_ends(lengths, device), tuple(lengths), found)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Keys:
     """What each of n rows attends to: `lengths` tokens, the last of which are the row itself (causally)."""
 

@@ -76,6 +76,14 @@ def test_several_end_tokens_are_saved_as_they_are(loaded: Load, plain: Path, tmp
     assert loaded(tmp_path / "out").eos_ids == (2, 5)
 
 
+def test_an_adapter_has_end_tokens_that_its_base_does_not_name(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    """Here the base's generation config names one, and its model config another."""
+    (plain / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert save(loaded(plain, lora={"rank": 4}), tmp_path / "out")["kind"] == "adapter"
+    config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert config["eos_token_id"] == [2, 5]
+
+
 def test_lora_over_tiny_is_saved_whole_with_the_adapter_beside(loaded: Load, tmp_path: Path) -> None:
     model = loaded(lora={"rank": 4, "targets": ["q_proj", "down_proj"]})
     before = {k: v.clone() for k, v in model.model.state_dict().items()}

@@ -31,8 +31,9 @@ SAMPLED = Sampling(temperature=0.7, max_new_tokens=24)
 
 
 @contextlib.contextmanager
-def engine_of(loaded: LoadedModel, tmp_path: Path) -> Iterator[Any]:
-    engine = make_engine(SECTION, loaded, scratch=tmp_path, max_len=64)
+def engine_of(loaded: LoadedModel, tmp_path: Path, **changes: Any) -> Iterator[Any]:
+    section = SECTION.model_copy(update={"vllm": SECTION.vllm.model_copy(update=changes)})
+    engine = make_engine(section, loaded, scratch=tmp_path, max_len=64)
     try:
         yield engine
     finally:
@@ -153,9 +154,9 @@ def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine.sync(loaded.model, 2)
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["dense", "nf4"])
-def test_lora(quantize: bool, loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Only the adapter travels; with a 4-bit base the engine holds that base dequantised."""
+@pytest.mark.parametrize(("quantize", "merged"), [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_lora(quantize: bool, merged: bool, loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
+    """Only the adapter travels, or with `merge_adapter` the sums; a 4-bit base is held dequantised."""
     from peft import LoraConfig, get_peft_model
 
     if quantize:
@@ -163,7 +164,8 @@ def test_lora(quantize: bool, loaded: LoadedModel, prompts: list[Prompt], tmp_pa
     adapter = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
     model = get_peft_model(loaded.model, adapter)
     lora = LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, "test")
-    with engine_of(lora, tmp_path) as engine:
+    base = {name: weight.detach().clone() for name, weight in model.get_base_model().state_dict().items()}
+    with engine_of(lora, tmp_path, merge_adapter=merged) as engine:
         start = ids_of(engine.generate(prompts, 1, GREEDY, seed=0))
         for version in (1, 2, 3):
             disturb(model, 0.1)
@@ -175,8 +177,13 @@ def test_lora(quantize: bool, loaded: LoadedModel, prompts: list[Prompt], tmp_pa
         assert largest_gap(model, rollouts, 0.7) < 5e-3
         assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != start
         folder = engine.adapter_folder
-        assert sum(f.stat().st_size for f in folder.iterdir()) < 200_000
-    assert not folder.exists()
+        if merged:
+            assert folder is None and not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
+        else:
+            assert sum(f.stat().st_size for f in folder.iterdir()) < 200_000
+    assert merged or not folder.exists()
+    after = model.get_base_model().state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in base.items() if "lora_" not in name)
 
 
 def quantise(model: Any) -> None:
