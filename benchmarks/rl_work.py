@@ -17,7 +17,10 @@ LR = 1e-6
 
 
 def specification(args: argparse.Namespace, work: str, folder: Path, times: int = 1) -> dict[str, Any]:
-    """What both workers read. Work B has the number of tokens of every rollout of every step. times: as many prompts."""
+    """What both workers read. Work B has the number of tokens of every rollout of every step.
+
+    times: as many prompts.
+    """
     prompts, new, steps = (4, 24, 3) if args.smoke else (64, 512, args.steps)
     prompts *= times
     if args.smoke:
