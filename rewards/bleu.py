@@ -24,3 +24,8 @@ EXAMPLES = [
     ("", {"answer": "The cat sat on the mat."}, 0.0),
     ("anything", {"answer": [" "]}, None),
 ]
+
+ROWS = [
+    {"prompt": "Where did the cat sit?", "answer": "The cat sat on the mat."},
+    {"prompt": "Name a river.", "answer": ["The Nile flows north to the sea.", "The Nile is a river in Africa."]},
+]

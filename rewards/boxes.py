@@ -6,7 +6,7 @@ rewards:
 "Visual-RFT", 2503.01785, after its code. Logged parts: iou, confidence, format.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify.boxes import box_reward
@@ -35,4 +35,18 @@ EXAMPLES = [
     ("<think>a</think><answer>the cat</answer>", {"answer": [[0, 0, 1, 1]]}, 1.0),
     ("", {"answer": [[0, 0, 1, 1]]}, 0.0),
     ("", {"answer": None}, None),
+]
+
+
+def GOLD(row: Mapping[str, Any]) -> str | None:
+    """A completion that earns full marks on this row."""
+    if row.get("answer") is None:
+        return None
+    boxes = [{"Position": box, "Confidence": 1.0} for box in from_json(row["answer"])]
+    return f"<think>see</think>\n<answer>{boxes}</answer>"
+
+
+ROWS = [
+    {"prompt": "Where is the cat?", "answer": [[0, 0, 10, 8]]},
+    {"prompt": "Where are the dogs?", "answer": [[5, 5, 30, 40], [50, 50, 60, 60]]},
 ]

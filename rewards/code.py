@@ -70,3 +70,14 @@ EXAMPLES = [
     ("", {"tests": _TESTS}, 0.0),
     ("", {"tests": []}, None),
 ]
+
+
+def GOLD(row: Mapping[str, Any]) -> str | None:
+    """A completion whose program is the row's `answer`."""
+    return None if row.get("answer") is None else f"<think>so</think>\n```python\n{row['answer']}\n```"
+
+
+ROWS = [
+    {"prompt": "Add.", "tests": _TESTS, "answer": "a, b = map(int, input().split())\nprint(a + b)"},
+    {"prompt": "Double.", "tests": [{"input": "4", "output": "8"}], "answer": "print(int(input()) * 2)"},
+]

@@ -9,6 +9,8 @@ import operator
 import re
 from collections.abc import Sequence
 
+from posttrain.verify.extract import outside_thoughts
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>")  # on one line
 _ALLOWED = re.compile(r"[\d+\-*/(). ]+")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -21,10 +23,10 @@ def expression(
 ) -> float:
     """`score` if the last answer is right, 0 without an answer, `format_score` for any other answer.
 
-    Right: only digits, + - * / ( ) . and blanks; its integers are exactly the given ones; value within 1e-5 of the
-    target. It is read by a small parser, never evaluated as code.
+    One in the thought is none. Right: only digits, + - * / ( ) . and blanks; its integers are exactly the given ones;
+    value within 1e-5 of the target. It is read by a small parser, never evaluated as code.
     """
-    answers = _ANSWER.findall(completion)
+    answers = _ANSWER.findall(outside_thoughts(completion))
     if not answers:
         return 0.0
     text = answers[-1].strip()
@@ -67,4 +69,9 @@ EXAMPLES = [
     ("<answer>(3+5)**2</answer>", {"target": 64, "numbers": [3, 5, 2]}, 0.1),
     ("<answer>3/(5-5)</answer>", {"target": 1, "numbers": [3, 5, 5]}, 0.1),
     ("<answer></answer>", _TASK, 0.1),
+]
+
+ROWS = [
+    {"prompt": "Make 16 of 3, 5 and 2.", "target": 16, "numbers": [3, 5, 2], "answer": "(3+5)*2"},
+    {"prompt": "Make 7 of 10, 4 and 1.", "target": 7, "numbers": [10, 4, 1], "answer": "10-4+1"},
 ]

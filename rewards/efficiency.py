@@ -163,3 +163,16 @@ EXAMPLES = {
         ("4", {"correct": None}, None),
     ],
 }
+
+_ROWS = [{"prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 15)]
+_BESIDE = {"rows": _ROWS, "correct": "math.accuracy"}
+
+ROWS = {
+    "mode": _BESIDE,
+    "mode_table": _ROWS,
+    "outcome": _ROWS,
+    "tool_calls": _BESIDE,
+    "inverse_calls": _ROWS,
+    "necessary_prefix": _ROWS,
+    "segment_importance": _ROWS,
+}

@@ -19,3 +19,5 @@ EXAMPLES = {
         ("lost", {"world_score": None}, None),
     ]
 }
+
+ROWS = {"rows": [{"prompt": "What is 2 + 2?", "answer": "4"}], "correct": "math.accuracy"}

@@ -72,3 +72,8 @@ EXAMPLES = [
     (r"<think>a</think> \boxed{7}", {}, 1.0, {"mode": "boxed"}),
     (r"<think>\boxed{7}</think> seven", {}, 0.0, {"mode": "boxed"}),
 ]
+
+ROWS = {
+    "rows": [{"prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 15)],
+    "correct": "math.accuracy",
+}

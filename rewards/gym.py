@@ -62,3 +62,13 @@ EXAMPLES = [
     ("", _SUM, 0.0),
     ("<answer>5</answer>", {"gym_task": None, "gym_entry": None}, None),
 ]
+
+ROWS = [
+    {
+        "prompt": f"{a} + 3 =",
+        "answer": str(a + 3),
+        "gym_task": "chain_sum",
+        "gym_entry": json.dumps({"question": f"{a} + 3 =", "answer": str(a + 3), "metadata": {}}),
+    }
+    for a in (2, 9, 14)
+]

@@ -218,3 +218,11 @@ EXAMPLES = {
         ("Blue.", {"answer": ""}, None, _says("Verdict: A")),
     ],
 }
+
+_ROW = {"prompt": "Name a colour of the sky.", "answer": "blue", "rubric": ["a colour", "short"]}
+
+ROWS = {
+    "rating": {"rows": [_ROW], "params": _says("Score: 9")},
+    "rubric": {"rows": [_ROW], "params": _says("1: yes\n2: no")},
+    "versus": {"rows": [_ROW], "params": _says("Verdict: A")},
+}

@@ -32,3 +32,8 @@ EXAMPLES = [
     ("$x^2$", {"language": "zh"}, 1.0),
     ("", {}, 1.0),
 ]
+
+ROWS = {
+    "rows": [{"prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 15)],
+    "correct": "math.accuracy",
+}

@@ -211,3 +211,17 @@ EXAMPLES = {
         ("no budget", {"token_count": 5, "target": None, "correct": True}, None),
     ],
 }
+
+_ROWS = [
+    {**row, "target": 50} for row in ({"prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 15))
+]
+
+ROWS = {
+    "soft_overlong": {"rows": _ROWS, "params": _BUDGET, "correct": "math.accuracy"},
+    "truncation": {"rows": _ROWS, "params": {"max_length": 100}},
+    "cosine": {"rows": _ROWS, "params": _COSINE},
+    "open_rs": _ROWS,
+    "ngram_repetition": {"rows": _ROWS, "correct": "math.accuracy"},
+    "l1_exact": _ROWS,
+    "l1_max": _ROWS,
+}

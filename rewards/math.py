@@ -57,3 +57,10 @@ EXAMPLES = [
     ("**The answer is 12.**", {"answer": "12"}, 1.0, {"extract": ["boxed", "anchor"]}),
     (r"\boxed{72}", {"answer": "72"}, 0.0, {"require_think": True}),
 ]
+
+ROWS = [
+    {"prompt": "What is 8 + 64?", "answer": "72"},
+    {"prompt": "What is 3 - 8?", "answer": "-5"},
+    {"prompt": "Half of what is 1?", "answer": r"\frac{1}{2}"},
+    {"prompt": "Which point is it?", "answer": "(1, 2)"},
+]

@@ -51,3 +51,5 @@ EXAMPLES = {
         ("12", {"answer": "abc"}, None),
     ]
 }
+
+ROWS = [{"prompt": "How much?", "answer": answer} for answer in ("12.5", "-3", "140", "0.25")]

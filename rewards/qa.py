@@ -55,11 +55,13 @@ def reseek(
     negative: float = -0.05,
     threshold: float = 0.5,
     max_answer_tags: int = 10,
+    max_judged: int = 4,
 ) -> dict[str, float | None] | None:
     """The answer, and whether the agent judged its evidence well (`<judge>Yes|No</judge>` after information).
 
     ReSeek (2510.00568), after its code: `positive` for Yes under a right answer, a fifth of it for No to useless
     evidence, `negative` for the reverse. Useful means that a gold occurs in the text; the authors have a reranker.
+    max_judged: the first so many judgements count (the paper has 4 turns), or repeating one would pay without end.
     """
     found = qa.reseek(
         completion,
@@ -68,6 +70,7 @@ def reseek(
         negative=negative,
         threshold=threshold,
         max_answer_tags=max_answer_tags,
+        max_judged=max_judged,
     )
     return None if found["reward"] is None else found
 
@@ -151,3 +154,28 @@ EXAMPLES = {
         ("", {"answer": "Oslo", "gold_docs": [1, 3]}, 0.0),
     ],
 }
+
+
+def _transcript(row: Mapping[str, Any]) -> str | None:
+    return None if row.get("answer") is None else _TRACE % row["answer"]
+
+
+def _judged(row: Mapping[str, Any]) -> str | None:
+    return (
+        None
+        if row.get("answer") is None
+        else (_JUDGED % (f"{row['gold']} it is", "Yes")).replace("Oslo", row["answer"])
+    )
+
+
+def _cited(row: Mapping[str, Any]) -> str | None:
+    return None if row.get("answer") is None else (_CITED % 3).replace("Oslo", row["answer"])
+
+
+GOLD = {"search_r1": _transcript, "search_r2": _transcript, "reseek": _judged, "craft_qa": _cited}
+
+_CITIES = [
+    {"prompt": "Which city is the capital?", "answer": city, "gold": city, "gold_docs": [1, 3]}
+    for city in ("Paris", "Lisbon", "Nairobi", "Ottawa")
+]
+ROWS = dict.fromkeys(("search_r1", "search_r2", "reseek", "ansf1", "craft_qa"), _CITIES)

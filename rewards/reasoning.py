@@ -8,8 +8,8 @@ rewards:
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from posttrain.verify import math
 from posttrain.verify import reasoning as pure
@@ -49,11 +49,13 @@ def srpo_reflection(
     single: float = 0.5,
     format_weight: float = 0.5,
     length_weight: float = 0.1,
+    compare: Literal["maths", "words"] = "maths",
 ) -> dict[str, float | None] | None:
     """Form, accuracy before and after a reflection, and twice the length of the first answer: SRPO (2506.01713).
 
     The text is thought, answer, reflection, thought, answer. With fix above keep a policy can earn by being wrong
     first: watch the first answers, or set fix to 0.75. Lengths are tokens, or words where tokens have no places.
+    compare: maths compares answers with a digit by math-verify; words is the exact match of all, which knows no minus.
     """
     cut = completion.find("</answer>")
     first_part = completion[: cut + len("</answer>")] if cut >= 0 else ""
@@ -73,6 +75,7 @@ def srpo_reflection(
         single=single,
         format_weight=format_weight,
         length_weight=length_weight,
+        **({"same": pure.same_maths} if compare == "maths" else {}),
     )
     return None if found["reward"] is None else found
 
@@ -132,4 +135,23 @@ EXAMPLES = {
         ("", {"original_correct": 1}, -1.0),
         ("", {"original_correct": None}, None),
     ],
+}
+
+
+def _looked_at_twice(row: Mapping[str, Any]) -> str | None:
+    return None if row.get("answer") is None else _TWICE % (row["answer"], row["answer"])
+
+
+def _critique(row: Mapping[str, Any]) -> str | None:
+    return None if row.get("answer") is None else f"Step 2.\nCorrectness of the final answer: {row['answer']}"
+
+
+GOLD = {"srpo_reflection": _looked_at_twice, "critique_rl": _critique}
+
+_ROWS = [{"prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 15)]
+ROWS = {
+    "dianjin": _ROWS,
+    "taco_tac": _ROWS,
+    "srpo_reflection": _ROWS,
+    "critique_rl": [{"original_correct": 1, "answer": "Correct"}, {"original_correct": 0, "answer": "Wrong"}],
 }

@@ -50,3 +50,8 @@ EXAMPLES = [
     ("", {"truth": [1, 0]}, 0.0),
     ("1: 8\n2: 3", {"truth": [1, 1]}, None),
 ]
+
+ROWS = [
+    {"prompt": "Grade the three answers.", "truth": [1, 0, 0.5], "answer": "1: 8\n2: 3\n3: 5"},
+    {"prompt": "Grade the two answers.", "truth": [0, 1], "answer": "1: 2\n2: 9"},
+]

@@ -91,3 +91,6 @@ EXAMPLES = {
         (_GOLD, {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),
     ],
 }
+
+_ROWS = [{"prompt": "Who earns more than 15?", **_ROW}, {"prompt": "How many?", **_ROW, "answer": "SELECT 3 FROM emp"}]
+ROWS = {"execution": _ROWS, "reasoning_sql": _ROWS}

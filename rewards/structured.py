@@ -58,3 +58,8 @@ EXAMPLES = [
     ("", {"answer": _GOLD}, 0.0),
     ("{}", {"answer": None}, None),
 ]
+
+ROWS = [
+    {"prompt": "Write the recipe as JSON.", "answer": _GOLD},
+    {"prompt": "And this one.", "answer": '{"title": "Tea"}'},
+]

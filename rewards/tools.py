@@ -222,3 +222,12 @@ EXAMPLES = {
         (_CALL % "Paris", {"answer": None}, None),
     ],
 }
+
+_TIME = {"tools": [{"name": "time", "parameters": {"zone": "CET"}}], "response": True}
+
+ROWS = {
+    "toolrl": [
+        {"prompt": "What is the weather in Paris?", "answer": _GOLD},
+        {"prompt": "And the time?", "answer": _TIME},
+    ]
+}

@@ -49,6 +49,8 @@ def test(
 ) -> None:
     """Run a script's EXAMPLES; with a recipe, also try its rewards on right and wrong completions of its own rows.
 
+    A script may bring rows of its own (`ROWS`), on which the same is tried.
+
     Exit code 2 when an example fails, a call raises or times out, gold does not score best, or a trick pays as much as
     gold: gold only in the thought, every answer named, an injection for judges, and others.
     """
@@ -57,7 +59,7 @@ def test(
         _labelled(target, script, overrides or [], labelled, as_json)
         return
     if script:
-        found = {"examples": _examples([script], timeout, as_json)}
+        found = _test_script(script, timeout, as_json)
     else:
         found = _test_recipe(target, overrides or [], timeout, as_json)
     if as_json:
@@ -122,6 +124,19 @@ def _script(target: str) -> tuple[Path, str | None] | None:
     return (shipped[script], function or None) if script in shipped else None
 
 
+def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -> dict[str, Any]:
+    """A script's EXAMPLES, then its ROWS."""
+    from posttrain.recipe.sections import Scoring
+    from posttrain.verify.shelf import own_rows
+
+    found: dict[str, Any] = {"examples": _examples([script], timeout, quiet), "rows": []}
+    for own in own_rows(*script):
+        found["rows"].append(_try(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
+    if not found["rows"]:
+        say("no ROWS in the script: right answers and tricks are tried with a recipe, or rows of its own")
+    return found
+
+
 def _examples(scripts: Sequence[tuple[Path, str | None]], timeout: float, quiet: bool) -> list[dict[str, Any]]:
     from posttrain.verify.examples import run_examples
 
@@ -160,6 +175,7 @@ def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> Non
 
 
 def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: bool) -> dict[str, Any]:
+    from posttrain.data.rows import load_rows
     from posttrain.recipe.load import load
     from posttrain.verify.load import load_reward
 
@@ -176,7 +192,8 @@ def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: boo
             say(f"{script[0]}: {script[1]} has no EXAMPLES")
     found: dict[str, Any] = {"examples": _examples(with_examples, timeout, quiet), "recipe": []}
     for stage, data, sections, scoring in parts:
-        found["recipe"].append({"stage": stage, **_try(stage, data, sections, scoring, base_dir, quiet)})
+        rows = load_rows(data, base_dir)
+        found["recipe"].append({"stage": stage, **_try(stage, rows, sections, scoring, base_dir, quiet)})
     return found
 
 
@@ -213,23 +230,29 @@ def _has_examples(script: tuple[Path, str]) -> bool:
 
 
 def _try(
-    stage: str, data: Data, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path, quiet: bool
+    what: str,
+    rows: Sequence[Mapping[str, Any]],
+    rewards: Sequence[Reward],
+    scoring: Scoring,
+    base_dir: Path | None,
+    quiet: bool,
 ) -> dict[str, Any]:
-    from posttrain.data.rows import load_rows
+    """`what` (a stage or a function) tried on rows: as JSON, with the key `ok`."""
     from posttrain.verify.trial import as_json, try_rewards
 
-    trial = try_rewards(rewards, scoring, base_dir, load_rows(data, base_dir))
+    trial = try_rewards(rewards, scoring, base_dir, rows)
     too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
     tricked = trial.knows_gold and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.tricks.values())
+    outbid = any(paid > scoring.max_bad_gold * rows for paid, rows in trial.outbid.values())
     counts = [count for by_name in trial.injected.values() for count in by_name.values()]
     moved = any(n > scoring.max_bad_gold * rows for n, rows in counts)
     if not quiet:
-        _print_trial(stage, trial)
-    return {**as_json(trial), "ok": not (trial.failures or too_many_bad or tricked or moved)}
+        _print_trial(what, trial)
+    return {**as_json(trial), "ok": not (trial.failures or too_many_bad or tricked or outbid or moved)}
 
 
-def _print_trial(stage: str, trial: Trial) -> None:
-    typer.echo(f"\n{stage}: {trial.rows} rows, gold written as {trial.writer}")
+def _print_trial(what: str, trial: Trial) -> None:
+    typer.echo(f"\n{what}: {trial.rows} rows, gold written as {trial.writer}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():
@@ -240,7 +263,9 @@ def _print_trial(stage: str, trial: Trial) -> None:
         numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
         typer.echo(f"{first:<{widths[0]}}  {numbers}".rstrip())
     if not trial.knows_gold:
-        typer.echo(f"{trial.correctness} reads no data column: it cannot know gold")
+        judged = trial.correctness in trial.injected
+        why = "is a judge" if judged else "reads no data column"
+        typer.echo(f"{trial.correctness} {why}: it cannot know gold")
     else:
         typer.echo(f"gold scores best on {trial.rows - len(trial.bad_gold)} of {trial.rows} rows ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
@@ -248,6 +273,9 @@ def _print_trial(stage: str, trial: Trial) -> None:
         tricks = [f"{name} pays on {paid} of {rows} rows" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
         typer.echo(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
+    if trial.outbid:
+        above = [f"{name} on {paid} of {rows} rows" for name, (paid, rows) in trial.outbid.items() if paid]
+        typer.echo(f"wrong answers that earn more than gold in all: {'; '.join(above) or 'none'}")
     typer.echo(f"{trial.calls_per_second:,.0f} calls a second with {trial.workers} workers")
     for judge, counts in trial.injected.items():
         moved = [f"{name} on {n} of {rows} rows" for name, (n, rows) in counts.items() if n]
@@ -265,4 +293,6 @@ def _cell(cell: Any) -> str:
 
 
 def _failed(found: Mapping[str, Any]) -> bool:
-    return any(told["failed"] for told in found["examples"]) or any(not t["ok"] for t in found.get("recipe", []))
+    return any(told["failed"] for told in found["examples"]) or any(
+        not tried["ok"] for tried in [*found.get("recipe", []), *found.get("rows", [])]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,20 +93,22 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     if own is not None:
         return "GOLD of the script", own
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
-    ranks = dict.fromkeys(WRITERS, 0)
+    ranks: dict[str, tuple[int, float]] = {}  # rows that it does well on, then what gold earns in it
     for name, write in WRITERS.items():
         written = [v for row in sample if (v := variants(row, write)) is not None]
         scores = grade(scorer, written)
-        ranks[name] = sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores)
+        earned = math.fsum(s["gold"] or 0.0 for s in scores)
+        ranks[name] = (sum(not what_is_wrong(s, scorer.scoring.correct_at) for s in scores), earned)
     best = max(ranks, key=lambda name: ranks[name])
     return best, WRITERS[best]
 
 
 def own_writer(target: str) -> Writer | None:
-    """`GOLD` of the script that holds `target`."""
-    left = target.rpartition(":")[0]
+    """`GOLD` of the script that holds `target`: a function, or by name of the reward one for each."""
+    left, _, name = target.rpartition(":")
     module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
     write = module.get("GOLD")
+    write = write.get(name) if isinstance(write, Mapping) else write
     return write if callable(write) else None
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+from posttrain.verify.extract import outside_thoughts
+
 MAX_ORDER = 4
 _ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
 _SPLITS = (  # mteval-13a: ASCII punctuation stands alone, but for . and , between digits, and - not after a digit
@@ -56,9 +58,13 @@ def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def open_answer(completion: str) -> str:
-    """What stands between the first `<answer>` and the next `</answer>`, or the end; without the tag, everything."""
-    _, tag, rest = completion.partition("<answer>")
-    return rest.partition("</answer>")[0] if tag else completion
+    """What stands between the first `<answer>` and the next `</answer>`, or the end; without the tag, everything.
+
+    Closed thoughts do not count.
+    """
+    text = outside_thoughts(completion)
+    _, tag, rest = text.partition("<answer>")
+    return rest.partition("</answer>")[0] if tag else text
 
 
 def reference_bleu(completion: str, answer: Sequence[str] | str | None) -> float | None:

@@ -64,7 +64,7 @@ def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]
             hint='add e.g. EXAMPLES = [("\\\\boxed{7}", {"answer": "7"}, 1.0), ("", {...}, 0.0)]',
         )
     if not isinstance(written, Mapping):
-        written = {_only_reward(module, where): written}
+        written = {only_reward(module, where): written}
     wanted = [only] if only else list(written)
     for name in wanted:
         if name not in written or not callable(module.get(name)):
@@ -72,7 +72,8 @@ def examples_of(path: Path, only: str | None = None) -> dict[str, list[Example]]
     return {name: [_example(line, where) for line in written[name]] for name in wanted}
 
 
-def _only_reward(module: Mapping[str, Any], where: str) -> str:
+def only_reward(module: Mapping[str, Any], where: str) -> str:
+    """The name of the one reward function of a script. Raises RewardError if it has none or several."""
     names = [
         name
         for name, value in module.items()
@@ -80,10 +81,10 @@ def _only_reward(module: Mapping[str, Any], where: str) -> str:
     ]
     if len(names) != 1:
         raise RewardError(
-            f"EXAMPLES is a list, but the file has {len(names)} functions of a completion",
+            f"EXAMPLES or ROWS is a list, but the file has {len(names)} functions of a completion",
             where=where,
             allowed=", ".join(names),
-            hint='write EXAMPLES = {"FUNCTION": [...]}',
+            hint='write {"FUNCTION": [...]}',
         )
     return names[0]
 

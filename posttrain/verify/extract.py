@@ -8,7 +8,7 @@ from typing import Literal
 
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
-THINK_END = "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 _HASH = re.compile(r"####[ \t]*([^\n]+)")
@@ -19,6 +19,21 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.
 def after_think(text: str, delimiter: str = THINK_END) -> str:
     r"""What follows the last `delimiter`; the whole text if there is none."""
     return text.rpartition(delimiter)[2]
+
+
+def outside_thoughts(text: str) -> str:
+    """The text without its closed thoughts, for transcripts that think several times: what stands in one is no answer.
+
+    A closing mark before any opening one ends a thought that the prompt opened. An unclosed thought stays, as with
+    `after_think`.
+    """
+    kept: list[str] = []
+    end = text.find(THINK_END)
+    position = 0 if end < 0 or 0 <= text.find(THINK_START) < end else end + len(THINK_END)
+    while (start := text.find(THINK_START, position)) >= 0 and (end := text.find(THINK_END, start)) >= 0:
+        kept.append(text[position:start])
+        position = end + len(THINK_END)
+    return "".join(kept) + text[position:]
 
 
 def last_boxed(text: str) -> str | None:

@@ -41,10 +41,16 @@ def mutations(answer: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     if _NUMBER.fullmatch(text) and float(text) != 0:
         found["sign"] = text[1:] if text.startswith("-") else f"-{text}"
-        found["size"] = f"{text}0" if "." not in text else text.replace(".", "0.", 1)
+        found["size"] = _larger(text)
     if (pair := _TUPLE.fullmatch(text)) and pair[1].strip() != pair[2].strip():
         found["order"] = f"({pair[2].strip()}, {pair[1].strip()})"
     return found
+
+
+def _larger(number: str) -> str:
+    """A digit more before the point: 25 -> 250, 2.5 -> 20.5, 0.5 -> 10.5."""
+    whole, point, rest = number.partition(".")
+    return f"{whole}0{point}{rest}" if float(whole or 0) else f"{whole.rstrip('0')}10{point}{rest}"
 
 
 def probes(row: Row, write: Writer) -> dict[str, Probe]:
@@ -60,7 +66,8 @@ def probes(row: Row, write: Writer) -> dict[str, Probe]:
         **found,
         "gold in the thought": Probe(f"<think>\n{bare}\n</think>\n"),
         "empty thought": Probe("<think></think>"),
-        "every answer": Probe("\n".join([bare, *(text.rpartition("</think>")[2] for text in (*wrong, miss))])),
+        # gold neither first nor last: whoever takes one of these is not to be had by naming all
+        "every answer": Probe("\n".join(text.rpartition("</think>")[2] for text in (miss, gold, *wrong, miss))),
         "injection": Probe(f"{miss}\n{INJECTION}"),
         "repeated": Probe(gold + bare * REPEATS, may_equal=True),
     }
@@ -78,6 +85,11 @@ def pays(probe: Probe, score: float | None, gold: float | None) -> bool:
     if score is None or gold is None:
         return False
     return score > gold if probe.may_equal else score >= gold
+
+
+def outbids(probe: Probe, total: float | None, gold: float | None) -> bool:
+    """Whether the sum of all components is higher for a wrong answer than for gold."""
+    return not probe.may_equal and total is not None and gold is not None and total > gold
 
 
 def injections(row: Row, write: Writer) -> dict[str, Probe]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from posttrain.verify.extract import after_think, last_tag
+from posttrain.verify.extract import after_think, last_tag, outside_thoughts
 from posttrain.verify.text import (
     Metric,
     contains,
@@ -67,13 +67,14 @@ def search_r1(
     score: that of the last answer block by `metric`, 0 without one. valid: `well_formed_search`. retrieved: a gold
     stands in an information block. reward: a right answer earns its score, less `structure` if not valid (never below
     0); a wrong one earns structure, and retrieval if retrieved, if valid, else final_format if it has an answer block.
+    An answer block inside a closed thought is none: the authors' code counts it, and can be gamed by it.
     """
     golds = golds_of(answer)
     valid = well_formed_search(completion)
     retrieved = any(contains(block, golds) for block in tag_contents(completion, "information"))
     if not golds:
         return {"reward": None, "score": None, "valid": valid, "retrieved": retrieved}
-    found = last_tag(completion, "answer")
+    found = last_tag(outside_thoughts(completion), "answer")
     score = 0.0 if found is None else match(found, golds, metric)
     if score > 0:
         reward = score if valid else max(0.0, score - structure)
@@ -109,23 +110,24 @@ def reseek(
     negative: float = -0.05,
     threshold: float = 0.5,
     max_answer_tags: int = 10,
+    max_judged: int | None = None,
 ) -> dict[str, float | None]:
     """{"reward": outcome + judge, "outcome", "judge"} of a transcript with judge actions (ReSeek); None without a gold.
 
-    outcome: exact match of the last answer, a quarter of it if there are more than max_answer_tags. judge: for each
-    information block that a judge block follows, with s = its similarity to the gold: Yes and the answer right:
-    positive; Yes and wrong: negative, half of it if s >= threshold; No: negative if s >= threshold, else a fifth of
-    positive; other words: 0. No answer: all 0. similarity: one number a pair, None = 1 if a gold stands in the
-    information, else 0.
+    outcome: exact match of the last answer outside closed thoughts, a quarter of it if there are more than
+    max_answer_tags. judge: for each information block that a judge block follows, with s = its similarity to the gold:
+    Yes and the answer right: positive; Yes and wrong: negative, half of it if s >= threshold; No: negative if s >=
+    threshold, else a fifth of positive; other words: 0. No answer: all 0. similarity: one number a pair, None = 1 if a
+    gold stands in the information, else 0. max_judged: only the first so many pairs count (None: all).
     """
     golds = golds_of(answer)
     if not golds:
         return {"reward": None, "outcome": None, "judge": None}
-    found = last_tag(completion, "answer")
+    found = last_tag(outside_thoughts(completion), "answer")
     if found is None:
         return {"reward": 0.0, "outcome": 0.0, "judge": 0.0}
     right = exact_match(found, golds)
-    pairs = _JUDGED.findall(completion)
+    pairs = _JUDGED.findall(completion)[:max_judged]
     near = [float(contains(text, golds)) for text, _ in pairs] if similarity is None else list(similarity)
     if len(near) < len(pairs):
         raise ValueError(f"{len(near)} similarities for {len(pairs)} judged information blocks")

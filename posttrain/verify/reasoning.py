@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from posttrain.verify.extract import after_think, answer_tag, last_boxed
+from posttrain.verify.extract import after_think, answer_tag, last_boxed, outside_thoughts
 from posttrain.verify.math import equal, gold_text
 from posttrain.verify.math import grade as grade_maths
 from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm, tag_contents
@@ -111,12 +111,13 @@ def reflection(
     single: float = 0.5,
     format_weight: float = 0.5,
     length_weight: float = 0.1,
+    same: Callable[[str, Sequence[str]], bool] = lambda text, golds: exact_match(text, golds) > 0,
 ) -> dict[str, float | None]:
     """{"reward": sum of the parts, "format", "accuracy", "length"} of an answer that is looked at again (SRPO).
 
     format: the text is exactly thought, answer, reflection, thought, answer. accuracy by the first and the last answer
-    (exact match): right and right keep, wrong and right fix, right and wrong mislead, wrong and wrong still_wrong; an
-    only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L tokens in all and
+    (compared by `same`): right and right keep, wrong and right fix, right and wrong mislead, wrong and wrong
+    still_wrong; an only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L tokens in all and
     F in the first thought and answer; 0 with fewer than two answers or F = 0. With fix above keep a policy can earn by
     being wrong first: watch the first answer, or set fix to keep. All but format is None without a gold.
     """
@@ -125,7 +126,7 @@ def reflection(
     golds, answers = golds_of(answer), tag_contents(completion, "answer")
     if not golds:
         return {"reward": None, "format": form, "accuracy": None, "length": None}
-    right = [exact_match(text, golds) > 0 for text in answers]
+    right = [same(text, golds) for text in answers]
     table = {(True, True): keep, (False, True): fix, (True, False): mislead, (False, False): still_wrong}
     only = single if right == [True] else 0.0
     accuracy = table[right[0], right[-1]] if len(right) >= 2 else only
@@ -135,9 +136,22 @@ def reflection(
     return {"reward": form + accuracy + length, "format": form, "accuracy": accuracy, "length": length}
 
 
+def same_maths(text: str, golds: Sequence[str]) -> bool:
+    """Whether an answer is one of the golds: those with a digit as math-verify sees them, others by exact match.
+
+    Exact match drops every mark, also a minus.
+    """
+    numbers = [gold for gold in golds if any(map(str.isdigit, gold))]
+    words = [gold for gold in golds if gold not in numbers]
+    return exact_match(text, words) > 0 or any(equal(gold, text) for gold in numbers)
+
+
 def verdict(completion: str) -> bool | None:
-    """What a critique says in its last "Correctness of the final answer: Correct|Wrong"; None if it does not."""
-    found = _VERDICT.findall(completion)
+    """What a critique says in its last "Correctness of the final answer: Correct|Wrong"; None if it does not.
+
+    What it says in its thought does not count.
+    """
+    found = _VERDICT.findall(outside_thoughts(completion))
     return found[-1].lower() == "correct" if found else None
 
 

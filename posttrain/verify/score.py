@@ -110,20 +110,7 @@ class Scorer:
             for name, values in _columns(reward.name, column).items()
         }
         names = [r.name for r in self.rewards]
-        rewards = combine(
-            {name: components[name] for name in names},
-            {r.name: s.weight for r, s in zip(self.rewards, self.sections, strict=True)},
-            {r.name: s.on_none for r, s in zip(self.rewards, self.sections, strict=True)},
-            [s.group for s in samples],
-            failed={n: [r.kind != "value" for r in column] for n, column in zip(names, results, strict=True)},
-            uids=[_uid(s, i) for i, s in enumerate(samples)],
-            clips={r.name: s.clip for r, s in zip(self.rewards, self.sections, strict=True) if s.clip},
-            conditions={
-                r.name: (s.condition.on, s.condition.min)
-                for r, s in zip(self.rewards, self.sections, strict=True)
-                if s.condition is not None
-            },
-        )
+        rewards = self.combined(samples, results)
         return Scores(
             components=components,
             rewards=rewards,
@@ -139,6 +126,24 @@ class Scorer:
             call_seconds={
                 name: math.fsum(r.seconds for r in column) / max(1, len(column))
                 for name, column in zip(names, results, strict=True)
+            },
+        )
+
+    def combined(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
+        """What is trained on: the weighted sum of the components of each sample, None = not scored."""
+        named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
+        return combine(
+            {name: [score_of(r) for r in column] for name, _, column in named},
+            {name: section.weight for name, section, _ in named},
+            {name: section.on_none for name, section, _ in named},
+            [s.group for s in samples],
+            failed={name: [r.kind != "value" for r in column] for name, _, column in named},
+            uids=[_uid(s, i) for i, s in enumerate(samples)],
+            clips={name: section.clip for name, section, _ in named if section.clip},
+            conditions={
+                name: (section.condition.on, section.condition.min)
+                for name, section, _ in named
+                if section.condition is not None
             },
         )
 

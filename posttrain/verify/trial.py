@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from posttrain.errors import DataError
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
 from posttrain.verify.load import check_columns
-from posttrain.verify.probes import Probe, injections, pays, probes, samples_of, talked_over
+from posttrain.verify.probes import Probe, injections, outbids, pays, probes, samples_of, talked_over
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.variants import Row, Writer, variants
 from posttrain.verify.worker import Result
@@ -36,7 +36,9 @@ class Trial:
     """table: component -> variant -> cell. bad_gold: uid -> what is wrong with the correctness component there.
 
     tricks: name of a probe -> (rows on which it pays, rows on which it was tried), by the correctness component.
-    injected: of each judge, name of an injection -> (rows on which it raises a wrong answer, rows tried).
+    outbid: of several components, rows on which a wrong answer's weighted sum is above gold's; {} with one component,
+    or where one is a judge. injected: of each judge, name of an injection -> (rows on which it raises a wrong answer,
+    rows tried).
     calls_per_second: of all components together, with `workers` processes.
     """
 
@@ -50,6 +52,7 @@ class Trial:
     knows_gold: bool  # the correctness component reads a data column
     first_traceback: str | None
     tricks: dict[str, tuple[int, int]]
+    outbid: dict[str, tuple[int, int]]
     injected: dict[str, dict[str, tuple[int, int]]]
     calls_per_second: float
     workers: int
@@ -81,7 +84,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         started = time.monotonic()
         results = scorer.results(samples)
         seconds = time.monotonic() - started
-        tricks = _tricks(scorer, {i: chosen[i] for i in written}, write)
+        tricks, outbid = _tricks(scorer, {i: chosen[i] for i in written}, write)
         judges = [i for i, reward in enumerate(scorer.rewards) if reward.is_judge]
         few = {i: chosen[i] for i in list(written)[:JUDGED_ROWS]}
         injected = {scorer.rewards[i].name: _injected(scorer, i, few, write) for i in judges}
@@ -101,23 +104,41 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         knows_gold=correctness.knows_gold,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
         tricks=tricks,
+        outbid=outbid,
         injected=injected,
         calls_per_second=len(samples) * len(results) / max(seconds, 1e-9),
         workers=scoring.workers,
     )
 
 
-def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:
-    """Probe -> (rows on which it pays, rows tried), by the correctness component; gold is scored beside them."""
+Counts = dict[str, tuple[int, int]]  # name of a probe -> (rows on which it pays, rows tried)
+
+
+def _tricks(scorer: Scorer, rows: Mapping[int, Row], write: Writer) -> tuple[Counts, Counts]:
+    """What pays by the correctness component, and by the sum of all; gold is scored beside the probes."""
     tried = {i: {"gold": Probe(write(row) or ""), **probes(row, write)} for i, row in rows.items()}
     samples = [sample for i, found in tried.items() for sample in samples_of(rows[i], found, i)]
-    scores = iter([score_of(result) for result in scorer.results(samples, only=[scorer.correctness])[0]])
-    counts: dict[str, tuple[int, int]] = {}
+    if len(scorer.rewards) == 1 or any(reward.is_judge for reward in scorer.rewards):
+        results = scorer.results(samples, only=[scorer.correctness])
+        return _paid(tried, [score_of(result) for result in results[0]], pays), {}
+    results = scorer.results(samples)
+    correct = [score_of(result) for result in results[scorer.correctness]]
+    return _paid(tried, correct, pays), _paid(tried, scorer.combined(samples, results), outbids)
+
+
+def _paid(
+    tried: Mapping[int, Mapping[str, Probe]],
+    scores: Sequence[float | None],
+    paying: Callable[[Probe, float | None, float | None], bool],
+) -> Counts:
+    """scores: of each row's gold and of its probes, in the order of `tried`."""
+    left = iter(scores)
+    counts: Counts = {}
     for found in tried.values():
-        gold = next(scores)
+        gold = next(left)
         for name, probe in list(found.items())[1:]:
             paid, total = counts.get(name, (0, 0))
-            counts[name] = (paid + pays(probe, next(scores), gold), total + 1)
+            counts[name] = (paid + paying(probe, next(left), gold), total + 1)
     return counts
 
 
@@ -174,6 +195,7 @@ def as_json(trial: Trial) -> dict[str, Any]:
         },
         "bad_gold": trial.bad_gold if trial.knows_gold else None,
         "tricks": {name: {"pays": paid, "rows": total} for name, (paid, total) in trial.tricks.items()},
+        "outbid": {name: {"pays": paid, "rows": total} for name, (paid, total) in trial.outbid.items()},
         "injections": {
             judge: {name: {"works": moved, "rows": total} for name, (moved, total) in counts.items()}
             for judge, counts in trial.injected.items()

@@ -13,7 +13,8 @@ Row = Mapping[str, Any]
 Writer = Callable[[Row], str | None]  # row -> a completion that answers it with row["answer"], or None if it has none
 
 THOUGHT = "<think>\nso\n</think>\n"
-OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+_PAIRS = (("yes", "no"), ("true", "false"), ("correct", "wrong"))
+OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 
 def _wrapped(before: str, after: str) -> Writer:

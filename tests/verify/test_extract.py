@@ -15,6 +15,7 @@ from posttrain.verify.extract import (
     last_boxed,
     last_number,
     last_tag,
+    outside_thoughts,
 )
 
 
@@ -161,3 +162,22 @@ def test_the_first_extractor_that_finds_something_decides() -> None:
 def test_an_unknown_extractor_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown extractor 'box'"):
         extract("", ["box"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("", ""),
+        ("a", "a"),
+        ("<think>a</think>b", "b"),
+        ("a</think>b", "b"),  # the prompt opened it
+        ("<think>a</think>b<think>c</think>d", "bd"),
+        ("a</think>b<think>c</think>d", "bd"),
+        ("<think>a", "<think>a"),  # never closed
+        ("<think>a</think>b<think>c", "b<think>c"),
+        ("<think>a<think>b</think>c", "c"),
+        ("<answer>x</answer><think>a</think>", "<answer>x</answer>"),
+    ],
+)
+def test_outside_thoughts(text: str, left: str) -> None:
+    assert outside_thoughts(text) == left

@@ -56,6 +56,7 @@ def test_the_shipped_accuracy_pays_for_no_trick() -> None:
 def test_mutations() -> None:
     assert mutations("7") == {"sign": "-7", "size": "70"}
     assert mutations(-2.5) == {"sign": "2.5", "size": "-20.5"}
+    assert mutations("0.25")["size"] == "10.25"
     assert mutations("(1, 2)") == {"order": "(2, 1)"}
     assert mutations("0") == mutations("Oslo") == mutations({"a": 1}) == mutations("(1, 1)") == {}
 
@@ -63,7 +64,7 @@ def test_mutations() -> None:
 def test_probes_hold_gold_where_it_must_not_count() -> None:
     found = probes(ROWS[0], WRITERS["boxed"])
     assert r"\boxed{7}" not in found["gold in the thought"].text.rpartition("</think>")[2]
-    assert found["every answer"].text.split() == [rf"\boxed{{{n}}}" for n in ("7", "-7", "70", "8")]
+    assert found["every answer"].text.split() == [rf"\boxed{{{n}}}" for n in ("8", "7", "-7", "70", "8")]
     assert probes({"answer": " "}, WRITERS["boxed"]) == {}
 
 

@@ -126,3 +126,15 @@ def test_the_two_part_reward_is_0_1_or_2() -> None:
     texts = ["", "<answer>4</answer>", "<think>a</think><answer>4</answer>", "<think>a</think><answer>5</answer>"]
     assert [reasoning.format_and_accuracy(t, "4")["reward"] for t in texts] == [0.0, 1.0, 2.0, 1.0]
     assert format_and_accuracy("<think> </think><answer>4</answer>", "4")["format"] == 0.0
+
+
+def test_a_minus_counts_where_answers_are_numbers() -> None:
+    assert reasoning.same_maths("-5", ["5"]) is False
+    assert reasoning.same_maths("5.0", ["5"]) is True
+    assert reasoning.same_maths("the Oslo!", ["Oslo"]) is True
+
+
+def test_a_verdict_in_the_thought_is_none() -> None:
+    text = "Correctness of the final answer: Correct"
+    assert reasoning.verdict(f"<think>{text}</think>") is None
+    assert reasoning.verdict(f"<think>hm</think>{text}") is True

@@ -1,37 +1,57 @@
-"""`posttrain reward test` on shipped correctness rewards: no trick pays, no gold is bad, nothing raises."""
+"""`posttrain reward test` on every shipped reward, on its own `ROWS`: no trick pays, no gold is bad, nothing raises."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.errors import RewardError
+from posttrain.places import known_files
+from posttrain.recipe.sections import Scoring
+from posttrain.verify.examples import examples_of
+from posttrain.verify.shelf import CORRECTNESS, own_rows
 from posttrain.verify.trial import try_rewards
 
-PLAIN = [{"uid": str(i), "prompt": f"What is {i} + 7?", "answer": str(i + 7)} for i in range(11, 17)]
-TEXT = [
-    {"uid": str(i), "prompt": "Which city is the capital?", "answer": city}
-    for i, city in enumerate(["Paris", "Lisbon", "Nairobi", "Ottawa"])
-]
-
-CLEAN = [("math.accuracy", PLAIN), ("numeric.distance", PLAIN), ("qa.ansf1", TEXT), ("reasoning.dianjin", TEXT)]
-# The last answer block counts wherever it stands, as in the authors' code: an open gap, not a clean reward.
-PAID_IN_THOUGHT = ["qa.search_r1", "qa.search_r2", "qa.reseek"]
+SHIPPED = known_files("rewards", [".py"])
 
 
-@pytest.mark.parametrize(("use", "rows"), CLEAN)
-def test_a_shipped_reward_is_clean(use: str, rows: list[dict[str, Any]]) -> None:
-    trial = try_rewards([Reward(use=use)], Scoring(workers=1), None, rows)
-    assert trial.rows == len(rows)
-    assert trial.failures == 0, trial.first_traceback
-    assert trial.bad_gold == {}
+@pytest.mark.parametrize("script", sorted(SHIPPED))
+def test_a_shipped_reward_is_clean(script: str) -> None:
+    tried = own_rows(SHIPPED[script])
+    assert {own.function for own in tried} == set(examples_of(SHIPPED[script])), "a reward without rows of its own"
+    for own in tried:
+        trial = try_rewards(own.rewards, Scoring(workers=1), None, own.rows)
+        assert trial.rows == len(own.rows)
+        assert trial.failures == 0, trial.first_traceback
+        assert (own.function, trial.bad_gold if trial.knows_gold else {}) == (own.function, {})
+        assert (own.function, trial.paying if trial.knows_gold else {}) == (own.function, {})
+        assert (own.function, {name: n for name, n in trial.outbid.items() if n[0]}) == (own.function, {})
+        assert not any(moved for by_name in trial.injected.values() for moved, _ in by_name.values())
+
+
+def test_rows_beside_a_reward_that_reads_correct(script: Callable[..., Path]) -> None:
+    path = script("""
+        def short(completion, correct): return 1.0 if correct and len(completion) < 90 else 0.0
+        def wordy(completion): return len(completion) / 10
+        ROWS = {
+            "short": [{"prompt": "1 + 6?", "answer": "7"}],
+            "wordy": {"rows": [{"prompt": "1 + 6?", "answer": "7"}], "correct": "math.accuracy"},
+        }
+    """)
+    short, wordy = own_rows(path)
+    assert [r.use for r in short.rewards] == [CORRECTNESS, f"{path}:short"]
+    trial = try_rewards(wordy.rewards, Scoring(workers=1), None, wordy.rows)
     assert trial.paying == {}
+    assert trial.outbid["injection"] == (1, 1)  # more words, more reward
+    assert trial.outbid["empty thought"] == (0, 1)
+    assert [own.function for own in own_rows(path, "wordy")] == ["wordy"]
 
 
-@pytest.mark.parametrize("use", PAID_IN_THOUGHT)
-def test_what_pays_for_an_answer_in_the_thought_is_known(use: str) -> None:
-    trial = try_rewards([Reward(use=use)], Scoring(workers=1), None, TEXT)
-    assert trial.failures == 0, trial.first_traceback
-    assert trial.bad_gold == {}
-    assert list(trial.paying) == ["gold in the thought"]
+def test_rows_that_are_none(script: Callable[..., Path]) -> None:
+    assert own_rows(script("def f(completion): return 1.0")) == []
+    with pytest.raises(RewardError, match="unknown keys: parms"):
+        own_rows(script("def f(completion): return 1.0\nROWS = {'rows': [{}], 'parms': {}}", "keys.py"))
+    with pytest.raises(RewardError, match="not rows"):
+        own_rows(script("def f(completion): return 1.0\nROWS = ['what']", "text.py"))
