@@ -117,9 +117,10 @@ def reflection(
 
     format: the text is exactly thought, answer, reflection, thought, answer. accuracy by the first and the last answer
     (compared by `same`): right and right keep, wrong and right fix, right and wrong mislead, wrong and wrong
-    still_wrong; an only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L tokens in all and
-    F in the first thought and answer; 0 with fewer than two answers or F = 0. With fix above keep a policy can earn by
-    being wrong first: watch the first answer, or set fix to keep. All but format is None without a gold.
+    still_wrong; an only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L
+    tokens in all and F in the first thought and answer; 0 with fewer than two answers or F = 0. With fix above keep a
+    policy can earn by being wrong first: watch the first answer, or set fix to keep. All but format is None without a
+    gold.
     """
     blocks = ("think", "answer", "reflection", "think", "answer")
     form = format_weight if exact_blocks(completion, blocks) is not None else 0.0
