@@ -76,7 +76,7 @@ def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "pairs_a_step": pairs,
         "steps": steps,
         "max_length": 2048,
-        "posttrain": {"micro": min(args.micro, pairs // 2 if args.smoke else pairs)},
+        "largest_micro": pairs // 2 if args.smoke else pairs,
     }
 
 
@@ -143,7 +143,7 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     MetricsLog.write = timed  # type: ignore[method-assign]
     recipe = {
         "stage": "dpo",
-        "model": {"path": spec["model"]},
+        "model": {"path": spec["model"], "compile": spec["posttrain"]["compile"]},
         "data": {"source": spec["pairs"], "shuffle": False, "max_length": spec["max_length"]},
         "loss": {"use": "dpo", "beta": BETA},
         "batch": {"size": spec["pairs_a_step"], "micro_size": spec["posttrain"]["micro"]},

@@ -22,6 +22,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ import rl_trl
 import sides
 from rl_work import setting, specification
 
-TRL_MICRO = {"off": (64, 32, 16, 8), "on": (128, 64, 32, 16, 8)}  # rows a forward pass, largest first, by sleep
+TRL_MICRO = {  # rows a forward pass, largest first, by work and sleep
+    "A": {"off": (64, 32, 16, 8), "on": (128, 64, 32, 16, 8)},
+    "B": {"off": (16, 8, 4), "on": (32, 16, 8, 4)},
+}
 
 
 def main() -> None:
@@ -91,26 +95,29 @@ def compare(args: argparse.Namespace, work: str) -> None:
             record["posttrain"] = sides.run_side(__file__, "posttrain", spec, folder, lib, args.gpu)
             sides.finish(record, args.out, floors)  # so that it stays if the other side is cut off
         if args.sides != "posttrain":
-            tries = trl_tries(args, spec, folder, lib)
-            record |= {"trl": sides.best_of(tries), "trl_tries": tries}
-            sides.finish(record, args.out, floors)
+            tries: list[dict[str, Any]] = []
+            for one in trl_tries(args, work, spec, folder, lib):
+                tries.append(one)
+                record |= {"trl": sides.best_of(tries), "trl_tries": tries}
+                sides.finish(record, args.out, floors)
 
 
-def trl_tries(args: argparse.Namespace, spec: dict[str, Any], folder: Path, lib: Any) -> list[dict[str, Any]]:
-    """For each way of sleeping, the largest micro-batch that fits; attempts that ran out of memory are kept as well."""
-    tries: list[dict[str, Any]] = []
+def trl_tries(
+    args: argparse.Namespace, work: str, spec: dict[str, Any], folder: Path, lib: Any
+) -> Iterator[dict[str, Any]]:
+    """For each way of sleeping, the largest micro-batch that fits; attempts that ran out of memory are told as well."""
     for sleep in ("off",) if args.smoke else ("off", "on") if args.trl_sleep == "both" else (args.trl_sleep,):
-        for micro in args.trl_micro or ((8,) if args.smoke else TRL_MICRO[sleep]):
+        for micro in args.trl_micro or ((8,) if args.smoke else TRL_MICRO[work][sleep]):
             settings = {
                 "micro": micro,
                 "sleep": sleep == "on",
                 "share": args.trl_share,
                 "checkpointing": args.trl_checkpointing,
             }
-            tries.append(sides.run_side(__file__, "trl", {**spec, "trl": settings}, folder, lib, args.gpu))
-            if not tries[-1].get("out_of_memory"):
+            found = sides.run_side(__file__, "trl", {**spec, "trl": settings}, folder, lib, args.gpu)
+            yield found
+            if not found.get("out_of_memory"):
                 break
-    return tries
 
 
 def floors(record: dict[str, Any]) -> list[str]:

@@ -65,7 +65,7 @@ def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "rows_a_step": rows,
         "steps": steps,
         "max_length": 2048,
-        "posttrain": {"micro": min(args.micro, rows)},
+        "largest_micro": rows,
     }
 
 
@@ -117,7 +117,7 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     MetricsLog.write = timed  # type: ignore[method-assign]
     recipe = {
         "stage": "sft",
-        "model": {"path": spec["model"]},
+        "model": {"path": spec["model"], "compile": spec["posttrain"]["compile"]},
         "data": {"source": spec["rows"], "shuffle": False, "max_length": spec["max_length"]},
         "batch": {"size": spec["rows_a_step"], "micro_size": spec["posttrain"]["micro"], "packing": True},
         "optim": {"lr": LR},

@@ -16,8 +16,12 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import sides
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parent / "recipes" / "tools" / "data.py"
@@ -45,7 +49,8 @@ def settings(smoke: bool) -> dict[str, Any]:
     path = os.environ.get("SMOLLM2")
     if not path:
         raise SystemExit("write SMOLLM2=/path/to/SmolLM2-135M-Instruct.gguf before the command, or --smoke behind it")
-    return {"model": {"path": path}, "engine": {"engine": "vllm", "vllm": {"enforce_eager": True}}, "traces": 960,
+    engine = {"engine": "vllm", "vllm": {"enforce_eager": True, "gpu_memory": 0.15}}
+    return {"model": {"path": path}, "engine": engine, "traces": 960,
             "steps": 15, "prompts": 32, "group": 8, "held_out": 200, "lr": (2e-4, 1e-5),
             "sampling": {"max_new_tokens": 256, "turn_tokens": 80}}  # fmt: skip
 
@@ -63,8 +68,8 @@ def run(values: dict[str, Any], folder: Path) -> tuple[dict[str, Any], float]:
     return summary, round(time.perf_counter() - started, 1)
 
 
-def task(name: str, size: dict[str, Any], root: Path) -> dict[str, Any]:
-    """All stages of one task."""
+def task(name: str, size: dict[str, Any], root: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """All stages of one task; `keep` gets what was found so far after every evaluation."""
     given = TASKS[name]
     acting = {"tools": given["tools"], "tool_prompt": "none", "scoring": {"workers": 4, "max_bad_gold": 1.0}}
     rewards = [given["reward"], {"use": "efficiency.tool_calls", "weight": 0}]
@@ -85,13 +90,19 @@ def task(name: str, size: dict[str, Any], root: Path) -> dict[str, Any]:
         right = [record["correct"] is True for record in records]
         return {"correct": sum(right) / len(right), "calls": sum(calls) / len(calls)}
 
-    found = {"start": evaluate("start", size["model"])}
+    found: dict[str, Any] = {}
+
+    def evaluated(label: str, model: dict[str, Any]) -> None:
+        found[label] = evaluate(label, model)
+        keep({"evaluations": found, "curves": curves, "seconds": seconds})
+
+    evaluated("start", size["model"])
     sft = stage("sft", {
         "stage": "sft", "model": size["model"], "optim": {"lr": size["lr"][0], "schedule": "cosine"},
         "data": {"source": given["traces"], "size": size["traces"], "train_on": "assistant"},
         "batch": {"size": 32}, "run": {"epochs": 1},
     })  # fmt: skip
-    found["sft"] = evaluate("sft", {"path": sft["model"]})
+    evaluated("sft", {"path": sft["model"]})
     for label, group_rewards in (("rl", []), ("otc", [{"use": "optimal_tool_calls"}])):
         trained = stage(label, {
             "stage": "rl", "model": {"path": sft["model"]}, "rewards": rewards, "group_rewards": group_rewards,
@@ -103,8 +114,7 @@ def task(name: str, size: dict[str, Any], root: Path) -> dict[str, Any]:
         rows = [json.loads(line) for line in (root / name / label / "metrics.jsonl").read_text().splitlines()]
         keys = ("rewards/accuracy/mean", "correct", "turns/calls", "turns/mean", "mismatch/mean", "time/step")
         curves[label] = {key: [row.get(key) for row in rows] for key in keys if key in rows[0]}
-        found[label] = evaluate(label, {"path": trained["model"]})
-    return {"evaluations": found, "curves": curves, "seconds": seconds}
+        evaluated(label, {"path": trained["model"]})
 
 
 def main() -> None:
@@ -115,14 +125,19 @@ def main() -> None:
     options = parser.parse_args()
     size = settings(options.smoke)
     with tempfile.TemporaryDirectory(prefix="posttrain-tools-") as root:
-        names = list(TASKS) if options.task == "both" else [options.task]
-        found = {name: task(name, size, Path(root)) for name in names}
-    text = json.dumps(found, indent=1)
+        record: dict[str, Any] = sides.environment(None if options.smoke else sides.nvml(), 0)
+        for name in TASKS if options.task == "both" else [options.task]:
+            task(name, size, Path(root), partial(keep, record, name, options.out))
     if options.out is None:
-        print(text)
-    else:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+        print(json.dumps(record, indent=1))
+
+
+def keep(record: dict[str, Any], name: str, out: Path | None, found: dict[str, Any]) -> None:
+    """Put a task's results into the record and the file: what was measured stays if the rest is cut off."""
+    record[name] = found
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

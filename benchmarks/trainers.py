@@ -32,7 +32,8 @@ def run(
     """What the script does when it is called; in a worker, one of `workers`.
 
     ways: TRL's settings to try, each with the micro-batches `micro` from the first on, until `enough` of the tries so
-    far. setting: what of the specification is kept in the record. remarks: lines below the table.
+    far. setting: what of the specification is kept in the record; it also says posttrain's `largest_micro`, of which
+    the command names the ones to try. remarks: lines below the table.
     """
     args = arguments(doc, steps, ways)
     if args.worker:
@@ -48,24 +49,37 @@ def run(
         folder = Path(scratch)
         spec = specification(args, folder)
         record = {"work": work, **sides.environment(lib, args.gpu), "setting": {k: spec[k] for k in setting}}
-        record["posttrain"] = sides.run_side(script, "posttrain", spec, folder, lib, args.gpu)
+        ours = [
+            sides.run_side(script, "posttrain", {**spec, "posttrain": settings}, folder, lib, args.gpu)
+            for settings in posttrain_settings(args, largest=spec["largest_micro"])
+        ]
+        record |= {"posttrain": sides.best_of(ours), "posttrain_tries": ours}
+        sides.finish(record, args.out, remarks)  # so that it stays if the other side is cut off
         tries: list[dict[str, Any]] = []
         for way in args.ways:
             of_way: list[dict[str, Any]] = []
             for rows in args.trl_micro or ((4,) if args.smoke else micro):
                 settings = {"trl": {"way": way, "micro": rows}}
                 of_way.append(sides.run_side(script, "trl", {**spec, **settings}, folder, lib, args.gpu))
+                tries.append(of_way[-1])
+                record |= {"trl": sides.best_of(tries), "trl_tries": tries}
+                sides.finish(record, args.out, remarks)
                 if enough(of_way):
                     break
-            tries += of_way
-        record |= {"trl": sides.best_of(tries), "trl_tries": tries}
-        sides.finish(record, args.out, remarks)
+
+
+def posttrain_settings(args: argparse.Namespace, largest: int) -> list[dict[str, Any]]:
+    """posttrain's settings to try: each micro-batch, as it is and compiled."""
+    ways = {"off": (False,), "on": (True,), "both": (False, True)}[args.compile]
+    sizes = dict.fromkeys(min(micro, largest) for micro in args.micro)
+    return [{"micro": micro, "compile": compiled} for micro in sizes for compiled in ways]
 
 
 def arguments(doc: str | None, steps: int, ways: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--micro", type=int, default=16, help="posttrain's batch.micro_size")
+    parser.add_argument("--micro", type=int, nargs="*", default=[16], help="posttrain's batch.micro_size, to be tried")
+    parser.add_argument("--compile", choices=["off", "on", "both"], default="off", help="posttrain's model.compile")
     parser.add_argument("--ways", nargs="*", choices=ways, default=list(ways), help="TRL's settings to try")
     parser.add_argument("--trl-micro", type=int, nargs="*", help="micro-batches to try, largest first")
     parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
