@@ -58,7 +58,7 @@ from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
-from posttrain.train.scoring import scoring
+from posttrain.train.scoring import scoring, throughput
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Scorer
@@ -301,7 +301,7 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
         kept = accumulator.add(batch_of(p, fresh, state))
         rollouts += [r for r in fresh if r.group in kept]
         if accumulator.full:
-            gathered = distributed.total(gathered)
+            gathered = throughput(distributed.total(gathered), distributed.world())
             gathered["rollout/gen_batches"] = accumulator.batches
             return rollouts, gathered
 

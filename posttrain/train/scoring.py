@@ -14,12 +14,15 @@ from posttrain.train.pieces import Pieces
 from posttrain.verify.early import Early, Results
 from posttrain.verify.score import Sample
 
+TIMES = "time/rewards"
+
 
 class Scoring:
     """`done` takes the rollouts of a prompt as an engine finishes them; `finish` fills in the scores of all."""
 
     def __init__(self, p: Pieces, step: int, early: Early | None) -> None:
         self._p, self._step, self._early = p, step, early
+        self._busy_before = p.scorer.busy_seconds
         self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
         self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
 
@@ -46,8 +49,11 @@ class Scoring:
             r.reward, r.correct = scores.rewards[i], scores.correct[i]
         for what, counts in (("errors", scores.errors), ("timeouts", scores.timeouts), ("abstained", scores.abstained)):
             for name, count in counts.items():
-                key = f"rewards/{name}/{what}"
-                gathered[key] = gathered.get(key, 0) + count
+                _add(gathered, f"rewards/{name}/{what}", count)
+        for name, seconds in scores.call_seconds.items():
+            _add(gathered, f"{TIMES}/{name}", seconds * len(rollouts))
+        _add(gathered, TIMES, self._p.scorer.busy_seconds - self._busy_before)
+        _add(gathered, f"{TIMES}/rows", len(rollouts))
 
     def _results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results | None:
         """Of all rollouts, if calls were made early; those of the groups that were not told are made now."""
@@ -78,6 +84,26 @@ class Scoring:
             )
             for r in rollouts
         ]
+
+
+def _add(gathered: dict[str, Any], key: str, number: float) -> None:
+    gathered[key] = gathered.get(key, 0) + number
+
+
+def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """`gathered`, summed over ranks, with what a step's rewards cost.
+
+    time/rewards: seconds in which calls were under way, a rank; they may lie beneath the generation. rows_per_s: rows
+    scored in these, by all ranks. NAME/seconds: in its calls, all workers together; NAME/call: of one.
+    """
+    values = {key: number for key, number in gathered.items() if not key.startswith(TIMES)}
+    rows, busy = gathered.get(f"{TIMES}/rows", 0), gathered.get(TIMES, 0.0) / ranks
+    if not rows:
+        return values
+    values |= {TIMES: busy, f"{TIMES}/rows_per_s": rows / max(busy, 1e-9)}
+    for key in gathered.keys() - values.keys() - {f"{TIMES}/rows"}:
+        values |= {f"{key}/seconds": gathered[key], f"{key}/call": gathered[key] / rows}
+    return values
 
 
 @contextlib.contextmanager

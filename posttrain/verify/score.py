@@ -77,6 +77,7 @@ class Scorer:
         )
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # number of a reward -> its number in the pool
+        self.busy_seconds = 0.0  # in which calls were under way, since the scorer was made
 
     def __enter__(self) -> Self:
         for reward in self.rewards:
@@ -154,6 +155,7 @@ class Scorer:
 
         Components that read `correct` run after the one that says it. only: the indices of the components to run.
         """
+        started = time.monotonic()
         which = range(len(self.rewards)) if only is None else only
         late = [i for i in which if "correct" in self.rewards[i].built_ins]
         early = [i for i in which if i not in late]
@@ -162,6 +164,7 @@ class Scorer:
         found = self._run(early, samples, step, [None] * len(samples))
         if late:
             found |= self._run(late, samples, step, self._correct(found[self.correctness]))
+        self.busy_seconds += time.monotonic() - started
         return [found[i] for i in which]
 
     def _run(

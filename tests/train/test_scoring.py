@@ -17,7 +17,9 @@ from posttrain.recipe.sections import Reward, Scoring
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl
+from posttrain.train.scoring import throughput
 from posttrain.verify.early import Early
+from posttrain.verify.pool import Worker
 from posttrain.verify.score import Sample, Scorer
 
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -123,6 +125,45 @@ def test_one_reward_that_hangs_costs_its_own_rows(recipe: Any, opened: Opened) -
     counts = [row["rewards/one_hangs/timeouts"] for row in rows]
     assert len(rows) == 2 and 0 < sum(counts) <= 4
     assert all(row["signal/share"] >= 5 / 6 for row in rows)
+
+
+def test_what_rewards_cost_is_told(recipe: Any, opened: Opened) -> None:
+    with opened("run") as directory:
+        rl.run(recipe([{"use": "rewards.py:digits"}, {"use": "rewards.py:short", "correct": True}]), directory)
+    for row in read_metrics(directory.path):
+        assert row["time/rewards"] > 0
+        assert row["time/rewards/rows_per_s"] == pytest.approx(24 / row["time/rewards"])
+        for name in ("digits", "short"):
+            assert row[f"time/rewards/{name}/seconds"] == pytest.approx(24 * row[f"time/rewards/{name}/call"])
+            assert 0 < row[f"time/rewards/{name}/call"] < 1
+        assert "time/rewards/rows" not in row
+
+
+def test_throughput_of_two_ranks() -> None:
+    """Each was busy for 2 of the 4 seconds that the sum says, and scored half of the 40 rows."""
+    found = throughput({"reward": 1, "time/rewards": 4.0, "time/rewards/a": 8.0, "time/rewards/rows": 40}, 2)
+    assert found == {
+        **{"reward": 1, "time/rewards": 2.0, "time/rewards/rows_per_s": 20.0},
+        **{"time/rewards/a/seconds": 8.0, "time/rewards/a/call": 0.2},
+    }
+    assert throughput({"reward": 1}, 2) == {"reward": 1}
+
+
+def test_a_slow_reward_holds_back_what_is_sent_and_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 groups come at once; no worker ever has more than a twentieth of a second of them, and nothing is left."""
+    (tmp_path / "rewards.py").write_text("import time\ndef slow(completion): return time.sleep(0.01) or 1.0\n")
+    sent: list[int] = []
+    give = Worker.give
+    monkeypatch.setattr(Worker, "give", lambda self, chunk: (sent.append(len(chunk)), give(self, chunk))[1])
+    with Scorer([Reward(use="rewards.py:slow")], Scoring(workers=2), tmp_path) as scorer:
+        with Early(scorer, 0) as early:
+            for group in range(40):
+                early.add(group, [Sample("x" * 100_000, {})] * 4)
+        assert len(early.results()) == 40  # leaving the block waited for all: a step cannot run ahead of its rewards
+        assert sum(sent) == 160 and max(sent) <= 5
+        assert all(worker.idle for worker in scorer.pool.workers)
 
 
 def test_a_broken_contract_ends_the_generation(tmp_path: Path) -> None:
