@@ -15,13 +15,14 @@ from posttrain.cli.guard import DEBUG, guarded
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
 LAZY = {
     "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
+    "tool": ("posttrain.cli.tool", "Try tools before a model calls them."),
     "data": ("posttrain.cli.data", "See rows as the model sees them; make preference pairs."),
 }
 
 PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run"),
     "Measure": ("eval", "generate", "browse", "pairs"),
-    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "data", "doctor"),
+    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "data", "doctor"),
 }
 
 

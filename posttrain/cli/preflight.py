@@ -1,4 +1,5 @@
-"""What a recipe names and can be looked at without torch: reward scripts are imported, data files must exist.
+"""What a recipe names and can be looked at without torch: scripts of rewards, tools and environments are imported, data
+files must exist.
 
 Called before a run directory is made, so that a wrong name costs half a second and is told with its line.
 """
@@ -21,7 +22,8 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")
 def check(loaded: Loaded) -> list[str]:
     """The names of the rewards. Raises UserError with everything that is missing, each with its line."""
     from posttrain.recipe.load import in_order
-    from posttrain.recipe.sections import Reward
+    from posttrain.recipe.sections import Environment, Reward, Tool
+    from posttrain.tools.load import environment_class, load_tool, load_tools
     from posttrain.verify.load import load_reward
 
     base_dir = loaded.recipe.base_dir
@@ -33,6 +35,16 @@ def check(loaded: Loaded) -> list[str]:
             for number, values in enumerate(holder.get("rewards", [])):
                 with _Collected(loaded, f"{prefix}{place}rewards.{number}.use", problems):
                     names.append(load_reward(Reward(**values), base_dir).name)
+        found = len(problems)
+        for number, values in enumerate(tools := section.get("tools") or []):
+            with _Collected(loaded, f"{prefix}tools.{number}.{'use' if values.get('use') else 'command'}", problems):
+                load_tool(Tool(**values), base_dir)
+        if tools and len(problems) == found:
+            with _Collected(loaded, f"{prefix}tools.0.{'use' if tools[0].get('use') else 'command'}", problems):
+                load_tools([Tool(**values) for values in tools], base_dir)
+        if section.get("environment"):
+            with _Collected(loaded, f"{prefix}environment.use", problems):
+                environment_class(Environment(**section["environment"]), base_dir)
         for key, source in _sources(section.get("data", {})):
             with _Collected(loaded, f"{prefix}data.{key}", problems):
                 _find_source(source, loaded)

@@ -1,4 +1,4 @@
-"""Tools found, loaded and described before any model loads: shipped ones by name, functions of files, commands."""
+"""Tools and environments, found, loaded and described before any model loads. No tensors, and nothing that has them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import ToolError, nearest
 from posttrain.places import find, known_files, shipped, split_function
-from posttrain.recipe.sections import Tool
+from posttrain.recipe.sections import Environment, Tool
 from posttrain.registry import load_function
 from posttrain.tools.schema import schema_of
 
@@ -108,3 +108,28 @@ def _command(section: Tool) -> LoadedTool:
     return LoadedTool(
         section.name, "posttrain.tools.worker:command", schema, params, section.timeout_s + 1.0, section.max_chars
     )
+
+
+def environment_class(section: Environment, base_dir: Path | None) -> Callable[[], Any]:
+    """What makes an environment. Raises ToolError for a class without the methods, or params that it does not take."""
+    split = split_function(section.use)
+    if split is None:
+        known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}
+        if section.use not in known:
+            near = nearest(section.use, known)
+            allowed = f"shipped: {', '.join(sorted(known))}; or file.py:Class"
+            hint = f"did you mean `{near}`?" if near else ""
+            raise ToolError(f"unknown environment: {section.use}", allowed=allowed, hint=hint)
+        target = f"{known[section.use]}:Environment"
+    else:
+        left, name = split
+        target = f"{find(left, base_dir, 'environment', ToolError)}:{name}" if left.endswith(".py") else section.use
+    made = load_function(target, None, what="environment", error=ToolError)
+    for method in ("reset", "step", "score", "close"):
+        if not callable(getattr(made, method, None)):
+            raise ToolError(f"environment {section.use} has no method `{method}`")
+    try:
+        inspect.signature(made).bind(**section.params)
+    except TypeError as cause:
+        raise ToolError(f"environment {section.use}: {cause}") from cause
+    return lambda: made(**section.params)

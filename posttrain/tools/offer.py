@@ -10,8 +10,8 @@ from typing import Any, Literal
 from posttrain.recipe.stages import Acting
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, detect, explained, template_knows_tools
-from posttrain.tools.load import LoadedTool, load_tools
-from posttrain.tools.worlds import Environments, Tools, World, environment_class
+from posttrain.tools.load import LoadedTool, environment_class, load_tools
+from posttrain.tools.worlds import Environments, Tools, World
 
 
 @dataclass(frozen=True)

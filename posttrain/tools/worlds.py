@@ -5,21 +5,16 @@ rollouts at once: those of a turn are answered together.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.batch import ToolCall
-from posttrain.errors import ToolError, nearest
-from posttrain.places import find, known_files, split_function
-from posttrain.recipe.sections import Environment
-from posttrain.registry import load_function
+from posttrain.errors import ToolError
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse
 
@@ -176,28 +171,3 @@ def _stepped(value: Any) -> Reply:
     if not isinstance(observation, str):
         raise ToolError(f"an environment's step goes on and shows {type(observation).__name__}, not text")
     return Reply(({"role": "user", "content": observation},), reward=reward)
-
-
-def environment_class(section: Environment, base_dir: Path | None) -> Callable[[], Any]:
-    """What makes an environment. Raises ToolError for a class without the methods, or params that it does not take."""
-    split = split_function(section.use)
-    if split is None:
-        known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}
-        if section.use not in known:
-            near = nearest(section.use, known)
-            allowed = f"shipped: {', '.join(sorted(known))}; or file.py:Class"
-            hint = f"did you mean `{near}`?" if near else ""
-            raise ToolError(f"unknown environment: {section.use}", allowed=allowed, hint=hint)
-        target = f"{known[section.use]}:Environment"
-    else:
-        left, name = split
-        target = f"{find(left, base_dir, 'environment', ToolError)}:{name}" if left.endswith(".py") else section.use
-    made = load_function(target, None, what="environment", error=ToolError)
-    for method in ("reset", "step", "score", "close"):
-        if not callable(getattr(made, method, None)):
-            raise ToolError(f"environment {section.use} has no method `{method}`")
-    try:
-        inspect.signature(made).bind(**section.params)
-    except TypeError as cause:
-        raise ToolError(f"environment {section.use}: {cause}") from cause
-    return lambda: made(**section.params)

@@ -6,7 +6,8 @@ import pytest
 
 from posttrain.data import gym
 from posttrain.recipe.sections import Environment
-from posttrain.tools.worlds import Environments, environment_class
+from posttrain.tools.load import environment_class
+from posttrain.tools.worlds import Environments
 
 pytest.importorskip("reasoning_gym")
 

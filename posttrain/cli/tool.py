@@ -1,0 +1,150 @@
+"""`posttrain tool test`: what a model is shown of a tool, and what its calls give."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.show import print_json
+from posttrain.cli.stage import Json
+from posttrain.errors import ToolError
+from posttrain.places import find
+
+if TYPE_CHECKING:
+    from posttrain.tools.load import LoadedTool
+    from posttrain.tools.trial import Tried
+
+app = typer.Typer(no_args_is_help=True)
+SHOWN_CHARS = 400
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py[:name], or a shipped tool (calculator).")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME=VALUE]...", help="Arguments of a call, or all of them as one JSON object."),
+]
+Params = Annotated[
+    list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="What a recipe would write under `params`.")
+]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.01, help="Seconds that a call may take.")]
+MaxChars = Annotated[int, typer.Option("--max-chars", min=1, help="Longest answer; the rest is cut and told.")]
+
+
+@app.callback()
+def group() -> None:
+    """Try tools before a model calls them."""
+
+
+@app.command()
+def test(
+    target: Target,
+    arguments: Arguments = None,
+    param: Params = None,
+    timeout: Timeout = 5.0,
+    max_chars: MaxChars = 4000,
+    as_json: Json = False,
+) -> None:
+    """Show what a model is told of a tool, run its EXAMPLES and the given call, and what it gets for wrong calls.
+
+    Calls run as in training: in a worker process, within the limits. Exit code 2 when an example or the given call
+    does not do what it should.
+    """
+    from posttrain.recipe.sections import Tool
+    from posttrain.tools.load import load_tool
+    from posttrain.tools.trial import called, sample_of, try_examples, try_wrong
+
+    uses = _uses(target)
+    if arguments and len(uses) > 1:
+        names = ", ".join(use.rpartition(":")[2] for use in uses)
+        raise ToolError(f"{target} holds several tools: {names}", hint=f"write {target}:NAME")
+    params, given = _pairs(param or [], "--param"), _given(arguments or [])
+    told, failed = [], False
+    for use in uses:
+        with tempfile.TemporaryDirectory() as folder:
+            sample = sample_of(use, Path(folder))
+            section = Tool(use=use, params={**sample, **params}, timeout_s=timeout, max_chars=max_chars)
+            tool = load_tool(section, Path.cwd())
+            examples = try_examples(replace(tool, params={**tool.params, **sample}), alone=len(uses) == 1)
+            asked = called(tool, [("call", given)]) if arguments else []
+            wrong = try_wrong(tool, given or (examples[0].call.arguments if examples else {}))
+        failed |= any(not one.ok for one in examples) or any(one.call.kind != "ok" for one in asked)
+        told.append({"schema": tool.schema["function"], "examples": examples, "call": asked, "wrong": wrong})
+        if not as_json:
+            _print(tool, examples, asked, wrong)
+    if as_json:
+        print_json([{k: v if k == "schema" else list(map(_plain, v)) for k, v in one.items()} for one in told])
+    if failed:
+        raise typer.Exit(2)
+
+
+def _uses(target: str) -> list[str]:
+    """What a recipe would write under `use`, for each tool of the target."""
+    from posttrain.tools.trial import names_in
+
+    if not target.endswith(".py"):
+        return [target]
+    path = find(target, Path.cwd(), "tool", ToolError)
+    return [f"{path}:{name}" for name in names_in(path)]
+
+
+def _given(arguments: Sequence[str]) -> dict[str, Any]:
+    """`a=1 b=text`, or one JSON object."""
+    if len(arguments) == 1 and arguments[0].lstrip().startswith("{"):
+        try:
+            return dict(json.loads(arguments[0]))
+        except ValueError as cause:
+            raise ToolError(f"not a JSON object: {arguments[0]:.60}: {cause}") from cause
+    return _pairs(arguments, "an argument")
+
+
+def _pairs(written: Sequence[str], what: str) -> dict[str, Any]:
+    """NAME=VALUE texts; a value that is JSON is what it says, anything else is text."""
+    found: dict[str, Any] = {}
+    for text in written:
+        name, mark, value = text.partition("=")
+        if not mark or not name:
+            raise ToolError(f"{what} is `{text}`", allowed="NAME=VALUE")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _print(tool: LoadedTool, examples: Sequence[Tried], asked: Sequence[Tried], wrong: Sequence[Tried]) -> None:
+    function = tool.schema["function"]
+    typer.echo(f"{tool.name}: {function['description']}")
+    properties: Mapping[str, Any] = function["parameters"]["properties"]
+    for name, about in properties.items():
+        kind = about.get("type") or json.dumps({k: v for k, v in about.items() if k not in ("description", "default")})
+        need = "required" if name in tool.required else f"default {json.dumps(about.get('default'), default=str)}"
+        typer.echo(f"  {name} ({kind}, {need}): {about.get('description', 'no description: write it under Args')}")
+    if not properties:
+        typer.echo("  no arguments")
+    if examples:
+        typer.echo(f"{sum(bool(one.ok) for one in examples)} of {len(examples)} examples right")
+    for one in (one for one in examples if not one.ok):
+        typer.echo(f"  {json.dumps(dict(one.call.arguments), default=str)}")
+        typer.echo(f"    expected {one.expected!r:.200}, got {one.call.result!r:.200}")
+    for one in asked:
+        took = f"{1000 * one.seconds:.1f} ms of {tool.timeout_s:g} s"
+        typer.echo(f"{one.call.kind}, {took}, {len(one.call.result)} characters (at most {tool.max_chars}):")
+        typer.echo(_indented(one.call.result))
+    typer.echo("what a model gets for wrong calls:")
+    for one in wrong:
+        typer.echo(f"  {one.what} ({one.call.kind}): {one.call.result:.200}")
+
+
+def _indented(text: str) -> str:
+    cut = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]} [...]"
+    return "\n".join(f"  {line}" for line in cut.splitlines()) or "  (an empty text)"
+
+
+def _plain(one: Tried) -> dict[str, Any]:
+    call = {"arguments": dict(one.call.arguments), "kind": one.call.kind, "result": one.call.result}
+    return {"what": one.what, **call, "seconds": one.seconds, "ok": one.ok, "expected": one.expected}
