@@ -77,6 +77,11 @@ class Rollout:
     turns: tuple[Turn, ...] = ()  # with tools or an environment: one a model segment, in order
     ended: str = ""  # with them, why it ended: answer, done, turns, tokens, time, error
     world_score: float | None = None  # what its environment says of the whole
+    # Of rewards by turn, where there are any: the token that ends each part, name -> each part's score, and their
+    # weighted sum, which is a part of `reward`.
+    part_ends: tuple[int, ...] = ()
+    turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -114,6 +119,9 @@ class RolloutBatch:
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
+    turn_rewards: Tensor | None = None  # [N,T] what of the row's reward a turn earned, at the turn's last token
+    turn_scores: Mapping[str, Tensor] = field(default_factory=dict)  # reward by turn -> [N,T], at the turn's last token
+    turn_states: Tensor | None = None  # [N,T] int64, turns of a group that begin in the same state share a number
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], numbers of the data row, NaN = none
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # component -> the recipe's weight; {} = unknown
     channels: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [N], advantages with a loss of their own

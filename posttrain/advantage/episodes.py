@@ -1,4 +1,4 @@
-"""VL-DAC: credit by step of an environment. One row is one step; its tokens share the step's advantage."""
+"""VL-DAC: credit by step. A step is a turn of the model; its tokens share the step's advantage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import required, rewards_of
-from posttrain.advantage.tokens import last_trained
+from posttrain.advantage.steps import REWARD, steps_of
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
@@ -17,21 +17,23 @@ from posttrain.registry import register
     "advantage",
     "step_gae",
     paper="2508.04280",
-    needs=("values", "dones"),
+    needs=("values", "turn_ids"),
     note="The authors skip a branch of the clip at ratios above 10; loss.dual_clip does the same job.",
 )
 def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> Credit:
-    """Generalised advantage estimation over the steps of an environment, normalised over the batch -> [N,T].
+    """Generalised advantage estimation over the turns of each row, normalised over all turns of the batch -> [N,T].
 
-    Rows are steps in order of time, one episode after the other; `dones` ends one. The value of a step is read at
-    its last trained token, and the critic learns the return there and at the step's other tokens. An episode that the
-    end of the batch cuts off has value 0 from there on.
+    A turn's value is read at its first trained token, before anything of it is known, and its critic learns the return
+    there and at the turn's other tokens. A turn's reward is what rewards by turn gave it; the rest of the row's reward
+    stands at its last turn, where the episode ends. Rows without a score are left out.
     """
-    values = required(batch.values, "values")
-    per_step = torch.where(last_trained(batch.mask), values, 0.0).sum(-1)
-    found = step_terms(rewards_of(batch), per_step, required(batch.dones, "dones"), gamma=gamma, lam=lam)
-    advantages, returns = (torch.where(batch.mask, x[:, None], 0.0) for x in (found.advantages, found.returns))
-    return Credit(advantages, returns)
+    required(batch.values, "values")
+    scored = ~rewards_of(batch).isnan()
+    steps = steps_of(batch.replace(mask=batch.mask & scored[:, None]))
+    rows = steps.batch
+    values, dones = required(rows.values, "values")[:, 0], required(rows.dones, "dones")
+    found = step_terms(rows.components[REWARD], values, dones, gamma=gamma, lam=lam)
+    return Credit(steps.spread(found.advantages), steps.spread(found.returns))
 
 
 @dataclass(frozen=True)

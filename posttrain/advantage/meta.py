@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import by_trajectory, centred_and_scaled, group_sum, joint, required, rewards_of
+from posttrain.advantage.steps import steps_of
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.registry import register
 
 
@@ -74,8 +76,8 @@ def turn_terms(
     "advantage",
     "meta_reasoning",
     paper="2507.22844",
-    needs=("groups", "trajectory_ids", "components"),
-    note="One row is one step; the released scripts use weights 0.5 and 1.",
+    needs=("groups", "turn_ids", "turn_scores"),
+    note="`tag` and `step_reward` are rewards by turn, as in turns.py; the released scripts use weights 0.5 and 1.",
 )
 def meta_reasoning(
     batch: RolloutBatch,
@@ -86,14 +88,30 @@ def meta_reasoning(
     norm_std: bool = False,
     eps: float = 1e-6,
 ) -> Tensor:
-    """RLVMR: how good the episode was, and how good the step was for its kind -> [N].
+    """RLVMR: how good the episode was, and how good the turn was for its kind -> [N,T], one value a turn.
 
-    The trajectory's reward less the mean over the prompt's trajectories, + weight * (component `step_reward` less its
-    mean over all steps of the prompt with the same component `tag`). norm_std: each also / (std + eps), unbiased. What
-    is alone keeps its raw value; a step with a negative or missing tag has no second part.
+    The row's reward less the mean over the prompt's rollouts, + weight * (the turn's `step_reward` less its mean over
+    all turns of the prompt with the same `tag`). norm_std: each also / (std + eps), unbiased. What
+    is alone keeps its raw value; a turn with a negative tag has no second part.
     """
+    steps = steps_of(batch)
+    found = meta_terms(steps.batch, tag=tag, step_reward=step_reward, weight=weight, norm_std=norm_std, eps=eps)
+    return steps.spread(found)
+
+
+def meta_terms(
+    batch: RolloutBatch,
+    *,
+    tag: str = "meta_tag",
+    step_reward: str = "meta_reward",
+    weight: float = 0.5,
+    norm_std: bool = False,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The advantages of `meta_reasoning` [N], of rows that are steps, marked with their trajectory. A step with a
+    negative or missing component `tag` has no second part."""
     if missing := [name for name in (tag, step_reward) if name not in batch.components]:
-        raise ValueError(f"the batch has no reward component {' and no '.join(f'`{name}`' for name in missing)}")
+        raise UserError(f"the batch has no reward component {' and no '.join(f'`{name}`' for name in missing)}")
     scaling: dict[str, Any] = {"scale": "group" if norm_std else "none", "eps": eps, "singleton": "raw"}
     trajectories = required(batch.trajectory_ids, "trajectory_ids")
     episode = by_trajectory(rewards_of(batch), batch.group_ids, trajectories, **scaling)

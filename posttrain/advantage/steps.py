@@ -1,4 +1,4 @@
-"""Steps of agents: one row is one step of a trajectory. GiGPO compares actions that were taken in the same state."""
+"""Steps of agents: the turns of trajectories, as rows of their own. GiGPO compares actions taken in the same state."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import by_trajectory, centred_and_scaled, joint, required, rewards_of
+from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
+REWARD = "/reward"  # component of the batch of steps that is all a step earned; no reward has such a name
 Mode = Literal["mean_norm", "mean_std_norm"]
 
 
@@ -21,25 +23,75 @@ Mode = Literal["mean_norm", "mean_std_norm"]
     "advantage",
     "gigpo",
     paper="2505.10978",
-    needs=("groups", "trajectory_ids", "step_ids", "state_ids"),
-    note="For environments with text states; rows must be marked with their trajectory, step and state.",
+    needs=("groups", "turn_ids", "turn_states"),
+    note="A state is what was shown before a turn; the authors also take 0.1 off the reward of an invalid action.",
 )
 def gigpo(
-    batch: RolloutBatch,
-    *,
-    step_reward: str = "step",
-    gamma: float = 0.95,
-    omega: float = 1.0,
-    mode: Mode = "mean_norm",
-    eps: float = 1e-6,
+    batch: RolloutBatch, *, gamma: float = 0.95, omega: float = 1.0, mode: Mode = "mean_norm", eps: float = 1e-6
 ) -> Tensor:
-    """Episode advantage + omega * step advantage, one a step -> [N].
+    """Episode advantage + omega * step advantage, one value a turn -> [N,T]. A turn of the model is a step.
 
-    Episode: the trajectory's reward (its rows all have it), each trajectory once, normalised within the prompt. Step:
-    the discounted return of the reward component `step_reward`, normalised over the rows of the prompt that were in the
-    same state; a state seen once gives 0. mean_norm subtracts the mean, mean_std_norm also divides by std + eps.
+    Episode: the row's reward, normalised within the prompt. Step: the discounted return of a turn's rewards (those by
+    turn; the rest of the row's reward stands at its last turn), normalised over the turns of the prompt's rollouts that
+    were shown the same before (`turn_states`; the first turns share the prompt). A state seen once gives 0. mean_norm
+    subtracts the mean, mean_std_norm also divides by std + eps.
     """
-    return gigpo_terms(batch, step_reward=step_reward, gamma=gamma, omega=omega, mode=mode, eps=eps).advantages
+    steps = steps_of(batch)
+    found = gigpo_terms(steps.batch, step_reward=REWARD, gamma=gamma, omega=omega, mode=mode, eps=eps)
+    return steps.spread(found.advantages)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Turns as rows of their own: `batch` has S of them, in order of row and turn; `place` [N,T] is each token's step,
+    -1 where the mask is 0."""
+
+    batch: RolloutBatch
+    place: Tensor
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values of the steps [S] at the trained tokens of each [N,T], 0 elsewhere."""
+        if not len(values):
+            return torch.zeros(self.place.shape, dtype=values.dtype, device=values.device)
+        return torch.where(self.place >= 0, values[self.place.clamp(min=0)], 0.0)
+
+
+def steps_of(batch: RolloutBatch) -> Steps:
+    """The turns of a batch whose rows are trajectories. A turn without a trained token is no step.
+
+    rewards [S]: the row's. components: REWARD, the rewards of the turn's tokens (`tokens.token_rewards`), and the
+    rewards by turn by name. values [S,1]: at the turn's first trained token, where the critic has seen the state only.
+    """
+    mask, turns = batch.mask, required(batch.turn_ids, "turn_ids")
+    row = torch.arange(len(batch), device=mask.device)[:, None].expand(mask.shape)
+    pairs, number = torch.unique(torch.stack([row[mask], turns[mask]]), dim=1, return_inverse=True)
+    place = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
+    place[mask] = number
+    rows, count = pairs[0], pairs.shape[1]
+    seen = torch.where(mask, place, -1).cummax(-1).values  # of a row, later tokens have later steps
+    first = mask & (place > torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1))
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, number, values[mask])
+
+    def starting(values: Tensor) -> Tensor:
+        return values.new_zeros(count).index_put((place[first],), values[first])
+
+    made = RolloutBatch(
+        group_ids=batch.group_ids[rows],
+        mask=torch.ones(count, 1, dtype=torch.bool, device=mask.device),
+        rewards=rewards_of(batch)[rows],
+        components={
+            **{name: summed(scores) for name, scores in batch.turn_scores.items()},
+            REWARD: summed(token_rewards(batch)),
+        },
+        trajectory_ids=rows,
+        step_ids=pairs[1],
+        state_ids=None if batch.turn_states is None else starting(batch.turn_states),
+        values=None if batch.values is None else starting(batch.values)[:, None],
+        dones=torch.cat([rows[1:] != rows[:-1], rows.new_ones(1, dtype=torch.bool)]) if count else rows.bool(),
+    )
+    return Steps(made, place)
 
 
 @dataclass(frozen=True)
@@ -61,7 +113,8 @@ def gigpo_terms(
     mode: Mode = "mean_norm",
     eps: float = 1e-6,
 ) -> StepAdvantages:
-    """The advantages of `gigpo` and what they are made of."""
+    """The advantages of `gigpo` and what they are made of, of rows that are steps: marked with their trajectory, step
+    and state; `step_reward` names the component with a step's own reward."""
     if step_reward not in batch.components:
         raise ValueError(f"the batch has no reward component `{step_reward}`")
     trajectories = required(batch.trajectory_ids, "trajectory_ids")

@@ -109,11 +109,22 @@ def scored_mask(batch: RolloutBatch) -> Tensor:
 
 
 def token_rewards(batch: RolloutBatch) -> Tensor:
-    """Rewards by token [N,T]: the batch's own, or the row's reward at its last trained token. 0 elsewhere."""
+    """Rewards by token [N,T]: the batch's own, or the row's reward at its last trained token. 0 elsewhere.
+
+    What turns earned of the row's reward (`turn_rewards`) stands at their ends, and the rest at the last token.
+    """
     if batch.token_rewards is not None:
         return torch.where(scored_mask(batch), batch.token_rewards.detach(), 0.0)
-    rewards = rewards_of(batch).detach()
-    return torch.where(last_trained(batch.mask) & ~rewards.isnan()[:, None], rewards[:, None], 0.0)
+    rewards, earned = rewards_of(batch).detach(), earned_by_turn(batch)
+    last = torch.where(last_trained(batch.mask), (rewards - earned.sum(-1))[:, None], 0.0)
+    return torch.where(scored_mask(batch), last + earned, 0.0)
+
+
+def earned_by_turn(batch: RolloutBatch) -> Tensor:
+    """What turns earned of the row's reward [N,T], at the last trained token of each; 0 without rewards by turn."""
+    if batch.turn_rewards is None:
+        return torch.zeros(batch.mask.shape, dtype=rewards_of(batch).dtype, device=batch.mask.device)
+    return torch.where(batch.mask, batch.turn_rewards.detach(), 0.0).to(rewards_of(batch))
 
 
 def last_trained(mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
-from posttrain.advantage.tokens import scored_mask, token_rewards
+from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -82,7 +82,8 @@ def information_gain(
 ) -> Tensor:
     """IGPO: a turn is worth how much it raised the probability of the true answer -> [N,T], one value a turn.
 
-    `token_rewards` holds those gains (summed by turn); the last turn has the row's reward instead. Values are
+    `token_rewards` holds those gains (summed by turn); the last turn has the row's reward instead, less what rewards
+    by turn gave to others. Values are
     normalised over the group, then each turn gets the sum of gamma^k times those from it on. See `turn_advantages`.
     """
     turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), 0)
@@ -90,7 +91,8 @@ def information_gain(
     gains = torch.where(batch.mask, required(batch.token_rewards, "token_rewards"), 0.0)
     width = int(turns.max()) if len(turns) else 0
     rewards = gains.new_zeros(len(batch), width).scatter_add(1, turn, gains)
-    rewards = _with_outcome(rewards, rewards_of(batch), turns)
+    earlier = torch.where(turn < turns[:, None] - 1, earned_by_turn(batch), 0.0).sum(-1)
+    rewards = _with_outcome(rewards, rewards_of(batch) - earlier, turns)
     values = turn_advantages(rewards, turns, batch.group_ids, normalise=normalise, gamma=gamma, eps=eps)
     return torch.where(batch.mask, values.gather(1, turn), 0.0)
 

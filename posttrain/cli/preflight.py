@@ -15,6 +15,7 @@ from posttrain.places import find, split_function
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
+    from posttrain.verify.load import LoadedReward
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -30,11 +31,13 @@ def check(loaded: Loaded) -> list[str]:
     names: list[str] = []
     problems: list[Problem] = []
     for prefix, section in _stages(loaded.resolved):
+        rewards: list[LoadedReward] = []
         for place in ("", "best_of.", "search."):
             holder = (section.get(place.rstrip(".")) or {}) if place else section
             for number, values in enumerate(holder.get("rewards", [])):
                 with _Collected(loaded, f"{prefix}{place}rewards.{number}.use", problems):
-                    names.append(load_reward(Reward(**values), base_dir).name)
+                    rewards.append(load_reward(Reward(**values), base_dir))
+                    names.append(rewards[-1].name)
         found = len(problems)
         for number, values in enumerate(tools := section.get("tools") or []):
             with _Collected(loaded, f"{prefix}tools.{number}.{'use' if values.get('use') else 'command'}", problems):
@@ -45,6 +48,8 @@ def check(loaded: Loaded) -> list[str]:
         if section.get("environment"):
             with _Collected(loaded, f"{prefix}environment.use", problems):
                 environment_class(Environment(**section["environment"]), base_dir)
+        if section.get("stage") == "rl" and not problems:
+            _check_turns(loaded, prefix, section, [r.name for r in rewards if r.per_turn], problems)
         for key, source in _sources(section.get("data", {})):
             with _Collected(loaded, f"{prefix}data.{key}", problems):
                 _find_source(source, loaded)
@@ -53,6 +58,23 @@ def check(loaded: Loaded) -> list[str]:
         once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
         raise UserError.of(sorted(once.values(), key=in_order))
     return list(dict.fromkeys(names))
+
+
+def _check_turns(
+    loaded: Loaded, prefix: str, section: dict[str, Any], names: list[str], problems: list[Problem]
+) -> None:
+    """Rewards by turn must be there for what reads them."""
+    from posttrain import registry
+    from posttrain.verify.parts import problem
+
+    advantage = dict(section.get("advantage") or {})
+    use = advantage.pop("use", "")
+    needs = registry.index()["advantage"].get(use, {}).get("needs", ())
+    split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
+    key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
+    if what:
+        mark = loaded.origins[f"{prefix}{key}"].mark if f"{prefix}{key}" in loaded.origins else str(loaded.path)
+        problems.append(Problem(mark, f"{prefix}{key}: {what}", hint=right))
 
 
 def _stages(resolved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -12,7 +12,15 @@ from typing import Any
 from posttrain import registry
 from posttrain.places import known_files
 from posttrain.recipe import presets
-from posttrain.recipe.objective_checks import FROM_COMPONENTS, FROM_MODEL, FROM_ROLLOUTS, MARKS, WHY_NOT, maker
+from posttrain.recipe.objective_checks import (
+    FROM_COMPONENTS,
+    FROM_MODEL,
+    FROM_ROLLOUTS,
+    FROM_TURNS,
+    MARKS,
+    WHY_NOT,
+    maker,
+)
 
 Entry = dict[str, Any]
 
@@ -188,13 +196,18 @@ def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
 _CONFLICTS = {
     "groups": "rollout.group_size 1: it compares the completions of a prompt",
     "several_updates": "one update a step: it would do nothing",
+    "turn_ids": "rollouts of a single turn: it needs `tools` or an `environment`, or steps (`scoring.split`)",
+    "edge_ids": "`scoring.split`: it needs real turns",
+    "turn_states": "`scoring.split`: it needs real turns",
+    "token_rewards": "only rewards that know no turns: it needs one marked @per_turn, or an environment whose steps pay",
+    "turn_scores": "only rewards that know no turns: it needs those that its keys name, marked @per_turn",
     "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
 }
 
 
 def _unusable(needs: list[str]) -> str:
     """Why a recipe cannot use it: it is for callers who have such batches."""
-    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | MARKS
+    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | MARKS
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -209,6 +222,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # whichever model wrote the data
     shaped: dict[str, Any] = {place: {"one": section, "list": [section], "named": {"kl.coef": section}}[shape]}
+    if set(needs) & FROM_TURNS:
+        shaped = {"tools": [{"use": "calculator"}], **shaped}
+    if set(needs) & {"token_rewards", "turn_scores"}:
+        shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]
     if kind == "controller":
         shaped = {"kl": {"coef": 0.01}, **shaped}
     if "several_updates" in needs:
@@ -221,6 +238,9 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     return shaped
 
 
+_REWARDS_BY_TURN = {
+    "meta_reasoning": [{"use": "turns.meta_tag", "weight": 0}, {"use": "turns.meta_reward", "weight": 0}],
+}
 _KL = {"k1": {"coef": 0.1, "where": "reward"}}  # k1 has no useful gradient of its own
 
 

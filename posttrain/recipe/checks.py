@@ -188,6 +188,12 @@ def _kl_place(recipe: Any) -> Found:
 
 def _idle_turns(recipe: Any) -> Found:
     """Limits on turns where there is one turn."""
+    if isinstance(recipe, st.Acting) and recipe.acts and recipe.scoring.split:  # type: ignore[attr-defined]
+        yield (
+            "scoring.split",
+            "does nothing with `tools` or an `environment`: the parts are the model's turns",
+            "remove it",
+        )
     if not isinstance(recipe, st.Acting) or recipe.acts:
         return
     place = "rollout" if isinstance(recipe, st.RlRecipe) else "sampling"

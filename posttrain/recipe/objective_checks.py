@@ -23,16 +23,17 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask"),
 }
+FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
 MARKS = {"groups", "several_updates", "all_correct", "every_row"}
 WHY_NOT = {
-    **dict.fromkeys(("turn_ids", "edge_ids"), "rollouts of several turns: `tools` or an `environment`"),
+    **dict.fromkeys(("turn_ids", "edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "environments that can be saved and restored",
     "agent_ids": "rollouts of several agents",
     **dict.fromkeys(("hinted", "hint_mask"), "rollouts that continue a hint"),
     **dict.fromkeys(("external", "expert_logp"), "rollouts mixed with given solutions"),
-    "token_rewards": "rewards by turn, from an `environment`",
+    **dict.fromkeys(("token_rewards", "turn_scores"), "turns, or steps of `scoring.split`, and rewards of them"),
     "answer_mask": "completions whose answer is marked",
 }
 
@@ -72,9 +73,11 @@ def _needs(recipe: Any) -> Found:
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
-    """What is known of turns: which token is whose, equal turns; with an environment the rewards of its steps."""
-    found = {"turn_ids", "edge_ids"} if recipe.acts else set()
-    return found | ({"token_rewards"} if recipe.environment else set())
+    """What is known of turns: which token is whose, equal turns, their rewards; or of the steps of a single turn.
+
+    Whether a reward gives such rewards shows when it is loaded (`train.scoring.check_turns`)."""
+    found = {"turn_ids", "edge_ids", "turn_states"} if recipe.acts else set()
+    return found | ({"turn_ids", "token_rewards", "turn_scores"} if recipe.acts or recipe.scoring.split else set())
 
 
 def _made(recipe: RlRecipe) -> set[str]:

@@ -263,6 +263,9 @@ class Scoring(Section):
     memory_mb: Positive | None = Field(
         None, description="memory of a worker process; a call that needs more fails; null = no limit"
     )
+    split: Literal["lines", "paragraphs"] | None = Field(
+        None, description="how a completion of one turn is divided into steps, for rewards by turn (`@per_turn`)"
+    )
     canary_window: Annotated[int, Field(ge=5)] = Field(20, description="steps over which canaries are watched")
 
 

@@ -10,14 +10,18 @@ from posttrain.batch import Rollout, ToolCall
 
 
 def told(rollout: Rollout) -> dict[str, Any]:
-    """`messages`, `tool_calls`, `turns` and `world_score` of a `verify.score.Sample`; nothing for a single turn."""
+    """What a `verify.score.Sample` is told of the turns; nothing for a single turn."""
     if not rollout.turns:
         return {}
     return {
         "messages": conversation(rollout),
-        "tool_calls": [call_record(call) for turn in rollout.turns for call in turn.calls],
+        "tool_calls": [
+            {**call_record(call), "turn": number} for number, turn in enumerate(rollout.turns) for call in turn.calls
+        ],
         "turns": len(rollout.turns),
         "world_score": rollout.world_score,
+        "parts": tuple(turn.text for turn in rollout.turns),
+        "turn_rewards": tuple(turn.reward for turn in rollout.turns),
     }
 
 

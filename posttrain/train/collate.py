@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -45,11 +46,25 @@ def rollout_batch(
         answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
     )
-    return batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
+    batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
+    scored = dict.fromkeys(name for r in rollouts for name in r.turn_scores)
+    if not scored:
+        return batch
+    return batch.replace(
+        turn_rewards=_at_ends(rollouts, width, [r.turn_rewards for r in rollouts]),
+        turn_scores={
+            name: _at_ends(rollouts, width, [r.turn_scores.get(name, ()) for r in rollouts]) for name in scored
+        },
+    )
 
 
 def turn_of_each(rollout: Rollout) -> list[int]:
-    """The turn that each token of the completion belongs to, from 0; a reply belongs to the turn that it answers."""
+    """The turn that each token of the completion belongs to, from 0; a reply belongs to the turn that it answers.
+
+    Of a single turn that was divided into steps: the step.
+    """
+    if not rollout.turns and rollout.part_ends:
+        return [bisect_left(rollout.part_ends, place) for place in range(len(rollout.ids))]
     found: list[int] = []
     turn = -1
     for segment in rollout.segments:
@@ -81,8 +96,20 @@ def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
     return steps
 
 
-def _turn_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    """An environment's reward of each turn, at the turn's last token."""
+def _turn_states(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """Turns of a group that were shown the same before share a number; what a first turn was shown is the prompt."""
+    found: list[list[int]] = []
+    states: dict[tuple[int, str | None], int] = {}
+    for r in rollouts:
+        shown = [None, *(turn.reply or "" for turn in r.turns[:-1])] if r.turns else [None]
+        numbers = [states.setdefault((r.group, text), len(states)) for text in shown]
+        found.append([numbers[min(turn, len(numbers) - 1)] for turn in turn_of_each(r)])
+    return _rows(found, width, 0, torch.int64)
+
+
+def _token_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """An environment's reward of each turn and what rewards by turn gave it, at the turn's last token."""
+    given = _at_ends(rollouts, width, [r.turn_rewards for r in rollouts])
     rows = []
     for r in rollouts:
         rewards = iter([turn.reward or 0.0 for turn in r.turns])
@@ -93,13 +120,24 @@ def _turn_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
                 own[-1] = next(rewards, 0.0)
             row += own
         rows.append(row)
-    return _rows(rows, width, 0.0, torch.float64)
+    return _rows(rows, width, 0.0, torch.float64) + given
+
+
+def _at_ends(rollouts: Sequence[Rollout], width: int, numbers: Sequence[Sequence[float]]) -> Tensor:
+    """Numbers of each part [N,T], at the token that ends it, 0 elsewhere."""
+    out = torch.zeros(len(rollouts), width, dtype=torch.float64)
+    for n, (r, own) in enumerate(zip(rollouts, numbers, strict=True)):
+        for end, number in zip(r.part_ends, own, strict=False):  # a row without scores has ends alone
+            if 0 <= end < width:
+                out[n, end] += number
+    return out
 
 
 BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "turn_ids": _turn_ids,
     "edge_ids": _edge_ids,
-    "token_rewards": _turn_rewards,
+    "token_rewards": _token_rewards,
+    "turn_states": _turn_states,
 }
 
 

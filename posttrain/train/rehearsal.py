@@ -43,6 +43,7 @@ def _run(objective: Objective, batch: RolloutBatch) -> None:
 
 def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], names: Sequence[str]) -> RolloutBatch:
     settings = recipe.rollout
+    by_turn = "turn_scores" in objective.needs
     rollouts = [
         Rollout(
             prompt=prompts[group % len(prompts)],
@@ -55,11 +56,13 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             reward=float(torch.rand(())),
             correct=row % 2 == 0,
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
+            part_ends=(TOKENS - 1,) if by_turn else (),
+            turn_scores={name: (float(row % 2),) for name in names} if by_turn else {},
         )
         for group in range(settings.prompts_per_step)
         for row in range(settings.group_size)
     ]
-    batch = rollout_batch(rollouts, ("last_number",), objective.needs if recipe.acts else ())
+    batch = rollout_batch(rollouts, ("last_number",), objective.needs if recipe.acts or recipe.scoring.split else ())
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
     made = {name: _made(name, batch.mask) for name in wanted if name in _SHAPES}

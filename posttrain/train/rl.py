@@ -58,7 +58,7 @@ from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
-from posttrain.train.scoring import scoring, throughput
+from posttrain.train.scoring import check_turns, scoring, throughput
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Scorer
@@ -86,6 +86,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
+        if note := check_turns(recipe, scorer, objective.needs):
+            progress.note(note)
         if distributed.is_main():
             progress.note(audit_gold(scorer, [p.row for p in prepared.items]).summary)
         loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from posttrain.batch import Rollout
+from posttrain.errors import RewardError
+from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import token_ends
 from posttrain.rollout.told import told
 from posttrain.train.pieces import Pieces
 from posttrain.verify.early import Early, Results
-from posttrain.verify.score import Sample
+from posttrain.verify.parts import Split, ends_of, problem
+from posttrain.verify.score import Sample, Scorer
 
 TIMES = "time/rewards"
+BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token where there are any, and need none
 
 
 class Scoring:
@@ -44,7 +49,12 @@ class Scoring:
         for group, rows in itertools.groupby(rollouts, key=lambda r: r.group):
             samples += self._made.get(group) or self._samples(list(rows))
         scores = self._p.scorer.score(samples, step=self._step, results=self._results(rollouts, samples))
+        split = self._p.recipe.scoring.split
         for i, r in enumerate(rollouts):
+            if scores.turn_scores:
+                r.part_ends = ends_of_parts(r, split, self._p.loaded.tokenizer)
+                r.turn_scores = {name: column[i] for name, column in scores.turn_scores.items()}
+                r.turn_rewards = scores.turn_rewards[i]
             r.scores = {name: column[i] for name, column in scores.components.items()}
             r.reward, r.correct = scores.rewards[i], scores.correct[i]
         for what, counts in (("errors", scores.errors), ("timeouts", scores.timeouts), ("abstained", scores.abstained)):
@@ -84,6 +94,32 @@ class Scoring:
             )
             for r in rollouts
         ]
+
+
+def ends_of_parts(rollout: Rollout, split: Split | None, tokenizer: Any) -> tuple[int, ...]:
+    """The place of the token that ends each part: each turn of the model, or each step of a single turn."""
+    if rollout.turns:
+        ends = itertools.accumulate(len(s.ids) for s in rollout.segments)
+        return tuple(end - 1 for end, s in zip(ends, rollout.segments, strict=True) if s.kind == "model")
+    if split is None:
+        return (len(rollout.ids) - 1,)
+    characters = token_ends(rollout.ids, tokenizer)
+    last = len(rollout.ids) - 1
+    return (*(min(bisect_left(characters, end), last) for end in ends_of(rollout.text, split)[:-1]), last)
+
+
+def check_turns(recipe: RlRecipe, scorer: Scorer, needs: Collection[str]) -> str | None:
+    """Rewards by turn meet an advantage that reads them, and the reverse. Raises RewardError; or a sentence to tell."""
+    names = [scorer.rewards[i].name for i in scorer.per_turn]
+    use, params = recipe.advantage.use, recipe.advantage.params
+    key, what, right = problem(
+        names, use, params, needs, environment=recipe.environment is not None, split=recipe.scoring.split
+    )
+    if what:
+        raise RewardError(f"{key}: {what}", hint=right)
+    if names and use not in BY_TOKEN and not {"turn_ids", "token_rewards", "turn_scores"} & set(needs):
+        return f"{', '.join(names)}: advantage `{use}` gives a row one value, from the sum of its turns"
+    return None
 
 
 def _add(gathered: dict[str, Any], key: str, number: float) -> None:

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify.load import LoadedReward
-from posttrain.verify.worker import Call, Result
+from posttrain.verify.worker import Call, Result, Target
+
+
+def target_of(reward: LoadedReward, limit: float) -> Target:
+    """The reward as a worker calls it; limit: seconds a call."""
+    return Target(reward.target, reward.params, reward.batched, reward.is_async, limit, per_turn=reward.per_turn)
 
 
 def calls_of(

@@ -72,6 +72,14 @@ def combine(
     return [None if dropped[i] or not counted[i] else sums[i] for i in range(rows)]
 
 
+def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) -> list[tuple[float, ...]]:
+    """Numbers by turn of each row, each within [low, high]: a clip is of the turn, not of the sum."""
+    if limits is None:
+        return [tuple(row) for row in parts]
+    low, high = limits
+    return [tuple(min(max(part, low), high) for part in row) for row in parts]
+
+
 def clipped(scores: Scores, limits: Sequence[float] | None) -> Scores:
     """The scores within [low, high]; None stays None."""
     if limits is None:

@@ -6,7 +6,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
@@ -18,6 +18,16 @@ class BrokenContract(Exception):
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Score = float | dict[str, float | None] | None
+
+
+class ByTurn(NamedTuple):
+    """What a reward marked `per_turn` gave: a number for each part, in order."""
+
+    parts: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.parts)
 
 
 def batched(size: int | None = None) -> Callable[[Function], Function]:
@@ -63,6 +73,26 @@ def judge(timeout_s: float) -> Callable[[Function], Function]:
         return function
 
     return mark
+
+
+def per_turn(function: Function) -> Function:
+    """Mark `f(completion, parts, ...) -> list` as a reward by turn: one number for each of `parts`, or None for a row.
+
+    parts: the texts of the model's turns, with tools or an environment; else the steps of the completion, divided by
+    `scoring.split`, or the completion alone. A number is credited to its part by the advantages that know of turns; for
+    all others their sum is the score. None in the list counts as 0.
+    """
+    function.posttrain_per_turn = True  # type: ignore[attr-defined]
+    return function
+
+
+def checked_turns(value: Any, count: int) -> ByTurn | None:
+    """The returned list as the scores of `count` parts. Raises BrokenContract, naming the place."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or len(value) != count:
+        raise BrokenContract(f"returned {shown(value)} for {count} parts, must return a list of {count}, or None")
+    return ByTurn(tuple(_number(one, f"part {place}: ") or 0.0 for place, one in enumerate(value)))
 
 
 def checked_batch(value: Any, count: int) -> list[Score]:

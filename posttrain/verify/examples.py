@@ -3,7 +3,7 @@
     EXAMPLES = [(completion, columns, expected), (completion, columns, expected, params), ...]
 
 in a file with one reward function; with several, a dict `{"function": [...], ...}`. columns: data columns and built-ins
-by name. expected: a number, None, or a dict of parts.
+by name. expected: a number, None, a dict of parts, or of a reward by turn a list.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError
-from posttrain.verify.batches import calls_of, rows_of
-from posttrain.verify.contract import shown
+from posttrain.verify.batches import calls_of, rows_of, target_of
+from posttrain.verify.contract import ByTurn, shown
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
 from posttrain.verify.pool import Pool
 from posttrain.verify.worker import Call, Result, Target
@@ -30,7 +30,7 @@ class Example:
 
     completion: str
     columns: Mapping[str, Any]
-    expected: float | Mapping[str, float | None] | None
+    expected: float | Mapping[str, float | None] | Sequence[float] | None
     params: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +111,7 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
         reward = describe(module[name], f"{path}:{name}", dict(example.params), name)
         _check_columns(reward, example, number)
         key = f"{name} {json.dumps(example.params, sort_keys=True, default=repr)}"
-        targets.setdefault(key, Target(reward.target, reward.params, reward.batched, reward.is_async, timeout_s))
+        targets.setdefault(key, target_of(reward, timeout_s))
         calls += calls_of(reward, list(targets).index(key), number, [example.completion], [example.columns])
     pool = Pool(list(targets.values()), workers=1)
     try:
@@ -132,7 +132,11 @@ def _check_columns(reward: LoadedReward, example: Example, number: int) -> None:
 
 
 def agrees(value: Any, expected: Any) -> bool:
-    """Equal to 9 digits. A number expected of a function that returns parts means its `reward`."""
+    """Equal to 9 digits. A number expected of a function that returns parts means its `reward`, or the sum of turns."""
+    if isinstance(value, ByTurn):
+        if isinstance(expected, Sequence):
+            return len(expected) == len(value.parts) and all(map(agrees, value.parts, expected))
+        value = value.total
     if isinstance(expected, Mapping):
         return isinstance(value, Mapping) and all(k in value and agrees(value[k], v) for k, v in expected.items())
     if isinstance(value, Mapping):

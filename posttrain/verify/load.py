@@ -25,8 +25,10 @@ from posttrain.registry import load_function, load_module
 # truncated: finish_reason is length. token_count: of the completion. step: of the training run. correct: what the
 # correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`. token_ids:
 # those of the completion. token_ends: the character of the completion at which each token ends ([] outside training).
-# tool_calls: of a rollout with tools, [{name, arguments, result, kind}], else None. turns: of the model, else 1.
+# tool_calls: of a rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: of the model, else 1.
 # messages: with tools or an environment the whole conversation. world_score: what the environment's `score` gave.
+# parts: the texts of the model's turns; of a single one its steps (`scoring.split`). turn_rewards: the environment's,
+# one a turn (None where its step gave none), else [].
 BUILT_INS = (
     "prompt",
     "messages",
@@ -41,6 +43,8 @@ BUILT_INS = (
     "tool_calls",
     "turns",
     "world_score",
+    "parts",
+    "turn_rewards",
 )
 
 
@@ -57,7 +61,8 @@ class LoadedReward:
     target: `file.py:name` (absolute) or `module:name`, for loading it again in a worker. columns must be in the data,
     optional_columns may be. all_columns: it takes `**kwargs`, so it gets every column. batched: it has the form
     `f(completions, ...) -> list`. batch_size: rows of one call; 1, so that a list is never stretched over rows, unless
-    the function is marked `@batched`; 0 = all. judge_timeout_s: of a function marked `@judge`, else None.
+    the function is marked `@batched`; 0 = all. judge_timeout_s: of a function marked `@judge`, else None. per_turn: it
+    is marked `@per_turn` and returns a list with a number for each of `parts`.
     """
 
     name: str
@@ -72,6 +77,7 @@ class LoadedReward:
     is_async: bool = False
     batch_size: int = 1
     judge_timeout_s: float | None = None
+    per_turn: bool = False
 
     @property
     def knows_gold(self) -> bool:
@@ -184,6 +190,11 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         arguments = arguments[1:]
     groups = _sort_arguments([a for a in arguments if a.name not in ("completions", "prompts") or not batched], params)
     _check_params(function, target, params, groups)
+    by_turn = hasattr(function, "posttrain_per_turn")
+    if by_turn and (batched or "parts" not in groups["built_ins"]):
+        raise RewardError(
+            f"reward {target} is marked @per_turn and takes no `parts`", hint="def f(completion, parts, ...) -> list"
+        )
     built_ins = groups["built_ins"] + (["prompts"] if batched and "prompts" in signature.parameters else [])
     return LoadedReward(
         name=name,
@@ -198,6 +209,7 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         batch_size=_batch_size(function, target, batched),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         judge_timeout_s=getattr(function, "posttrain_judge_timeout_s", None),
+        per_turn=by_turn,
     )
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from posttrain.errors import RewardError, RunError, nearest
 from posttrain.recipe.sections import Reward, Scoring
-from posttrain.verify.batches import calls_of, rows_of
-from posttrain.verify.combine import combine
-from posttrain.verify.contract import BrokenContract, checked_batch
+from posttrain.verify.batches import calls_of, rows_of, target_of
+from posttrain.verify.combine import by_turn, closed, combine
+from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
 from posttrain.verify.load import LoadedReward, load_reward
+from posttrain.verify.parts import parts_of
 from posttrain.verify.pool import Pool
-from posttrain.verify.worker import Call, Result, Target
+from posttrain.verify.worker import Call, Result
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ class Sample:
     token_ends: Sequence[int] = ()  # the character at which each token ends, where it was asked for
     # Of a rollout of several turns; None and () for a single one:
     messages: Sequence[Mapping[str, Any]] = ()  # the whole conversation
-    tool_calls: Sequence[Mapping[str, Any]] | None = None  # {name, arguments, result, kind} in order
+    tool_calls: Sequence[Mapping[str, Any]] | None = None  # {name, arguments, result, kind, turn} in order
     turns: int = 1  # of the model
     world_score: float | None = None  # of its environment
+    parts: Sequence[str] = ()  # texts of the model's turns
+    turn_rewards: Sequence[float | None] = ()  # of its environment, one a turn
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ class Scores:
     first_traceback: str | None
     seconds: float
     call_seconds: dict[str, float] = field(default_factory=dict)  # mean over the calls of a component
+    # Of rewards by turn: name -> a number for each part of the row, () where there is none; and their weighted sum, the
+    # part of `rewards` that is earned in a turn.
+    turn_scores: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
+    turn_rewards: list[tuple[float, ...]] = field(default_factory=list)
 
 
 class Scorer:
@@ -64,14 +71,11 @@ class Scorer:
     def __init__(self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None) -> None:
         self.sections, self.scoring = list(rewards), scoring
         self.rewards = [load_reward(section, base_dir) for section in rewards]
+        self.per_turn = [i for i, reward in enumerate(self.rewards) if reward.per_turn]
         self.correctness = _correctness(self.sections, self.rewards)
         _check_limits(self.sections, self.rewards)
         self.pool = Pool(
-            [
-                Target(r.target, r.params, r.batched, r.is_async, r.limit(s))
-                for r, s in zip(self.rewards, self.sections, strict=True)
-                if not r.in_trainer
-            ],
+            [target_of(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
             scoring.workers,
             scoring.memory_mb,
         )
@@ -128,25 +132,57 @@ class Scorer:
                 name: math.fsum(r.seconds for r in column) / max(1, len(column))
                 for name, column in zip(names, results, strict=True)
             },
+            turn_scores={names[i]: _parts(results[i]) for i in self.per_turn},
+            turn_rewards=self._turn_rewards(results, rewards),
         )
 
     def combined(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
         """What is trained on: the weighted sum of the components of each sample, None = not scored."""
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
-            {name: [score_of(r) for r in column] for name, _, column in named},
+            {name: self._scores(i, column) for i, (name, _, column) in enumerate(named)},
             {name: section.weight for name, section, _ in named},
             {name: section.on_none for name, section, _ in named},
             [s.group for s in samples],
             failed={name: [r.kind != "value" for r in column] for name, _, column in named},
             uids=[_uid(s, i) for i, s in enumerate(samples)],
-            clips={name: section.clip for name, section, _ in named if section.clip},
+            clips={
+                name: section.clip
+                for i, (name, section, _) in enumerate(named)
+                if section.clip and i not in self.per_turn  # of those by turn each number was clipped
+            },
             conditions={
                 name: (section.condition.on, section.condition.min)
                 for name, section, _ in named
                 if section.condition is not None
             },
         )
+
+    def _scores(self, component: int, column: Sequence[Result]) -> list[float | None]:
+        if component not in self.per_turn:
+            return [score_of(r) for r in column]
+        sums = [math.fsum(parts) for parts in by_turn(_parts(column), self.sections[component].clip)]
+        return [None if score_of(r) is None else total for r, total in zip(column, sums, strict=True)]
+
+    def _turn_rewards(
+        self, results: Sequence[Sequence[Result]], rewards: Sequence[float | None]
+    ) -> list[tuple[float, ...]]:
+        """The weighted sum of the rewards by turn, () for a row that has none or is not scored."""
+        found: list[tuple[float, ...]] = [()] * len(rewards)
+        names = [r.name for r in self.rewards]
+        for i in self.per_turn:
+            section = self.sections[i]
+            open_rows: Sequence[float | None] = [1.0] * len(rewards)
+            if gate := section.condition:
+                keys = {gate.on: [score_of(r) for r in results[names.index(gate.on)]]}
+                open_rows = closed(open_rows, keys, (gate.on, gate.min))
+            for row, parts in enumerate(by_turn(_parts(results[i]), section.clip)):
+                if section.weight and parts and open_rows[row] and rewards[row] is not None:
+                    found[row] = tuple(
+                        before + section.weight * part
+                        for before, part in zip(found[row] or (0.0,) * len(parts), parts, strict=True)
+                    )
+        return found
 
     def results(
         self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
@@ -155,6 +191,7 @@ class Scorer:
 
         Components that read `correct` run after the one that says it. only: the indices of the components to run.
         """
+        samples = [self._divided(sample) for sample in samples] if self.per_turn else samples
         started = time.monotonic()
         which = range(len(self.rewards)) if only is None else only
         late = [i for i in which if "correct" in self.rewards[i].built_ins]
@@ -166,6 +203,10 @@ class Scorer:
             found |= self._run(late, samples, step, self._correct(found[self.correctness]))
         self.busy_seconds += time.monotonic() - started
         return [found[i] for i in which]
+
+    def _divided(self, sample: Sample) -> Sample:
+        """The sample with its parts, where it has no turns."""
+        return sample if sample.parts else replace(sample, parts=parts_of(sample.completion, self.scoring.split))
 
     def _run(
         self, which: Sequence[int], samples: Sequence[Sample], step: int, correct: Sequence[bool | None]
@@ -256,6 +297,10 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
             return sample.turns
         case "world_score":
             return sample.world_score
+        case "parts":
+            return list(sample.parts) or [sample.completion]
+        case "turn_rewards":
+            return list(sample.turn_rewards)
     raise ValueError(name)
 
 
@@ -303,7 +348,14 @@ def score_of(result: Result) -> float | None:
     """The score itself; None if the call abstained or failed."""
     if result.kind != "value":
         return None
+    if isinstance(result.value, ByTurn):
+        return result.value.total
     return result.value["reward"] if isinstance(result.value, dict) else result.value
+
+
+def _parts(results: Sequence[Result]) -> list[tuple[float, ...]]:
+    """The numbers by turn, () where a call abstained or failed."""
+    return [r.value.parts if r.kind == "value" and isinstance(r.value, ByTurn) else () for r in results]
 
 
 def _columns(name: str, results: Sequence[Result]) -> dict[str, list[float | None]]:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from posttrain.verify.contract import BrokenContract, checked, checked_batch
+from posttrain.verify.contract import BrokenContract, checked, checked_batch, checked_turns
 
 SLOT = struct.Struct("<d")
 SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
@@ -41,6 +41,7 @@ class Target(NamedTuple):
     is_async: bool
     limit: float  # seconds a call
     text: bool = False  # it returns a text (a tool), not a score
+    per_turn: bool = False  # it returns a number for each of the argument `parts`
 
 
 class Call(NamedTuple):
@@ -173,6 +174,8 @@ class Runner:
             return str(value)
         if self.targets[call.target].batched:
             return checked_batch(value, len(call.completion))
+        if self.targets[call.target].per_turn:
+            return checked_turns(value, len(call.arguments["parts"]))
         return checked(value)
 
     def _occupy(self, number: float, start: float, limit: float) -> None:

@@ -66,13 +66,13 @@ def test_credit_flows_back_within_an_episode_only() -> None:
 
 
 def test_step_advantages_reach_the_tokens_of_their_step() -> None:
-    """Values are read at a step's last trained token: 0.5 and 0.25. raw 0.5 and -0.25: normalised +-1 / sqrt 2."""
+    """Values are read at a step's first trained token: 0.5 and 0.25. raw 0.5 and -0.25: normalised +-1 / sqrt 2."""
     rows = RolloutBatch(
         torch.arange(2),
         torch.tensor([[1, 1], [1, 0]], dtype=torch.bool),
         rewards=torch.tensor([1.0, 0.0], dtype=F64),
-        values=torch.tensor([[9.0, 0.5], [0.25, 8.0]], dtype=F64),
-        dones=torch.tensor([True, True]),
+        values=torch.tensor([[0.5, 9.0], [0.25, 8.0]], dtype=F64),
+        turn_ids=torch.zeros(2, 2, dtype=torch.long),
     )
     found = step_gae(rows)
     half = math.sqrt(0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.advantage.meta import meta_reasoning, per_turn, turn_terms
+from posttrain.advantage.meta import meta_terms, per_turn, turn_terms
 from posttrain.batch import RolloutBatch
 
 F64 = torch.float64
@@ -65,10 +65,10 @@ def test_steps_are_compared_within_their_kind() -> None:
     batch = steps([0, 1, 1, 1, -1], [1, 1, 0, 0, 9], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1])
     m = torch.tensor([1.0, 2 / 3, -1 / 3, -1 / 3, 0.0], dtype=F64)
     e = torch.tensor([0.5, 0.5, -0.5, -0.5, -0.5], dtype=F64)
-    assert torch.allclose(meta_reasoning(batch, weight=0.5), e + 0.5 * m)
+    assert torch.allclose(meta_terms(batch, weight=0.5), e + 0.5 * m)
 
 
 def test_a_single_episode_keeps_its_success() -> None:
     batch = steps([3, 3], [0, 0], [1, 1], [0, 0])
-    assert meta_reasoning(batch).tolist() == [1.0, 1.0]
-    assert meta_reasoning(batch, norm_std=True).tolist() == [1.0, 1.0]
+    assert meta_terms(batch).tolist() == [1.0, 1.0]
+    assert meta_terms(batch, norm_std=True).tolist() == [1.0, 1.0]

@@ -82,7 +82,7 @@ ADAPTERS = {
         agents.episode_steps,
         agents.meta_rewards,
         agents.tag_numbers,
-        meta.meta_reasoning,
+        meta.meta_terms,
         params={"w": "weight", "norm_std": "norm_std", "eps": "eps"},
     ),
     "dianjin": call(reasoning.format_and_accuracy, {"reward": "reward", "format": "format", "accuracy": "accuracy"}),

@@ -1,0 +1,61 @@
+"""The steps of a completion that is one turn, for rewards by turn, and who must be there to read them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+Split = Literal["lines", "paragraphs"]
+
+# What ends a step: it belongs to the step before it.
+_ENDS = {"lines": re.compile(r"\n+"), "paragraphs": re.compile(r"\n[ \t]*\n\s*")}
+
+
+def ends_of(text: str, split: Split | None) -> list[int]:
+    """The character behind each step, rising; the last is the end of the text. No step is blank, but for a blank text.
+
+    lines: a step ends with its line breaks; paragraphs: with an empty line; None: the text is one step.
+    """
+    if split is None:
+        return [len(text)]
+    ends: list[int] = []
+    start = 0
+    for match in _ENDS[split].finditer(text):
+        if text[start : match.end()].strip() and text[match.end() :].strip():
+            ends.append(match.end())
+            start = match.end()
+    return [*ends, len(text)]
+
+
+def parts_of(text: str, split: Split | None) -> list[str]:
+    """The steps themselves; put together they are the text."""
+    ends = ends_of(text, split)
+    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def problem(
+    names: Sequence[str],
+    advantage: str,
+    params: Mapping[str, Any],
+    needs: Collection[str],
+    *,
+    environment: bool,
+    split: str | None,
+) -> tuple[str, str, str]:
+    """(recipe key, what is wrong, what would be right) of a recipe whose rewards by turn are `names`; ('', '', '').
+
+    needs: those of its components. environment: its steps may give rewards too.
+    """
+    right = "mark a reward with @per_turn (docs/rewards.md), e.g. turns.repeats"
+    wanted = {"token_rewards", "turn_scores"} & set(needs)
+    if split and not names:
+        return "scoring.split", "does nothing: no reward is marked @per_turn", right
+    if wanted and not names and not (environment and wanted == {"token_rewards"}):
+        also = "" if environment else ", or use an `environment` whose steps give rewards"
+        return "advantage.use", f"`{advantage}` reads rewards by turn, and no reward gives them", right + also
+    for key in ("tag", "step_reward") if "turn_scores" in wanted else ():
+        if params.get(key) not in names:
+            what = f"`{advantage}` reads `{params.get(key)}`, which is no reward by turn of this recipe"
+            return f"advantage.{key}", what, f"there are: {', '.join(names)}"
+    return "", "", ""

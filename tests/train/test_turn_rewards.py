@@ -1,0 +1,258 @@
+"""Rewards by turn: what they give, where it stands in the batch, and that turns learn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.advantage.steps import REWARD, gigpo, steps_of
+from posttrain.advantage.tokens import token_rewards
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
+from posttrain.errors import RewardError
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Reward, Scoring
+from posttrain.rollout.told import told
+from posttrain.run.metrics import read_metrics
+from posttrain.train import rl
+from posttrain.train.collate import rollout_batch, turn_of_each
+from posttrain.train.scoring import ends_of_parts
+from posttrain.verify.score import Sample, Scorer
+
+Opened = Callable[..., AbstractContextManager[Any]]
+
+SCRIPT = """
+from posttrain.verify.contract import per_turn
+
+@per_turn
+def digits(completion, parts):
+    return [float(sum(c.isdigit() for c in part)) for part in parts]
+
+@per_turn
+def picky(completion, parts):
+    return None if "none" in completion else [None] * len(parts)
+
+@per_turn
+def long(completion, parts): return [1.0] * (len(parts) + 1)
+
+@per_turn
+def blind(completion): return [1.0]
+
+def right(completion): return float("7" in completion)
+"""
+ECHO = """
+class Echo:
+    def reset(self, row): self.turn = 0
+    def step(self, text):
+        self.turn += 1
+        return "again", self.turn == 3, float(any(c.isdigit() for c in text))
+    def score(self): return 0.0
+    def close(self): pass
+"""
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Callable[..., Any]:
+    """Scores of samples by rewards of SCRIPT."""
+    (tmp_path / "s.py").write_text(SCRIPT)
+
+    def score(samples: list[Sample], *rewards: dict[str, Any], **scoring: Any) -> Any:
+        sections = [Reward.model_validate({**r, "use": f"s.py:{r['use']}"}) for r in rewards]
+        with Scorer(sections, Scoring(workers=1, **scoring), tmp_path) as scorer:
+            return scorer.score(samples)
+
+    return score
+
+
+def test_weights_clips_and_conditions_are_of_each_turn(scored: Any) -> None:
+    """Digits 1, 0, 3 in three turns, at most 2 a turn: 1, 0, 2, times 0.5 is 1.5 in all; nothing without a 7."""
+    samples = [
+        Sample(text, {}, parts=parts)
+        for text, parts in [("7\nx\n456", ("7", "x", "456")), ("1\n2", ("1", "2")), ("7 none", ("7 none",))]
+    ]
+    digits = {"use": "digits", "weight": 0.5, "clip": [0, 2], "condition": {"on": "right", "min": 1}}
+    found = scored(
+        samples, {"use": "right", "weight": 1, "correct": True}, digits, {"use": "picky", "on_none": "ignore_component"}
+    )
+    assert found.components["digits"] == [4.0, 2.0, 1.0]  # as the script gave them
+    assert found.turn_scores["digits"] == [(1.0, 0.0, 3.0), (1.0, 1.0), (1.0,)]
+    assert found.rewards == [1 + 1.5, 0.0, 1 + 0.5]
+    assert found.turn_rewards == [(0.5, 0.0, 1.0), (0.0, 0.0), (0.5,)]
+    assert found.turn_scores["picky"] == [(0.0, 0.0, 0.0), (0.0, 0.0), ()]
+
+
+def test_steps_of_a_single_turn(scored: Any) -> None:
+    text = "1 and 2\n\nno\n3\n"
+    for split, scores in (("lines", (2.0, 0.0, 1.0)), ("paragraphs", (2.0, 1.0)), (None, (3.0,))):
+        found = scored([Sample(text, {})], {"use": "digits"}, split=split)
+        assert (found.turn_scores["digits"], found.rewards) == ([scores], [3.0])
+
+
+@pytest.mark.parametrize(("use", "told"), [("long", "row 0: returned .* for 1 parts"), ("blind", "takes no `parts`")])
+def test_a_wrong_reward_by_turn_is_told(use: str, told: str, scored: Any) -> None:
+    with pytest.raises(RewardError, match=told):
+        scored([Sample("x", {})], {"use": use})
+
+
+class Characters:
+    """A tokeniser whose tokens are characters."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def batch_decode(self, rows: Any, **_: Any) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+def rollout(*turns: tuple[str, str | None], reward: float, given: tuple[float, ...], group: int = 0) -> Rollout:
+    """Turns and replies, a character a token."""
+    segments: list[Segment] = []
+    for text, reply in turns:
+        segments.append(Segment("model", tuple(map(ord, text))))
+        segments += [Segment("tool", tuple(map(ord, reply)))] if reply is not None else []
+    made = Rollout(
+        prompt=Prompt("p", {}, "", (1,)),
+        group=group,
+        segments=tuple(segments),
+        text="\n".join(text for text, _ in turns),
+        finish="stop",
+        version=0,
+        reward=reward,
+        turns=tuple(Turn(text, reply=reply, reward=0.25) for text, reply in turns),
+        turn_scores={"mine": given},
+        turn_rewards=given,
+    )
+    made.part_ends = ends_of_parts(made, None, Characters())
+    return made
+
+
+def test_they_stand_at_the_ends_of_their_turns() -> None:
+    r = rollout(("ab", "xy"), ("cde", None), reward=2.0, given=(0.5, -1.0))
+    assert r.part_ends == (1, 6)
+    batch = rollout_batch([r], needs={"token_rewards", "turn_ids"})
+    assert batch.turn_rewards is not None and batch.token_rewards is not None
+    assert batch.turn_rewards.tolist() == batch.turn_scores["mine"].tolist() == [[0, 0.5, 0, 0, 0, 0, -1.0]]
+    assert batch.token_rewards.tolist() == [[0, 0.75, 0, 0, 0, 0, -0.75]]  # with the environment's 0.25 a turn
+    whole = token_rewards(batch.replace(token_rewards=None))
+    assert whole.tolist() == [[0, 0.5, 0, 0, 0, 0, 1.5]]  # the row's 2 less what the first turn has
+
+
+def test_steps_end_where_their_text_does() -> None:
+    text = "ab\ncd\n\nef"
+    one = Rollout(Prompt("p", {}, "", (1,)), 0, (Segment("model", tuple(map(ord, text))),), text, "stop", 0)
+    one.part_ends = ends_of_parts(one, "lines", Characters())
+    assert one.part_ends == (2, 6, 8)
+    assert turn_of_each(one) == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_turns_of_a_step_batch() -> None:
+    """Two rollouts answer alike shown the same: what followed is compared there, -0.5 and 0.5 * gamma 1."""
+    rows = [
+        rollout(("ab", "x"), ("c", None), reward=1.0, given=(0.0, 0.0)),
+        rollout(("q", "x"), ("d", None), reward=0.0, given=(0.0, 0.0)),
+        rollout(("q", "other"), ("d", None), reward=0.5, given=(0.0, 0.0)),
+    ]
+    batch = rollout_batch(rows, needs={"turn_ids", "turn_states"})
+    steps = steps_of(batch)
+    assert steps.batch.components[REWARD].tolist() == [0, 1, 0, 0, 0, 0.5]
+    assert steps.batch.step_ids is not None and steps.batch.step_ids.tolist() == [0, 1] * 3
+    assert steps.batch.dones is not None and steps.batch.dones.tolist() == [False, True] * 3
+    found = gigpo(batch, gamma=1.0)
+    assert found.shape == batch.mask.shape and not found[~batch.mask].any()
+    # episode 0.5, -0.5, 0; first turns share the prompt (the same again); of the second, two were shown x.
+    assert found[0].tolist() == pytest.approx([1.0, 1.0, 0, 1.0] + [0.0] * (batch.mask.shape[1] - 4))
+    assert float(found[1][batch.mask[1]][-1]) == pytest.approx(-1.0)
+    assert float(found[2][batch.mask[2]][-1]) == pytest.approx(0.0)  # seen once
+
+
+def test_a_batch_without_a_trained_token_has_no_steps() -> None:
+    empty = RolloutBatch(
+        torch.zeros(2, dtype=torch.long),
+        torch.zeros(2, 3, dtype=torch.bool),
+        rewards=torch.ones(2).double(),
+        turn_ids=torch.zeros(2, 3, dtype=torch.long),
+        turn_states=torch.zeros(2, 3, dtype=torch.long),
+    )
+    assert gigpo(empty).tolist() == [[0.0] * 3] * 2
+
+
+def test_calls_know_their_turn() -> None:
+    r = rollout(("a", "b"), ("c", None), reward=0.0, given=())
+    r.turns = (r.turns[0], Turn("c", (ToolCall("t", {}, "no", "error"),)))
+    given = told(r)
+    assert [call["turn"] for call in given["tool_calls"]] == [1]
+    assert given["parts"] == ("a", "c") and given["turn_rewards"] == (0.25, None)
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[..., Any]:
+    """A recipe on the tiny model with rewards by turn."""
+    (tmp_path / "s.py").write_text(SCRIPT)
+    (tmp_path / "echo.py").write_text(ECHO)
+    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"prompt": "say {i}"}}' for i in range(16)))
+
+    def make(**changes: Any) -> Any:
+        values = {
+            "stage": "rl",
+            "model": {"path": "tiny"},
+            "data": {"source": "rows.jsonl"},
+            "rollout": {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 24},
+            "rewards": [{"use": "s.py:digits", "weight": 0.2}, {"use": "s.py:right", "weight": 0, "correct": True}],
+            "scoring": {"workers": 1},
+            "optim": {"lr": 3e-3},
+            "run": {"steps": 2},
+            **changes,
+        }
+        return load_dict(values, base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+@pytest.mark.parametrize("advantage", ["gigpo", "step_gae"])
+def test_turns_learn_from_what_they_earn(advantage: str, toy: Any, opened: Opened) -> None:
+    """An environment pays each of three turns for a digit, and the rollout for nothing."""
+    recipe = toy(
+        environment={"use": "echo.py:Echo"},
+        rollout={
+            **{"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 90, "turn_tokens": 12, "max_turns": 3},
+            "stop": ["e", "a", "o", "1", "2", "7"],
+        },
+        rewards=[{"use": "environment.steps"}, {"use": "environment.score", "weight": 0, "correct": True}],
+        advantage={"use": advantage, "gamma": 0.0},
+        run={"steps": 14},
+    )
+    with opened("run") as directory:
+        rl.run(recipe, directory)
+    earned = [row["reward"] for row in read_metrics(directory.path)]
+    assert sum(earned[-3:]) / 3 > sum(earned[:3]) / 3 + 0.5
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "per_turn", "information_gain"])
+def test_steps_of_a_single_turn_are_credited(advantage: str, toy: Any, opened: Opened) -> None:
+    with opened("run") as directory:
+        rl.run(toy(advantage=advantage, scoring={"workers": 1, "split": "lines"}), directory)
+    rows = read_metrics(directory.path)
+    assert len(rows) == 2 and all(row["rewards/digits/mean"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"scoring": {"split": "lines"}, "rewards": [{"use": "s.py:right"}]}, "scoring.split: does nothing"),
+        (
+            {"tools": [{"use": "calculator"}], "advantage": "per_turn", "rewards": [{"use": "s.py:right"}]},
+            "`per_turn` reads rewards by turn, and no reward gives them",
+        ),
+        (
+            {"scoring": {"split": "lines"}, "advantage": {"use": "meta_reasoning", "tag": "digits"}},
+            "no reward component `meta_reward`",
+        ),
+    ],
+)
+def test_rewards_by_turn_that_nobody_gives(changes: Any, told: str, toy: Any, opened: Opened) -> None:
+    with pytest.raises((RewardError, ValueError), match=told), opened("run") as directory:
+        rl.run(toy(**changes), directory)
