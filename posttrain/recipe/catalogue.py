@@ -199,7 +199,7 @@ _CONFLICTS = {
     "turn_ids": "rollouts of a single turn: it needs `tools` or an `environment`, or steps (`scoring.split`)",
     "edge_ids": "`scoring.split`: it needs real turns",
     "turn_states": "`scoring.split`: it needs real turns",
-    "token_rewards": "only rewards that know no turns: it needs one marked @per_turn, or an environment that pays steps",
+    "token_rewards": "only rewards that know no turns: it needs one marked @per_turn, or an `environment` that pays",
     "turn_scores": "only rewards that know no turns: it needs those that its keys name, marked @per_turn",
     "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
 }
