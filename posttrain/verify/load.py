@@ -51,7 +51,10 @@ BUILT_INS = (
 CALL_SECONDS = 10.0
 
 # Rewards that are models: they run in the trainer's process.
-MODELS = {"reward_model": "posttrain.evaluate.model_reward:score"}
+MODELS = {
+    "reward_model": "posttrain.evaluate.model_reward:score",
+    "judge_model": "posttrain.evaluate.model_judge:score",
+}
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,7 @@ def test_rollouts_read_back_as_they_were() -> None:
         Turn("ends"),
     )
     told = {"turns": turns, "ended": "answer", "world_score": 1.0}
+    told |= {"part_ends": (1, 2), "turn_rewards": (0.5, -1 / 3), "turn_scores": {"r": (0.25, 0.0)}}
     rollouts = [
         Rollout(prompts[1], 3, segments, "text\n\u00e9", "length", 7, {"r": 0.1, "s": None}, 0.1, None, **told),
         Rollout(prompts[0], 4, (Segment("model", (), ()),), "", "stop", 8, {"r": None}, None, True),
