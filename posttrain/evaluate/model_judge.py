@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from posttrain import chat
+from posttrain.data.render import render_prompt
 from posttrain.errors import RewardError
-from posttrain.recipe.sections import Model, Sampling
+from posttrain.recipe.sections import Data, Model, Sampling
 from posttrain.verify import judging
 from posttrain.verify.contract import Score, in_trainer, judge
 from posttrain.verify.extract import after_think
+
+if TYPE_CHECKING:
+    from posttrain.batch import Prompt
 
 Ask = Literal["rating", "rubric", "versus"]
 REMEMBERED = 50_000  # replies of a model that are kept, so that the same question is not asked twice
@@ -160,18 +163,16 @@ def _score(ask: Ask, row: Sequence[Any], said: Sequence[str], pattern: str, scal
 
 def _replies(model: Loaded, questions: Sequence[tuple[str, int]], sampling: Sampling, seed: int) -> list[str]:
     """The judge's reply to each (question, sample); '' for a question without room. Known ones are not asked again."""
-    from posttrain.batch import Prompt
-
     engine, how = model.engine, (sampling.temperature, sampling.max_new_tokens, seed)
     room = engine.window - sampling.max_new_tokens
     found = {asked: model.replies.get((*asked, *how)) for asked in questions}
     new: list[tuple[tuple[str, int], Prompt]] = []
     for number, asked in enumerate(one for one, reply in found.items() if reply is None):
-        text = _rendered(engine.tokenizer, asked[0])
-        ids = tuple(engine.tokenizer(text, add_special_tokens=not engine.tokenizer.chat_template)["input_ids"])
+        section = Data(source="asked", chat=bool(engine.tokenizer.chat_template))
+        prompt = render_prompt({"uid": str(number), "prompt": asked[0]}, engine.tokenizer, section)
         found[asked] = ""
-        if len(ids) <= room:
-            new.append((asked, Prompt(str(number), {}, text, ids)))
+        if len(prompt.ids) <= room:
+            new.append((asked, prompt))
     if new:
         rollouts = engine.generate([prompt for _, prompt in new], 1, sampling, seed=seed, logprobs=False)
         for (asked, _), rollout in zip(new, rollouts, strict=True):
@@ -180,12 +181,6 @@ def _replies(model: Loaded, questions: Sequence[tuple[str, int]], sampling: Samp
     while len(model.replies) > REMEMBERED:
         del model.replies[next(iter(model.replies))]
     return [found[asked] or "" for asked in questions]
-
-
-def _rendered(tokenizer: Any, question: str) -> str:
-    if not tokenizer.chat_template:
-        return f"{question}\n"
-    return chat.render(tokenizer, [{"role": "user", "content": question}], generation_prompt=True)
 
 
 def _template(path: str, base_dir: str) -> str:
