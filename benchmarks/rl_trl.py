@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     import os
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    os.environ.setdefault("MASTER_PORT", str(free_port()))  # else TRL takes 29500, whoever uses it
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -100,6 +102,13 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
         "grad_norm": [one.get("grad_norm") for one in logs],
         "gap": [one.get("sampling/sampling_logp_difference/mean") for one in logs],
     }
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ GIB = 1 << 30
 
 def nvml() -> Any:
     """pynvml, from vLLM or on its own; None without a GPU."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM reads it when it is imported
     for name in ("vllm.third_party.pynvml", "pynvml"):
         try:
             found = __import__(name, fromlist=["nvmlInit"])

@@ -161,7 +161,7 @@ class RolloutBatch:
 
     def select(self, rows: Tensor | Sequence[int]) -> RolloutBatch:
         """The batch of these rows (index or boolean mask [N]); every tensor field is cut alike."""
-        rows = rows if isinstance(rows, Tensor) else torch.as_tensor(rows, dtype=torch.long)
+        rows = rows if isinstance(rows, Tensor) else on_device(rows, self.group_ids.device)
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device | str) -> RolloutBatch:
@@ -179,6 +179,12 @@ class RolloutBatch:
             elif isinstance(value, Mapping):
                 changed[item.name] = {k: f(v) if isinstance(v, Tensor) else v for k, v in value.items()}
         return dataclasses.replace(self, **changed)
+
+
+def on_device(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """The numbers as a tensor, without waiting for what a GPU still computes, as `torch.tensor(..., device=)` does."""
+    found = torch.tensor(numbers, dtype=dtype)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 @dataclass(frozen=True)

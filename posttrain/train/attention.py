@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from posttrain.batch import on_device
 from posttrain.errors import ModelError
 
 NAME = "posttrain_packed"
@@ -53,7 +55,7 @@ class Keys:
 
 
 def _ends(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return on_device(list(itertools.accumulate(lengths, initial=0)), device, torch.int32)
 
 
 @torch.compiler.disable

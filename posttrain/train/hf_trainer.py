@@ -36,6 +36,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding
+from posttrain.train.peak import peak_memory
 from posttrain.train.plan import out_of_memory
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
@@ -266,6 +267,7 @@ class RunLoop(abc.ABC):
             "num_tokens": state.tokens,
             "time/step": seconds,
             "time/tokens_per_s": sums["tokens"] / seconds,
+            **peak_memory(),
         }
         state.first_metrics, state.last_metrics = state.first_metrics or values, values
         return values

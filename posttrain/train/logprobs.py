@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.batch import on_device
 from posttrain.train.attention import Packed
 from posttrain.train.head import Head, token_scores
 from posttrain.train.sharding import as_forward
@@ -98,7 +99,7 @@ def _completion_scores(
     rows, positions, columns, targets = _completion_positions(sequences, device)
     if packed:
         hidden = _packed_states(causal, sequences, device)
-        starts = torch.tensor([0, *sequences.lengths[:-1]], device=device).cumsum(0)
+        starts = on_device([0, *sequences.lengths[:-1]], device).cumsum(0)
         states = hidden[0, starts[rows] + positions]
     else:
         states = _padded_states(causal, sequences, device)[rows, positions]
@@ -147,7 +148,7 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
         positions += range(start - 1, start - 1 + count)
         columns += range(count)
         targets += row[start:]
-    return tuple(torch.tensor(x, dtype=torch.long, device=device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
+    return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
 def _padded_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
@@ -158,8 +159,8 @@ def _padded_states(causal: Any, sequences: Sequences, device: torch.device) -> T
 
 def _packed_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
     """Last hidden states [1,tokens,H] of all rows in one line; positions start at 0 in each row."""
-    ids = torch.tensor([i for row in sequences.ids for i in row], device=device)[None]
-    positions = torch.cat([torch.arange(n) for n in sequences.lengths]).to(device)[None]
+    ids = on_device([i for row in sequences.ids for i in row], device)[None]
+    positions = on_device([i for n in sequences.lengths for i in range(n)], device)[None]
     borders = Packed.of(sequences.lengths, device)
     return causal.base_model(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 

@@ -51,6 +51,7 @@ from posttrain.train.fit import try_longest
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
 from posttrain.train.overlap import Ahead
+from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
 from posttrain.train.plan import out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
@@ -181,7 +182,7 @@ def train(
         with _explained(p, state, directory):
             rollouts, values, saved = step(p.at(numbers), state, ahead)
         values |= {f"control/{key}": number for key, number in numbers.items()}
-        values |= p.watchdog.times()
+        values |= {**p.watchdog.times(), **peak_memory()}
         values["time/step"] = time.perf_counter() - started
         values = distributed.from_main(values)  # all ranks decide by the same clock and the same numbers
         state.controllers = p.controls.update(state.controllers, values, state.step)

@@ -71,39 +71,45 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
 
 @dataclass
 class Mismatch:
-    """How far the engine's log-probs are from the trainer's, over the tokens that the engine reported."""
+    """How far the engine's log-probs are from the trainer's, over the tokens that the engine reported.
 
-    tokens: float = 0.0
-    absolute: float = 0.0
-    kl: float = 0.0
-    largest: float = 0.0
+    `add` leaves what it finds on the device; `told` reads it.
+    """
+
+    tokens: float | Tensor = 0.0
+    absolute: float | Tensor = 0.0
+    kl: float | Tensor = 0.0
+    largest: float | Tensor = 0.0
 
     def add(self, logp: Tensor, rollout_logp: Tensor | None, mask: Tensor) -> None:
         """Compare log-probs [N,T] of the policy that sampled, before any update, where mask [N,T] is True."""
-        if rollout_logp is None:
+        if rollout_logp is None or not logp.numel():
             return
         known = mask & ~rollout_logp.isnan()
-        gap = (logp.detach() - rollout_logp)[known].double()
-        if len(gap) == 0:
-            return
-        self.tokens += len(gap)
-        self.absolute += float(gap.abs().sum())
-        self.kl += float((gap.exp() - 1 - gap).sum())  # k3 of KL(engine || trainer), sampled from the engine
-        self.largest = max(self.largest, float(gap.abs().max()))
+        gap = torch.where(known, logp.detach() - rollout_logp, 0.0).double()
+        self.tokens = self.tokens + known.sum()
+        self.absolute = self.absolute + gap.abs().sum()
+        self.kl = self.kl + (gap.exp() - 1 - gap).sum()  # k3 of KL(engine || trainer), sampled from the engine
+        self.largest = torch.clamp(gap.abs().amax(), min=self.largest)
+
+    def told(self) -> Mismatch:
+        """The same in plain numbers."""
+        return Mismatch(float(self.tokens), float(self.absolute), float(self.kl), float(self.largest))
 
     @classmethod
     def together(cls, parts: Sequence[Mismatch]) -> Mismatch:
         """That of several parts of the tokens, as one."""
-        sums = (sum(part.tokens for part in parts), sum(part.absolute for part in parts), sum(p.kl for p in parts))
+        sums = (sum(p.tokens for p in parts), sum(p.absolute for p in parts), sum(p.kl for p in parts))
         return cls(*sums, largest=max(part.largest for part in parts))
 
     def metrics(self) -> dict[str, float]:
-        if not self.tokens:
+        found = self.told()
+        if not found.tokens:
             return {}
         return {
-            "mismatch/mean": self.absolute / self.tokens,
-            "mismatch/max": self.largest,
-            "mismatch/kl": self.kl / self.tokens,
+            "mismatch/mean": float(found.absolute / found.tokens),
+            "mismatch/max": float(found.largest),
+            "mismatch/kl": float(found.kl / found.tokens),
         }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import RolloutBatch
+from posttrain.batch import RolloutBatch, on_device
 from posttrain.errors import NonFiniteError
 from posttrain.seeds import derive
 from posttrain.train import distributed, optim, sharding
@@ -20,12 +20,16 @@ from posttrain.train.policy import current, measure
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
-class Sums(dict[str, float]):
-    """Sums by name."""
+class Sums(dict[str, Any]):
+    """Sums by name. Those of tensors stay on their device until `numbers` reads them, so that nothing waits for a GPU
+    between micro-batches."""
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
         for name, value in values.items():
-            self[name] = self.get(name, 0.0) + float(value)
+            self[name] = self.get(name, 0.0) + (value.detach().double() if isinstance(value, Tensor) else value)
+
+    def numbers(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self.items()}
 
 
 @dataclass
@@ -61,7 +65,7 @@ def update(
             lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
             done += 1
             update_once(p, batch, sequences, rows, step, tally)
-    mismatch = Mismatch.together(distributed.gather(tally.mismatch)).metrics()
+    mismatch = Mismatch.together(distributed.gather(tally.mismatch.told())).metrics()
     return {**update_metrics(tally.sums, tally.norms, lr=lr), **mismatch}, batch, distributed.add_up(tally.logp)
 
 
@@ -82,15 +86,15 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
             idle_pass(p, batch, sequences, active)
             continue
         logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
-        tally.logp[chosen] = logp.detach().float()
+        tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
         if batch.old_logp is None:
             tally.mismatch.add(logp, part.rollout_logp, part.mask)
         loss, stats = p.objective.loss(part, logp, totals)
         p.scaler.scale(loss).backward()
         sums.add(stats)
-        sums.add({"loss": loss.detach(), "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()})
+        sums.add({"loss": loss, "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()})
     distributed.sum_gradients(p.loaded.model, p.critic)
-    tally.sums.add(distributed.total(sums))
+    tally.sums.add(distributed.total(sums.numbers()))
     p.scaler.unscale_(p.optimizer)
     norm = float(optim.clip_gradients(p.loaded.model, p.recipe.optim.max_grad_norm))
     if p.critic is not None:
