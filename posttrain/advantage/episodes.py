@@ -32,8 +32,10 @@ def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> 
     steps = steps_of(batch.replace(mask=batch.mask & scored[:, None]))
     rows = steps.batch
     values, dones = required(rows.values, "values")[:, 0], required(rows.dones, "dones")
-    found = step_terms(rows.components[REWARD], values, dones, gamma=gamma, lam=lam)
-    return Credit(steps.spread(found.advantages), steps.spread(found.returns))
+    given = (x.cpu() for x in (rows.components[REWARD], values, dones))  # one step after the other: no work for a GPU
+    found = step_terms(*given, gamma=gamma, lam=lam)
+    advantages, returns = (steps.spread(x.to(batch.mask.device)) for x in (found.advantages, found.returns))
+    return Credit(advantages, returns)
 
 
 @dataclass(frozen=True)

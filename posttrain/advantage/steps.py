@@ -131,14 +131,12 @@ def gigpo_terms(
 
 def returns_by_trajectory(rewards: Tensor, trajectory: Tensor, steps: Tensor, gamma: float) -> Tensor:
     """Return of each row [N]: its reward + gamma * the return of the trajectory's next step, in order of `steps`."""
-    returns = torch.zeros_like(rewards)
-    for number in trajectory.unique():
-        rows = (trajectory == number).nonzero()[:, 0]
-        running = rewards.new_zeros(())
-        for row in rows[steps[rows].argsort(descending=True, stable=True)].tolist():
-            running = rewards[row] + gamma * running
-            returns[row] = running
-    return returns
+    own, found = rewards.tolist(), [0.0] * len(rewards)  # as numbers: one transfer, whatever the device
+    running: dict[int, float] = {}
+    places = trajectory.tolist()
+    for row in steps.argsort(descending=True, stable=True).tolist():
+        found[row] = running[places[row]] = own[row] + gamma * running.get(places[row], 0.0)
+    return rewards.new_tensor(found)
 
 
 def state_numbers(states: Sequence[str], group_ids: Sequence[int], similarity: float | None = None) -> list[int]:

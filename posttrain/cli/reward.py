@@ -206,7 +206,7 @@ def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Sco
         return [(recipe.verb, recipe.data, recipe.rewards, recipe.scoring)] if hasattr(recipe, "rewards") else []
     parts: dict[str, Any] = {}
     for entry in recipe.stages:
-        if entry.get("rewards"):
+        if entry.get("rewards") and entry.get("data"):  # a stage that takes another's completions has no rows
             data = sections.Data.model_validate(entry["data"])
             rewards = [sections.Reward.model_validate(r) for r in entry["rewards"]]
             scoring = sections.Scoring.model_validate(entry.get("scoring", {}))
@@ -238,12 +238,15 @@ def _try(
     quiet: bool,
 ) -> dict[str, Any]:
     """`what` (a stage or a function) tried on rows: as JSON, with the key `ok`."""
+    from posttrain.recipe.checks import reward_name
     from posttrain.verify.trial import as_json, try_rewards
 
     trial = try_rewards(rewards, scoring, base_dir, rows)
     too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
     tricked = trial.knows_gold and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.tricks.values())
-    outbid = any(paid > scoring.max_bad_gold * rows for paid, rows in trial.outbid.values())
+    # A recipe of which correctness is no part trains on something else on purpose, such as a control's coin.
+    counts_right = base_dir is None or any(s.weight for s in rewards if reward_name(s) == trial.correctness)
+    outbid = counts_right and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.outbid.values())
     counts = [count for by_name in trial.injected.values() for count in by_name.values()]
     moved = any(n > scoring.max_bad_gold * rows for n, rows in counts)
     if not quiet:

@@ -145,6 +145,7 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             "scores": r.scores,
             "version": r.version,
             **turn_records(r),
+            **({"turn_scores": r.turn_scores} if r.turn_scores else {}),
             "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
         }
         for r in chosen

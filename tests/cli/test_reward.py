@@ -133,6 +133,28 @@ def test_what_a_bad_reward_pays_for_is_named(body: str, named: list[str], recipe
     assert paying and {trick for trick in named if f"{trick} pays on 10 of 10 rows" in paying} == set(named)
 
 
+@pytest.mark.parametrize(("weight", "code"), [(0.1, 2), (0, 0)])
+def test_wrong_answers_that_earn_more_in_all(weight: float, code: int, recipe: Path) -> None:
+    """Words pay ten times more than being right; where being right pays nothing, that is what is wanted."""
+    (recipe.parent / "mine.py").write_text(GOOD + EXAMPLES + "def wordy(completion): return len(completion) / 10\n")
+    rewards = f"rewards: [{{use: mine.py:score, weight: {weight}, correct: true}}, {{use: mine.py:wordy}}]"
+    recipe.write_text(recipe.read_text().replace("rewards: [{use: mine.py:score}]", rewards))
+    result = reward_test(str(recipe))
+    assert "tricks that pay as much as gold: none" in result.stdout
+    assert "earn more than gold in all: " in result.stdout and "injection on 10 of 10 rows" in result.stdout
+    assert result.exit_code == code
+
+
+def test_rows_of_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "my own.py"
+    path.write_text(GOOD + EXAMPLES + 'ROWS = [{"prompt": "7?", "answer": "7"}]\n')
+    result = reward_test(str(path))
+    assert result.exit_code == 0, result.output
+    assert "score: 1 rows, gold written as plain" in result.stdout
+    path.write_text(path.read_text().replace("completion.strip() == answer", "answer in completion"))
+    assert reward_test(f"{path}:score").exit_code == 2
+
+
 def test_a_column_that_the_data_lacks(recipe: Path) -> None:
     (recipe.parent / "mine.py").write_text("def score(completion, anwser): return 1.0\n")
     result = reward_test(str(recipe))
