@@ -53,12 +53,14 @@ class ToolCall:
 @dataclass(frozen=True)
 class Turn:
     """One turn of the model. text: what it wrote, without special tokens; reply: what was shown to it next, None after
-    its last turn; reward: an environment's for this turn."""
+    its last turn; reward: an environment's for this turn; mc_value: what random plays from the state before it earned.
+    """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     reply: str | None = None
     reward: float | None = None
+    mc_value: float | None = None
 
 
 @dataclass

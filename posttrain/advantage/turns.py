@@ -11,7 +11,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
-from posttrain.batch import RolloutBatch
+from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
 Pools = Literal["separate", "joint", "none"]
@@ -187,13 +187,14 @@ def _with_outcome(rewards: Tensor, outcome: Tensor, turns: Tensor) -> Tensor:
     "advantage",
     "mc_critic",
     needs=("values", "mc_values", "turn_ids"),
-    note="For environments that can be saved and restored; there is no value after the last turn of a row.",
+    note="`environment: {simulations: 1000, horizon: 200}` plays from each state; the class needs `actions()`.",
 )
-def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: float = 0.0) -> Tensor:
+def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: float = 0.0) -> Credit:
     """ProAct: generalised advantages over turns, with values (1 - w) * critic + w * Monte Carlo -> [N,T].
 
-    A turn's values are those of its first trained token, its reward the sum of its token rewards (the row's reward at
-    the last turn without these); the episode ends with the row. w 1 and lam 0: the pure Monte-Carlo difference.
+    A turn's values are those of its first trained token, its reward what its tokens earned (`tokens.token_rewards`: the
+    rewards by turn, and the rest of the row's reward at the last); the episode ends with the row. The critic learns
+    advantage + value. w 1 and lam 0: the pure Monte-Carlo difference.
     """
     mask = scored_mask(batch)
     turn = torch.where(mask, required(batch.turn_ids, "turn_ids"), 0)
@@ -202,13 +203,14 @@ def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: f
     by_turn = rewards.new_zeros(len(batch), width).scatter_add(1, turn, rewards)
     first = mask & (turn > _before(mask, turn))
     values = [
-        rewards.new_zeros(len(batch), width + 1).scatter_add(1, turn, torch.where(first, source, 0.0))
+        rewards.new_zeros(len(batch), width + 1).scatter_add(1, turn, torch.where(first, source, 0.0).to(rewards))
         for source in (required(batch.values, "values"), required(batch.mc_values, "mc_values"))
     ]
     last = turn.max(-1, keepdim=True).values
     ended = torch.arange(width, device=turn.device) >= last
     found = critic_terms(by_turn, values[0], values[1], ended, w=w, gamma=gamma, lam=lam)
-    return torch.where(mask, found.advantages.gather(1, turn), 0.0)
+    advantages, returns = (torch.where(mask, x.gather(1, turn), 0.0) for x in (found.advantages, found.returns))
+    return Credit(advantages, returns)
 
 
 def _before(mask: Tensor, turn: Tensor) -> Tensor:

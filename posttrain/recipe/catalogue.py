@@ -207,7 +207,7 @@ _CONFLICTS = {
 
 def _unusable(needs: list[str]) -> str:
     """Why a recipe cannot use it: it is for callers who have such batches."""
-    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | MARKS
+    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | MARKS | {"mc_values"}
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -222,7 +222,9 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # whichever model wrote the data
     shaped: dict[str, Any] = {place: {"one": section, "list": [section], "named": {"kl.coef": section}}[shape]}
-    if set(needs) & FROM_TURNS:
+    if "mc_values" in needs:
+        shaped = {"environment": {"use": "my_game.py:Game", "simulations": 1000}, **shaped}
+    elif set(needs) & FROM_TURNS:
         shaped = {"tools": [{"use": "calculator"}], **shaped}
     if set(needs) & {"token_rewards", "turn_scores"}:
         shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]

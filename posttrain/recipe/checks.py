@@ -194,6 +194,9 @@ def _idle_turns(recipe: Any) -> Found:
             "does nothing with `tools` or an `environment`: the parts are the model's turns",
             "remove it",
         )
+    plays = isinstance(recipe, st.Acting) and recipe.environment is not None and recipe.environment.simulations
+    if plays and not (isinstance(recipe, st.RlRecipe) and "mc_values" in recipe.advantage.needs):
+        yield "environment.simulations", "nothing reads what states are worth", "write `advantage: mc_critic`, or 0"
     if not isinstance(recipe, st.Acting) or recipe.acts:
         return
     place = "rollout" if isinstance(recipe, st.RlRecipe) else "sampling"

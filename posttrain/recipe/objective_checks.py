@@ -29,7 +29,7 @@ MARKS = {"groups", "several_updates", "all_correct", "every_row"}
 WHY_NOT = {
     **dict.fromkeys(("turn_ids", "edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
-    "mc_values": "environments that can be saved and restored",
+    "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
     **dict.fromkeys(("hinted", "hint_mask"), "rollouts that continue a hint"),
     **dict.fromkeys(("external", "expert_logp"), "rollouts mixed with given solutions"),
@@ -77,6 +77,7 @@ def _by_turn(recipe: RlRecipe) -> set[str]:
 
     Whether a reward gives such rewards shows when it is loaded (`train.scoring.check_turns`)."""
     found = {"turn_ids", "edge_ids", "turn_states"} if recipe.acts else set()
+    found |= {"mc_values"} if recipe.environment and recipe.environment.simulations else set()
     return found | ({"turn_ids", "token_rewards", "turn_scores"} if recipe.acts or recipe.scoring.split else set())
 
 
@@ -89,7 +90,7 @@ def _made(recipe: RlRecipe) -> set[str]:
     return made
 
 
-_MAKERS = ((("channels", "copo"), "channels"), (("gae", "step_gae"), "returns"))
+_MAKERS = ((("channels", "copo"), "channels"), (("gae", "step_gae", "mc_critic"), "returns"))
 
 
 def maker(need: str) -> str:

@@ -142,7 +142,11 @@ class Environment(Section):
 
     use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
-    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step, or of a state's simulations")
+    simulations: Annotated[int, Field(ge=0)] = Field(
+        0, description="random plays from the state before each turn, for advantage mc_critic; needs a method actions()"
+    )
+    horizon: Positive = Field(200, description="steps of such a play at most")
 
 
 class Server(Section):

@@ -119,6 +119,7 @@ class TurnEngine:
         started = time.monotonic()
         live = list(mine)
         for number in range(sampling.max_turns):
+            values = self.world.values(live)
             if number == 0:  # each prompt is read once for its n completions
                 drawn = self.engine.generate(prompts, n, one, seed=seed, logprobs=logprobs, share=share)
             else:
@@ -133,6 +134,8 @@ class TurnEngine:
             late = sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
             stop = "time" if late else "turns" if number + 1 == sampling.max_turns else ""
             self._take(rows, dict(zip(live, drawn, strict=True)), sampling, stop)
+            for r, value in values.items():
+                rows[r].turns[-1] = dataclasses.replace(rows[r].turns[-1], mc_value=value)
             live = [r for r in live if not rows[r].ended]
             if not live:
                 return

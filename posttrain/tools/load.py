@@ -125,7 +125,7 @@ def environment_class(section: Environment, base_dir: Path | None) -> Callable[[
         left, name = split
         target = f"{find(left, base_dir, 'environment', ToolError)}:{name}" if left.endswith(".py") else section.use
     made = load_function(target, None, what="environment", error=ToolError)
-    for method in ("reset", "step", "score", "close"):
+    for method in ("reset", "step", "score", "close", *(("actions",) if section.simulations else ())):
         if not callable(getattr(made, method, None)):
             raise ToolError(f"environment {section.use} has no method `{method}`")
     try:

@@ -11,7 +11,7 @@ from posttrain.recipe.stages import Acting
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, detect, explained, template_knows_tools
 from posttrain.tools.load import LoadedTool, environment_class, load_tools
-from posttrain.tools.worlds import Environments, Tools, World
+from posttrain.tools.worlds import Environments, Simulations, Tools, World
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Offer:
     system: str | None  # what a system message says about the tools, where the template says nothing
     shown: bool  # prompts tell of the tools
     given_system: str | None = None  # the recipe's system message, which that text stands behind
+    simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
 
     @property
     def reply_role(self) -> Literal["tool", "user"]:
@@ -35,7 +36,7 @@ class Offer:
     def world(self) -> World:
         """Started: workers run until it is closed."""
         if self.make is not None:
-            return Environments(self.make, self.workers, self.timeout_s)
+            return Environments(self.make, self.workers, self.timeout_s, self.simulations)
         return Tools(Caller(self.tools, self.workers), self.form)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,4 +75,13 @@ def offer_of(recipe: Acting, tokenizer: Any, base_dir: Path | None) -> Offer | N
         system=explained(schemas, form) if silent else None,
         shown=shown,
         given_system=recipe.data.system,  # type: ignore[attr-defined]  # every stage that acts has data
+        simulations=_simulations(recipe),
     )
+
+
+def _simulations(recipe: Acting) -> Simulations | None:
+    """With the discount of the advantage that reads them; evaluations need none."""
+    section, advantage = recipe.environment, getattr(recipe, "advantage", None)
+    if section is None or not section.simulations or advantage is None:
+        return None
+    return Simulations(section.simulations, section.horizon, float(advantage.params.get("gamma", 1.0)))

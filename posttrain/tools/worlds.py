@@ -5,6 +5,8 @@ rollouts at once: those of a turn are answered together.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from posttrain.batch import ToolCall
 from posttrain.errors import ToolError
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse
+from posttrain.tools.simulate import mean_return
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Reply:
 class World(Protocol):
     def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """New rollouts: number -> data row."""
+        ...
+
+    def values(self, numbers: Sequence[int]) -> dict[int, float]:
+        """What the states of these rollouts are worth before their next turn; {} where nobody asks."""
         ...
 
     def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
@@ -55,6 +62,11 @@ class Tools:
     def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Tools remember nothing."""
         del rows
+
+    def values(self, numbers: Sequence[int]) -> dict[int, float]:
+        """Tools have no states."""
+        del numbers
+        return {}
 
     def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
         """All calls of all turns at once, in worker processes."""
@@ -81,13 +93,25 @@ def _answered(calls: Sequence[ToolCall]) -> Reply:
     return Reply(messages, tuple(calls))
 
 
+@dataclass(frozen=True)
+class Simulations:
+    """How a state's value is measured; see `simulate.mean_return`."""
+
+    plays: int
+    horizon: int
+    gamma: float
+
+
 class Environments:
     """One object of a user's class a rollout, always closed. They live in this process, on threads: a step over its
     time ends its rollout, but Python cannot stop it. Steps of one environment never run side by side.
     """
 
-    def __init__(self, make: Callable[[], Any], workers: int, timeout_s: float) -> None:
-        self.make, self.timeout_s = make, timeout_s
+    def __init__(
+        self, make: Callable[[], Any], workers: int, timeout_s: float, simulations: Simulations | None = None
+    ) -> None:
+        self.make, self.timeout_s, self.simulations = make, timeout_s, simulations
+        self._asked: dict[int, int] = {}  # how often a rollout's state was simulated
         self.threads = ThreadPoolExecutor(workers, thread_name_prefix="environment")
         self.live: dict[int, Any] = {}
         self.broken: set[int] = set()
@@ -101,6 +125,19 @@ class Environments:
             self.live[number] = self.make()
             if self.live[number].reset(row) is not None:
                 raise ToolError("an environment's reset returned something", hint="its task is the row's `prompt`")
+
+    def values(self, numbers: Sequence[int]) -> dict[int, float]:
+        """Mean returns of random plays from each state; one that raises or is late ends the run."""
+        if self.simulations is None:
+            return {}
+        waiting = {n: self.threads.submit(self._run, n, self._simulated, n) for n in numbers}
+        return {number: _result(future, self.timeout_s) for number, future in waiting.items()}
+
+    def _simulated(self, number: int) -> float:
+        assert self.simulations is not None
+        self._asked[number] = self._asked.get(number, 0) + 1
+        rng = random.Random(f"{number} {self._asked[number]}")
+        return mean_return(self.live[number], rng, **dataclasses.asdict(self.simulations))
 
     def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
         """Steps of all turns at once; what one raises, or its time, ends its rollout."""
@@ -135,7 +172,7 @@ class Environments:
             for environment in self.live.values():
                 with contextlib.suppress(Exception):  # the others must be closed too
                     environment.close()
-            self.live, self.broken = {}, set()
+            self.live, self.broken, self._asked = {}, set(), {}
         return scores
 
     def _score(self, number: int, environment: Any) -> float | None:

@@ -133,11 +133,19 @@ def _at_ends(rollouts: Sequence[Rollout], width: int, numbers: Sequence[Sequence
     return out
 
 
+def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """What random plays earned from the state before each turn, at all its tokens."""
+    values = [[turn.mc_value or 0.0 for turn in r.turns] or [0.0] for r in rollouts]
+    rows = [[own[turn] for turn in turn_of_each(r)] for r, own in zip(rollouts, values, strict=True)]
+    return _rows(rows, width, 0.0, torch.float64)
+
+
 BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "turn_ids": _turn_ids,
     "edge_ids": _edge_ids,
     "token_rewards": _token_rewards,
     "turn_states": _turn_states,
+    "mc_values": _mc_values,
 }
 
 

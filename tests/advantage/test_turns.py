@@ -96,7 +96,7 @@ def test_information_gain_by_token_is_that_by_turn() -> None:
 def test_the_critic_of_a_batch_is_that_of_its_turns() -> None:
     generator = torch.Generator().manual_seed(2)
     values, simulated = (torch.rand(2, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = mc_critic(turns(values=values, mc_values=simulated), lam=0.5)
+    found = mc_critic(turns(values=values, mc_values=simulated), lam=0.5).advantages
     one, other = ([0, 3], [0, 2, 3])  # first trained tokens of the turns
     for row, places in ((0, one), (1, other)):
         ended = torch.zeros(len(places))

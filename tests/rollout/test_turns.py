@@ -48,6 +48,9 @@ class Echo:
     def begin(self, rows: Any) -> None:
         self.seen = dict.fromkeys(rows, 0)
 
+    def values(self, _: Any) -> dict[int, float]:
+        return {}
+
     def reply(self, turns: Any) -> dict[int, Reply]:
         found = {}
         for n in turns:

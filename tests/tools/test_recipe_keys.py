@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from posttrain.errors import RecipeError
@@ -18,14 +20,19 @@ from posttrain.recipe.load import load
         ("debug/rl", "advantage=per_turn", "turns, or steps of `scoring.split`, and rewards of them"),
         ("debug/tools", "scoring.split=lines", "the parts are the model's turns"),
         ("debug/tools", "advantage=agent", "rollouts of several agents"),
-        ("debug/tools", "advantage=mc_critic", "environments that can be saved and restored"),
+        ("debug/tools", "advantage=mc_critic", "plays from the state before each turn"),
+        (
+            "debug/tools",
+            "tools=[] tool_prompt=auto environment={use: gym, simulations: 5}",
+            "nothing reads what states",
+        ),
         ("debug/tools", "environment={use: gym}", "either `tools` or `environment`"),
         ("debug/tools", "tools=[{use: a, command: b}]", "either `use` or `command`"),
     ],
 )
 def test_refused(recipe: str, change: str, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
-        load(recipe, [change])
+        load(recipe, re.split(r" (?=\w+=)", change))
 
 
 def test_turns_are_there_for_what_reads_them() -> None:

@@ -50,6 +50,7 @@ class Echo:
     def step(self, text):
         self.turn += 1
         return "again", self.turn == 3, float(any(c.isdigit() for c in text))
+    def actions(self): return ["a", "7"]
     def score(self): return 0.0
     def close(self): pass
 """
@@ -212,11 +213,11 @@ def toy(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("advantage", ["gigpo", "step_gae"])
+@pytest.mark.parametrize("advantage", ["gigpo", "step_gae", "mc_critic"])
 def test_turns_learn_from_what_they_earn(advantage: str, toy: Any, opened: Opened) -> None:
     """An environment pays each of three turns for a digit, and the rollout for nothing."""
     recipe = toy(
-        environment={"use": "echo.py:Echo"},
+        environment={"use": "echo.py:Echo", **({"simulations": 8} if advantage == "mc_critic" else {})},
         rollout={
             **{"prompts_per_step": 4, "group_size": 8, "max_new_tokens": 90, "turn_tokens": 12, "max_turns": 3},
             "stop": ["e", "a", "o", "1", "2", "7"],

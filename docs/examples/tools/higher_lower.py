@@ -18,6 +18,9 @@ class HigherLower:
             return "write a number", False, -0.1
         return "higher" if int(guess) < self.number else "lower", False, 0.0
 
+    def actions(self) -> list[str]:
+        return [str(number) for number in range(10)]  # what may be written now; only for `simulations`
+
     def score(self) -> float:
         return float(self.found)
 
