@@ -78,27 +78,29 @@ def completion_scores(
     temperature: float | Tensor = 1.0,
     *,
     packed: bool = False,
+    fill: int = 1,
     extras: Extras | None = None,
 ) -> dict[str, Tensor]:
     """`logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and extras.
 
     Cells behind a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
-    read as 1. packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding. Extras:
+    read as 1. packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding, and the
+    line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. Extras:
     `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H].
     """
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters stay active
     return as_forward(
-        causal, lambda: _completion_scores(causal, sequences, width, temperature, packed, extras or Extras())
+        causal, lambda: _completion_scores(causal, sequences, width, temperature, packed, fill, extras or Extras())
     )
 
 
 def _completion_scores(
-    causal: Any, sequences: Sequences, width: int, temperature: float | Tensor, packed: bool, extras: Extras
+    causal: Any, sequences: Sequences, width: int, temperature: float | Tensor, packed: bool, fill: int, extras: Extras
 ) -> dict[str, Tensor]:
     device = next(causal.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
     if packed:
-        hidden = _packed_states(causal, sequences, device)
+        hidden = _packed_states(causal, sequences, device, fill)
         starts = on_device([0, *sequences.lengths[:-1]], device).cumsum(0)
         states = hidden[0, starts[rows] + positions]
     else:
@@ -157,11 +159,16 @@ def _padded_states(causal: Any, sequences: Sequences, device: torch.device) -> T
     return causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
-def _packed_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
-    """Last hidden states [1,tokens,H] of all rows in one line; positions start at 0 in each row."""
-    ids = on_device([i for row in sequences.ids for i in row], device)[None]
-    positions = on_device([i for n in sequences.lengths for i in range(n)], device)[None]
-    borders = Packed.of(sequences.lengths, device)
+def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill: int) -> Tensor:
+    """Last hidden states [1,tokens,H] of all rows in one line; positions start at 0 in each row.
+
+    What fills the line up to a multiple of `fill` is one more row, of token 0, whose states nobody reads.
+    """
+    rest = -sum(sequences.lengths) % fill
+    lengths = [*sequences.lengths, *([rest] if rest else [])]
+    ids = on_device([*(i for row in sequences.ids for i in row), *[0] * rest], device)[None]
+    positions = on_device([i for n in lengths for i in range(n)], device)[None]
+    borders = Packed.of(lengths, device)
     return causal.base_model(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 
 

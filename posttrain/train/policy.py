@@ -35,7 +35,24 @@ def scores(
     if power is not None:
         temperature = temperature / power.clamp(min=1e-6)
     with p.loaded.autocast():
-        return completion_scores(model, sequences, width, temperature, packed=p.packed, extras=extras)
+        return completion_scores(
+            model,
+            sequences,
+            width,
+            temperature,
+            packed=p.packed,
+            fill=line_unit(p.recipe.batch.micro_tokens),
+            extras=extras,
+        )
+
+
+def line_unit(micro_tokens: int) -> int:
+    """Tokens of which a packed line holds a multiple.
+
+    Lines are nearly full, so nearly all become equally long; lines of all lengths leave a GPU's allocator with pieces
+    that fit nothing.
+    """
+    return max(1, micro_tokens // 16)
 
 
 def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:

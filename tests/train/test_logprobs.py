@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from posttrain.train.attention import use_packed_attention
+from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.logprobs import (
     Extras,
     Sequences,
@@ -72,12 +72,12 @@ def test_equal_to_each_row_alone(kind: str, packed: bool) -> None:
 def test_packed_and_padded_and_any_micro_batches_have_one_gradient(kind: str) -> None:
     weights = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
 
-    def gradient(packed: bool, parts: list[list[int]]) -> torch.Tensor:
+    def gradient(packed: bool, parts: list[list[int]], fill: int = 1) -> torch.Tensor:
         model = small(kind)
         if packed:
             use_packed_attention(model)
         for rows in parts:
-            logp, _ = completion_logprobs(model, SEQUENCES.select(rows), 5, packed=packed)
+            logp = completion_scores(model, SEQUENCES.select(rows), 5, packed=packed, fill=fill)["logp"]
             (logp * weights[rows]).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -85,6 +85,21 @@ def test_packed_and_padded_and_any_micro_batches_have_one_gradient(kind: str) ->
     assert whole.abs().max() > 0.1
     for packed, parts in ((True, [[0, 1, 2, 3]]), (True, [[1], [0, 3], [2]]), (False, [[3, 0], [2, 1]])):
         torch.testing.assert_close(gradient(packed, parts), whole, atol=1e-6, rtol=1e-5)
+    filled = gradient(packed=True, parts=[[1], [0, 3], [2]], fill=7)  # lines of 8, 9 and 2 tokens
+    torch.testing.assert_close(filled, whole, atol=1e-6, rtol=1e-5)
+
+
+def test_packed_lines_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """19 tokens are 21 to the model, in a row of their own; 14 are 14."""
+    model = small("llama")
+    use_packed_attention(model)
+    seen = []
+    monkeypatch.setattr(
+        Packed, "of", lambda lengths, device, of=Packed.of: seen.append(list(lengths)) or of(lengths, device)
+    )
+    for rows in ([0, 1, 2, 3], [0, 1, 2]):
+        completion_scores(model, SEQUENCES.select(rows), 5, packed=True, fill=7)
+    assert seen == [[4, 8, 2, 5, 2], [4, 8, 2]]
 
 
 def test_chunks_over_the_vocabulary_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
