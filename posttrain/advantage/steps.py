@@ -24,7 +24,7 @@ Mode = Literal["mean_norm", "mean_std_norm"]
     "gigpo",
     paper="2505.10978",
     needs=("groups", "turn_ids", "turn_states"),
-    note="A state is what was shown before a turn; the authors also take 0.1 off the reward of an invalid action.",
+    note="States are equal texts, the authors also offer similar ones; they take 0.1 off for an invalid action.",
 )
 def gigpo(
     batch: RolloutBatch, *, gamma: float = 0.95, omega: float = 1.0, mode: Mode = "mean_norm", eps: float = 1e-6
