@@ -120,7 +120,7 @@ class ServerEngine(PushedEngine):
             self._push_all(model)
             return
         self.pushes += 1
-        folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}")
+        folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}", self.dtype)
 
         def send(client: Client) -> None:
             send_folder(client, folder)

@@ -68,7 +68,7 @@ class VllmEngine(PushedEngine):
             self.core.load(weights.dense_weights(model, merged=self.loaded.is_lora))
             return
         old, self.pushes = self.adapter_folder, self.pushes + 1
-        self.adapter_folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}")
+        self.adapter_folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}", self.dtype)
         self.core.load_adapter(self.adapter_folder, version)
         if old is not None:
             shutil.rmtree(old)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -87,7 +88,25 @@ def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def write_adapter(model: Any, folder: Path) -> Path:
-    """The trained adapter in `folder`, in PEFT's format, which vLLM reads. Some megabytes, seldom more."""
-    model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+def write_adapter(model: Any, folder: Path, dtype: torch.dtype) -> Path:
+    """The trained adapter in `folder`, in PEFT's format, which vLLM reads. Some megabytes, seldom more.
+
+    In `dtype`, which is what vLLM would round it to, and in one copy from the GPU. PEFT's own way asks the whole model
+    for its state and writes a model card, at every sync. An adapter that is more than low-rank matrices goes that way.
+    """
+    config = model.peft_config["default"]
+    if config.modules_to_save or config.bias != "none" or getattr(config, "use_dora", False):
+        model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
+        return folder
+    trained = {
+        name.replace(".default", ""): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name and ".default" in name
+    }
+    flat = torch.cat([parameter.detach().to(dtype).flatten() for parameter in trained.values()]).cpu()
+    parts = flat.split([parameter.numel() for parameter in trained.values()])
+    state = {name: part.view(of.shape).clone() for (name, of), part in zip(trained.items(), parts, strict=True)}
+    folder.mkdir(parents=True)
+    save_file(state, folder / "adapter_model.safetensors")
+    config.save_pretrained(folder)
     return folder
