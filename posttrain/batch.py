@@ -35,6 +35,7 @@ class Segment:
     kind: Literal["model", "tool", "injected"]
     ids: tuple[int, ...]
     logps: tuple[float, ...] | None = None
+    versions: tuple[int, ...] | None = None  # policy version that sampled each token; None = the rollout's
 
 
 CallKind = Literal["ok", "error", "timeout", "malformed", "unknown"]
@@ -72,7 +73,7 @@ class Rollout:
     segments: tuple[Segment, ...]
     text: str  # completion decoded without special tokens
     finish: FinishReason  # stop = ended by itself (EOS or stop string), length = hit the limit
-    version: int  # policy version that sampled it
+    version: int  # policy version that began it; see `versions`
     scores: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of scores; None = unscored
     correct: bool | None = None  # by the component that the recipe marks as correctness
@@ -100,6 +101,11 @@ class Rollout:
         nan = float("nan")
         return tuple(x for s in self.segments for x in (s.logps if s.logps is not None else (nan,) * len(s.ids)))
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Per completion token: the policy version that sampled it, or under which it was put there."""
+        return tuple(v for s in self.segments for v in (s.versions or (self.version,) * len(s.ids)))
+
 
 @dataclass(frozen=True)
 class RolloutBatch:
@@ -113,6 +119,7 @@ class RolloutBatch:
     truncated: Tensor | None = None  # [N] bool, hit the length limit
     old_logp: Tensor | None = None  # [N,T] trainer's log-probs at rollout time; None = equal to logp (one update)
     rollout_logp: Tensor | None = None  # [N,T] what the engine reported, NaN = not reported
+    versions: Tensor | None = None  # [N,T] int32, policy version that sampled each token, as rollout_logp is of it
     ref_logp: Tensor | None = None  # [N,T] frozen reference
     advantages: Tensor | None = None  # [N] or [N,T], constant for the gradient
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all

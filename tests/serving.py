@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ ONE_AT_A_TIME = threading.Lock()  # transformers cannot load in two threads
 
 
 class TransformersCore:
-    """A Core without vLLM. `told`: what it was asked, in order; slow_s: seconds before each request's samples."""
+    """A Core without vLLM. `told`: what it was asked, in order; slow_s: seconds before each request's samples.
+
+    cut: the next call waits for a pause once it has sampled so many tokens of each completion."""
 
     def __init__(self, settings: dict[str, Any], folder: Path, slow_s: float = 0.0) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.settings, self.slow_s, self.told = settings, slow_s, list[str]()
+        self.cut, self.paused = 0, threading.Event()
         with ONE_AT_A_TIME:
             config = AutoConfig.from_pretrained(folder)
             if settings["lora_rank"] is None:
@@ -44,16 +48,25 @@ class TransformersCore:
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Any = None
     ) -> list[list[Completion]]:
         self.told.append("complete")
+        self.paused.clear()
+        cut, self.cut = self.cut, 0
         found = []
         for place, r in enumerate(requests):
             time.sleep(self.slow_s)
             u = uniforms((r.number + 1) * r.n, r.max_new_tokens, seed)[r.number * r.n :]
             ends = self.settings["eos_ids"] if r.ends else ()
-            samples = decode(self.model, [r.ids], [0] * r.n, u, sampling, eos_ids=ends, pad_id=self.pad)
+            here = sampling.model_copy(update={"max_new_tokens": min(cut or r.max_new_tokens, r.max_new_tokens)})
+            samples = decode(self.model, [r.ids], [0] * r.n, u, here, eos_ids=ends, pad_id=self.pad)
+            if here.max_new_tokens < r.max_new_tokens:
+                samples = [replace(c, finish="paused") if c.finish == "length" else c for c in samples]
             found.append([c if r.logprobs else Completion(c.ids, None, c.finish) for c in samples])
             if done is not None:
                 done(place, found[-1])
+        assert not cut or self.paused.wait(20), "no sync came"
         return found
+
+    def pause(self) -> None:
+        self.paused.set()
 
     def load(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
         self.told.append("load")

@@ -194,6 +194,19 @@ def _stale(recipe: Any) -> Found:
             yield f"controllers.{key}", what, "write `rollout.staleness: 0`"
 
 
+def _partial(recipe: Any) -> Found:
+    """Rollouts that go on across a sync: there must be one beside them, and a stop string must be seen whole."""
+    if not isinstance(recipe, RlRecipe) or not recipe.rollout.partial:
+        return
+    rollout = recipe.rollout
+    if not (rollout.staleness and rollout.engine == "vllm" and rollout.vllm.server):
+        what = "is for rollouts that are drawn while the trainer changes its weights"
+        yield "rollout.partial", what, "write `staleness: 1`, `engine: vllm` and `vllm.server` too, or leave it out"
+    if rollout.stop:
+        what = "a stop string that a sync divides would not be seen"
+        yield "rollout.stop", what, "leave out rollout.partial, or end answers by the EOS token"
+
+
 def weighs_behaviour(recipe: RlRecipe) -> bool:
     """Whether a component reads the log-probs of the policy that sampled; one of the user may."""
     return any("rollout_logp" in section.needs or ":" in section.use for _, section in used(recipe))
@@ -222,4 +235,4 @@ def numbers(recipe: RlRecipe) -> dict[str, float]:
     return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled, _stale)
+CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled, _stale, _partial)

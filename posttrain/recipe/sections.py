@@ -223,6 +223,10 @@ class Rollout(EngineSection, Sampling):
         description="updates between sampling and training: 1 draws the next rollouts while this step trains (with "
         "vllm.server)",
     )
+    partial: bool = Field(
+        False,
+        description="with staleness 1: rollouts still drawn when an update ends are paused and go on with its weights",
+    )
 
 
 class Condition(Section):

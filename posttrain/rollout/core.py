@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class VllmCore:
         self.section = section
         self.eos_ids = sorted(eos_ids)
         self.asleep = False
+        self.pausing = threading.Event()
         self.empty = False  # slept without keeping weights, and given none since
         self.lora = lora_rank is not None
         self.adapter: Any = None  # vLLM's LoRARequest of the newest version
@@ -54,7 +56,8 @@ class VllmCore:
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
     ) -> list[list[Completion]]:
-        """The samples of each request, in order; `done` hears of each as soon as it is finished."""
+        """The samples of each request, in order; `done` hears of each as soon as it is finished, or paused."""
+        self.pausing.clear()
         if self.empty:
             raise EngineError("vLLM slept without its weights: sync before it generates")
         self.wake()
@@ -65,7 +68,7 @@ class VllmCore:
 
         def completions(place: int, output: Any) -> list[Completion]:
             request = requests[place]
-            found = [completion(c, request.logprobs) for c in output.outputs]
+            found = [completion(c, request.logprobs, paused=self.pausing.is_set()) for c in output.outputs]
             return found * request.n if greedy else found
 
         def heard(place: int, output: Any) -> None:
@@ -73,7 +76,7 @@ class VllmCore:
                 done(place, completions(place, output))
 
         first = requests[0].number if requests else 0  # so that no two shares draw alike
-        with seeded(seed + first), self._listening(heard if done is not None else None, len(requests)):
+        with seeded(seed + first), self._listening(heard, len(requests)):
             outputs = self.run([r.ids for r in requests], params)
         return [completions(place, output) for place, output in enumerate(outputs)]
 
@@ -97,24 +100,27 @@ class VllmCore:
             flat_logprobs=True,
         )
 
+    def pause(self) -> None:
+        """Have `complete`, in another thread, return what there is. It may have returned already."""
+        self.pausing.set()
+
     @contextlib.contextmanager
     def _listening(self, heard: Any, count: int) -> Iterator[None]:
         """Tell of each of `count` requests that vLLM finishes inside, by its place in the call: `generate` gives all at
-        the end.
+        the end. When a pause is asked for, vLLM gives up the others behind its step.
 
-        vLLM numbers the requests of its life. A version that numbers or steps otherwise tells nothing early.
+        vLLM numbers the requests of its life. A version that numbers otherwise tells nothing early.
         """
         engine = self.llm.llm_engine
         first = getattr(getattr(self.llm, "request_counter", None), "counter", None)
-        if heard is None or first is None:
-            yield
-            return
         step = engine.step
 
         def listening() -> Any:
             outputs = step()
+            if self.pausing.is_set():
+                outputs = [*outputs, *given_up(engine)]
             for output in outputs:
-                if output.finished and output.request_id.isdecimal():
+                if first is not None and output.finished and output.request_id.isdecimal():
                     place = int(output.request_id) - first
                     if 0 <= place < count:
                         heard(place, output)
@@ -192,15 +198,28 @@ class VllmCore:
         leave_process_groups(everything=not self.had_process_group)
 
 
-def completion(output: Any, logprobs: bool) -> Completion:
-    """vLLM's CompletionOutput as ours. Raises EngineError for another end than stop or length (an aborted request)."""
-    if output.finish_reason not in ("stop", "length"):
+def given_up(engine: Any) -> list[Any]:
+    """Abort what is under way in vLLM's LLMEngine; its outputs, with all that was sampled, as of finished requests."""
+    from vllm.v1.engine import FinishReason
+
+    processor = engine.output_processor
+    states = dict(processor.request_states)
+    made = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states.values()]
+    engine.abort_request([*states, *processor.parent_requests], internal=True)
+    return [output for output in made if output is not None]  # of n samples, the last one brings them all
+
+
+def completion(output: Any, logprobs: bool, *, paused: bool = False) -> Completion:
+    """vLLM's CompletionOutput as ours. paused: an aborted request is one that goes on later. Raises EngineError for
+    another end than stop or length."""
+    finish: Any = "paused" if paused and output.finish_reason == "abort" else output.finish_reason
+    if finish not in ("stop", "length", "paused"):
         raise EngineError(f"vLLM gave up a request: finish reason {output.finish_reason}")
     logps = None
     if logprobs:
         flat = output.logprobs
         logps = tuple(flat.logprobs[i] for i in flat.start_indices)
-    return Completion(tuple(output.token_ids), logps, output.finish_reason)
+    return Completion(tuple(output.token_ids), logps, finish)
 
 
 @contextlib.contextmanager

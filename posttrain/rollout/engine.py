@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
 from posttrain.errors import DataError
@@ -115,11 +115,16 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int) -> No
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine sampled for one row. logps has one number a token, or is None if none were asked for."""
+    """What an engine sampled for one row. logps has one number a token, or is None if none were asked for.
+
+    finish `paused`: there is more to sample, see `partial`. versions: of the policy, for each token, None = the one
+    that the engine holds.
+    """
 
     ids: tuple[int, ...]
     logps: tuple[float, ...] | None
-    finish: FinishReason
+    finish: FinishReason | Literal["paused"]
+    versions: tuple[int, ...] | None = None
 
 
 def as_rollouts(
@@ -144,13 +149,18 @@ def as_rollouts(
         Rollout(
             prompt=prompts[numbers[i // n]],
             group=first_group + numbers[i // n],
-            segments=(Segment("model", c.ids, c.logps),),
+            segments=(Segment("model", c.ids, c.logps, mixed(c.versions)),),
             text=text,
-            finish=c.finish,
-            version=version,
+            finish="stop" if c.finish == "stop" else "length",
+            version=c.versions[0] if c.versions else version,
         )
         for i, (c, text) in enumerate(zip(completions, texts, strict=True))
     ]
+
+
+def mixed(versions: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Versions by token if there are several, else None: the rollout's version says it all."""
+    return versions if versions is not None and len(set(versions)) > 1 else None
 
 
 def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:

@@ -17,6 +17,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.sections import Sampling, Vllm
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
+from posttrain.rollout.partial import Gate, complete
 from posttrain.rollout.probe import TOLERANCE, mean_gap, probe_ids, trainer_logps
 
 if TYPE_CHECKING:
@@ -74,13 +75,18 @@ class PushedEngine(ABC):
         self.apart = False
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, self.window - 1))
         self.dtype = engine_dtype(loaded)
+        self.gate = Gate()
         self.lora_rank = None if section.merge_adapter else adapter_rank(loaded)  # None: whole weights are pushed
 
     @abstractmethod
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
     ) -> list[list[Completion]]:
-        """The samples of each request, in order. `done` hears of each as soon as it is finished, if it can."""
+        """The samples of each request, in order. `done` hears of each as soon as it is finished, if it can. After
+        `pause` they may be `paused` ones."""
+
+    def pause(self) -> None:  # noqa: B027  nothing to do for an engine that never generates beside the trainer
+        """Have `complete`, in another thread, return soon with what was sampled. It may have returned already."""
 
     @abstractmethod
     def push(self, model: Any, version: int) -> None:
@@ -114,7 +120,14 @@ class PushedEngine(ABC):
             assert done is not None
             done(told[place])
 
-        found = self.complete(requests, sampling, seed=seed, done=None if done is None else heard)
+        found = complete(
+            lambda asked, seed, done: self.complete(asked, sampling, seed=seed, done=done),
+            self.gate,
+            lambda: self.version,
+            requests,
+            seed=seed,
+            done=None if done is None else heard,
+        )
         left = [place for place in range(len(requests)) if place not in told]
         rest = as_rollouts(
             prompts,
@@ -129,8 +142,14 @@ class PushedEngine(ABC):
         return [rollout for place in range(len(requests)) for rollout in told[place]]
 
     def sync(self, model: Any, version: int) -> None:
-        """Push the weights of `model` (or its adapter) and check that they arrived. Raises EngineError."""
-        model = getattr(model, "module", model)
+        """Push the weights of `model` (or its adapter) and check that they arrived. Raises EngineError.
+
+        Rollouts that another thread is generating go on with the new weights.
+        """
+        with self.gate.syncing(self.pause):
+            self._sync(getattr(model, "module", model), version)
+
+    def _sync(self, model: Any, version: int) -> None:
         with torch.no_grad():
             self.push(model, version)
         self.gap = self.probe(model)

@@ -101,10 +101,10 @@ class ServerEngine(PushedEngine):
             def heard(line: dict[str, Any]) -> None:
                 place, samples = places[line["at"]], wire.read_samples(line["samples"])
                 with lock:
-                    first = place not in found  # a call that was tried again tells a request twice
-                    found[place] = samples
-                    if first and done is not None:
-                        done(place, samples)
+                    if place not in found:  # a call that was tried again tells a request twice
+                        found[place] = samples
+                        if done is not None:
+                            done(place, samples)
 
             if places:
                 asked = wire.generation([requests[p] for p in places], sampling, seed)
@@ -113,6 +113,10 @@ class ServerEngine(PushedEngine):
         count = len(self.clients)
         self._everywhere(ask, [range(n, len(requests), count) for n in range(count)])
         return [found[place] for place in range(len(requests))]
+
+    def pause(self) -> None:
+        """See `PushedEngine.pause`."""
+        self._everywhere(lambda client: client.ask("POST", "/pause", as_json({})))
 
     def push(self, model: Any, version: int) -> None:
         """See `PushedEngine.push`."""

@@ -49,6 +49,8 @@ class Core(Protocol):
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
     ) -> list[list[Completion]]: ...
 
+    def pause(self) -> None: ...
+
     def load(self, named: Iterator[tuple[str, Tensor]]) -> None: ...
 
     def load_adapter(self, folder: Path, version: int) -> None: ...
@@ -341,6 +343,9 @@ class _Handler(BaseHTTPRequestHandler):
         if place.path == "/generate":
             for line in engine.generate(values):
                 self._line(line)
+        elif place.path == "/pause":
+            engine.ready().pause()  # in this thread: the other one is in `complete`
+            self._line({})
         elif place.path == "/start":
             engine.start(values)
             self._line({})

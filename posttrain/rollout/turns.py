@@ -35,6 +35,7 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     ended: str = ""
+    version: int | None = None  # of its first turn
 
     @property
     def used(self) -> int:
@@ -52,7 +53,7 @@ class Trajectory:
             segments=tuple(self.segments),
             text="\n".join(turn.text for turn in self.turns),
             finish="stop" if self.ended in ("answer", "done") else "length",
-            version=version,
+            version=version if self.version is None else self.version,
             turns=tuple(self.turns),
             ended=self.ended,
             world_score=score,
@@ -178,9 +179,10 @@ def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
     """Append what was sampled, as it was sampled, at most what the budget leaves; whether it was cut."""
     segment, room = turn.segments[0], budget - row.used
     cut = len(segment.ids) > room
-    if cut:
-        segment = Segment("model", segment.ids[:room], None if segment.logps is None else segment.logps[:room])
-    row.segments.append(segment)
+    row.version = turn.version if row.version is None else row.version
+    logps = None if segment.logps is None else segment.logps[:room]
+    versions = turn.versions[:room] if set(turn.versions) - {row.version} else None
+    row.segments.append(Segment("model", segment.ids[:room], logps, versions))
     return cut
 
 

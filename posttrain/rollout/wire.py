@@ -5,6 +5,7 @@
     PUT  /files/FOLDER/NAME  a file of the model folder or of an adapter
     POST /start              vLLM on that folder
     POST /generate           requests in, a line of JSON for each as it is finished
+    POST /pause              that call ends soon, with what was sampled
     POST /weights            one bucket of tensors; /adapter: the adapter in an uploaded folder
     POST /logps              log-probs of the probe's sequence
 
@@ -27,7 +28,7 @@ from posttrain.recipe.sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
 
-PROTOCOL = 1  # rises with every change that an older side would misread
+PROTOCOL = 2  # rises with every change that an older side would misread
 SESSION = "X-Session"
 BUCKET_BYTES = 256 << 20
 ALIGNED = 64

@@ -45,6 +45,7 @@ def rollout_batch(
         lengths=torch.tensor([sum(flags) for flags in trained]),
         answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
+        versions=_rows([r.versions for r in rollouts], width, 0, torch.int32),
     )
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
     scored = dict.fromkeys(name for r in rollouts for name in r.turn_scores)

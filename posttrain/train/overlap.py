@@ -9,6 +9,10 @@ Steps 1 and 2 are both drawn with the weights that the run began with. What is d
 and the weights, not from the clock: an engine that cannot work beside the trainer draws the same, before the update.
 Numbers of controllers and the memory of components that reach a draw are those of the step in which it begins.
 
+With `rollout.partial` a sync does not wait for rollouts that are still drawn when an update ends: they are paused, and
+go on with the new weights. What is drawn then follows from the clock too, and each token says which version sampled
+it.
+
 A checkpoint waits for the rollouts that are under way and holds them, so that a resumed run goes on with the same ones.
 """
 
@@ -101,6 +105,7 @@ class Ahead:
         the next step, if there is one."""
         if self._draw is None:  # the first step, or one behind the end that was planned
             self._begin(p, state)
+        self._renew(p, state)
         drawn = self._wait(p)
         state.position = drawn.position
         oldest = min((r.version for r in drawn.rollouts), default=state.step)
@@ -120,6 +125,15 @@ class Ahead:
         with p.watchdog.phase("rollout"):
             return self._draw.result()
 
+    def _renew(self, p: Pieces, state: State) -> None:
+        """With `rollout.partial`: what is still drawn goes on with the trainer's weights."""
+        assert self._draw is not None
+        if not p.recipe.rollout.partial or p.engine.version == state.step:
+            return
+        if distributed.any_rank(self._draw.under_way):
+            with p.watchdog.phase("sync"):
+                p.engine.sync(p.loaded.model, state.step)
+
     def _begin(self, p: Pieces, state: State) -> None:
         """Draw for step `state.step` with what the engine holds. The state is a copy, or used for nothing else yet."""
         mine = dataclasses.replace(state)
@@ -138,9 +152,10 @@ class Ahead:
 
     # --- in checkpoints ---
 
-    def finish(self, p: Pieces) -> None:
-        """Wait until what is under way can be saved."""
+    def finish(self, p: Pieces, state: State) -> None:
+        """Wait until what is under way can be saved. state: behind the step."""
         if self._draw is not None:
+            self._renew(p, state)
             self._wait(p)
 
     def write(self, folder: Path) -> None:

@@ -58,7 +58,7 @@ from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, reference_policy
 from posttrain.train.rehearsal import rehearse
-from posttrain.train.rl_metrics import rollout_metrics, sample_records, signal_note
+from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sample_records, signal_note
 from posttrain.train.scoring import check_turns, scoring, throughput
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
@@ -204,7 +204,7 @@ def train(
         stopping = distributed.any_rank(stop.requested)
         if due or ends or stopping:
             if ahead is not None:
-                ahead.finish(p)
+                ahead.finish(p, state)
             with p.watchdog.phase("save"):
                 checkpoint.save(
                     directory.checkpoints,
@@ -272,7 +272,7 @@ def step(
         with p.watchdog.phase("sync"):
             p.engine.sync(p.loaded.model, state.step + 1)
     else:
-        values["rollout/staleness"] = sum(state.step - r.version for r in rollouts) / len(rollouts)
+        values |= age_metrics(scored, state.step)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 

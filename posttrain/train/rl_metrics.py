@@ -34,6 +34,23 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     return {**values, **turn_metrics(rollouts), **signal(batch)}
 
 
+def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
+    """Updates between sampling and training (`step` were made): of rollouts, from their first token on, and of tokens;
+    the share of rollouts that several versions sampled."""
+    assert batch.versions is not None
+    ages = step - batch.versions.double()
+    oldest = ages.masked_fill(~batch.mask, -torch.inf).amax(-1)
+    newest = ages.masked_fill(~batch.mask, torch.inf).amin(-1)
+    some = batch.mask.any(-1)
+    if not bool(some.any()):
+        return {}
+    return {
+        "rollout/staleness": float(oldest[some].mean()),
+        "rollout/token_age": float(ages[batch.mask].mean()),
+        "rollout/mixed_versions": float((oldest > newest)[some].double().mean()),
+    }
+
+
 def signal(batch: RolloutBatch) -> dict[str, float]:
     """Shares of groups: with a signal, and by the reason why there is none (they add up to 1)."""
     assert batch.rewards is not None and batch.correct is not None

@@ -1,6 +1,6 @@
 """The numbers of a step's rollouts on disk, so that other methods can be tried on them later: `posttrain whatif`.
 
-One safetensors file a step, `rollouts/step-00000010.safetensors`, about 20 bytes a token: the batch before advantages
+One safetensors file a step, `rollouts/step-00000010.safetensors`, about 24 bytes a token: the batch before advantages
 were assigned (rewards, components, correctness, lengths, masks), log-probs of the engine, of the policy at the start of
 the step (`old_logp`), of the reference where there is one, and `logp`, those of each row when it was last trained on.
 Text and hidden states are not in it. Rows that had no signal were not measured: their old_logp is the engine's.

@@ -193,6 +193,43 @@ def stopping_after(steps: int) -> AbstractContextManager[None]:
     return stopping()
 
 
+def test_rollouts_go_on_across_a_sync(
+    serving: ModuleType, recipe: Make, opened: Opened, run: Callable[..., Path]
+) -> None:
+    """Every draw but the first is caught by a sync after 3 tokens, also by that of a checkpoint. A run that was stopped
+    goes on as one that was not."""
+
+    def make(settings: Any, folder: Path) -> Any:
+        core = serving.TransformersCore(settings, folder)
+        complete, seen = core.complete, {"draws": 1 if resuming else 0}
+
+        def completing(requests: Any, *args: Any, **more: Any) -> Any:
+            if requests[0].max_new_tokens == 8:  # not what is left of a paused one
+                core.cut = 3 if seen["draws"] else 0
+                seen["draws"] += 1
+            return complete(requests, *args, **more)
+
+        core.complete = completing
+        return core
+
+    resuming, changes = False, {"corrections": [], "loss": {"use": "decoupled_ppo"}}
+    with serving.served(make) as one:
+        straight = timeless(run("straight", recipe(**changes, **at(one.url, partial=True))))
+    mixed = [row["rollout/mixed_versions"] for row in straight]
+    assert mixed[0] == 0 and all(share > 0.5 for share in mixed[1:]), mixed
+    assert all(0 < row["rollout/token_age"] < row["rollout/staleness"] == 1 for row in straight[1:])
+    with (
+        serving.served(make) as one,
+        opened("broken") as directory,
+        stopping_after(2),
+        pytest.raises(Interrupted),
+    ):
+        rl.run(recipe(**changes, **at(one.url, partial=True)), directory)
+    resuming = True
+    with serving.served(make) as one:
+        same(timeless(run("broken", recipe(**changes, **at(one.url, partial=True)), resume=True)), straight)
+
+
 def test_refilled_groups_come_ahead_too(serving: ModuleType, recipe: Make, run: Callable[..., Path]) -> None:
     changes = {
         "algorithm": "dapo",
@@ -265,7 +302,7 @@ def test_an_error_of_the_trainer_gives_up_what_is_drawn(
 
 def test_rollouts_read_back_as_they_were() -> None:
     prompts = [Prompt("a", {"x": 1}, "A", (1, 2)), Prompt("b", {}, "B", (3,))]
-    segments = (Segment("model", (5, 6), (-0.1, -1 / 3)), Segment("tool", (7,), None))
+    segments = (Segment("model", (5, 6), (-0.1, -1 / 3), (6, 7)), Segment("tool", (7,), None))
     turns = (
         Turn("asks", (ToolCall("sql", {"query": "q"}, "7"), ToolCall("?", {}, "no", "malformed")), "7", 0.5),
         Turn("ends"),
@@ -292,6 +329,9 @@ def test_rollouts_read_back_as_they_were() -> None:
         ({"rollout": {"engine": "vllm", "top_p": 0.9}}, r"rollout.top_p: vLLM then reports no log-probs"),
         ({"rollout": {"top_p": 0.9}}, None),
         ({"rollout": {"staleness": 2}}, "staleness"),
+        ({"rollout": {"partial": True}}, r"rollout.partial(.|\n)*vllm.server"),
+        (at("http://a:1", partial=True, stop=["x"]), "rollout.stop: a stop string that a sync divides"),
+        (at("http://a:1", partial=True), None),
     ],
 )
 def test_what_old_rollouts_need(recipe: Make, changes: dict[str, Any], told: str | None) -> None:
