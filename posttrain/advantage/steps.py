@@ -24,18 +24,26 @@ Mode = Literal["mean_norm", "mean_std_norm"]
     "gigpo",
     paper="2505.10978",
     needs=("groups", "turn_ids", "turn_states"),
-    note="States are equal texts, the authors also offer similar ones; they take 0.1 off for an invalid action.",
+    note="A state is what was shown before a turn; the authors also take 0.1 off the reward of an invalid action.",
 )
 def gigpo(
-    batch: RolloutBatch, *, gamma: float = 0.95, omega: float = 1.0, mode: Mode = "mean_norm", eps: float = 1e-6
+    batch: RolloutBatch,
+    *,
+    gamma: float = 0.95,
+    omega: float = 1.0,
+    mode: Mode = "mean_norm",
+    similarity: float | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Episode advantage + omega * step advantage, one value a turn -> [N,T]. A turn of the model is a step.
 
     Episode: the row's reward, normalised within the prompt. Step: the discounted return of a turn's rewards (those by
     turn; the rest of the row's reward stands at its last turn), normalised over the turns of the prompt's rollouts that
     were shown the same before (`turn_states`; the first turns share the prompt). A state seen once gives 0. mean_norm
-    subtracts the mean, mean_std_norm also divides by std + eps.
+    subtracts the mean, mean_std_norm also divides by std + eps. similarity: texts with a difflib ratio of at least this
+    are one state (0.9, say); null: equal texts.
     """
+    del similarity  # read where states are numbered: `train.collate`
     steps = steps_of(batch)
     found = gigpo_terms(steps.batch, step_reward=REWARD, gamma=gamma, omega=omega, mode=mode, eps=eps)
     return steps.spread(found.advantages)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.sections import Reward
@@ -24,12 +25,16 @@ def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
 
 
 def rollout_batch(
-    rollouts: Sequence[Rollout], answers: Sequence[Extractor] | None = None, needs: Collection[str] = ()
+    rollouts: Sequence[Rollout],
+    answers: Sequence[Extractor] | None = None,
+    needs: Collection[str] = (),
+    similarity: float | None = None,
 ) -> RolloutBatch:
     """The RolloutBatch of scored rollouts, on the CPU. T is the longest completion; unscored is NaN.
 
     answers: how the answer is found in a completion, for `answer_ids`; None = they are not needed. needs: of
-    what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made.
+    what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made. similarity: of
+    texts that are one state, in `turn_states`; None = equal ones.
     """
     width = max(len(r.ids) for r in rollouts)
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
@@ -48,6 +53,8 @@ def rollout_batch(
         versions=_rows([r.versions for r in rollouts], width, 0, torch.int32),
     )
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
+    if "turn_states" in needs:
+        batch = batch.replace(turn_states=_turn_states(rollouts, width, similarity))
     scored = dict.fromkeys(name for r in rollouts for name in r.turn_scores)
     if not scored:
         return batch
@@ -97,15 +104,14 @@ def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
     return steps
 
 
-def _turn_states(rollouts: Sequence[Rollout], width: int) -> Tensor:
+def _turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | None) -> Tensor:
     """Turns of a group that were shown the same before share a number; what a first turn was shown is the prompt."""
-    found: list[list[int]] = []
-    states: dict[tuple[int, str | None], int] = {}
-    for r in rollouts:
-        shown = [None, *(turn.reply or "" for turn in r.turns[:-1])] if r.turns else [None]
-        numbers = [states.setdefault((r.group, text), len(states)) for text in shown]
-        found.append([numbers[min(turn, len(numbers) - 1)] for turn in turn_of_each(r)])
-    return _rows(found, width, 0, torch.int64)
+    shown = [[r.prompt.text, *(turn.reply or "" for turn in r.turns[:-1])] for r in rollouts]
+    groups = [r.group for r, texts in zip(rollouts, shown, strict=True) for _ in texts]
+    numbers = iter(state_numbers([text for texts in shown for text in texts], groups, similarity))
+    own = [[next(numbers) for _ in texts] for texts in shown]
+    rows = [[ids[min(turn, len(ids) - 1)] for turn in turn_of_each(r)] for r, ids in zip(rollouts, own, strict=True)]
+    return _rows(rows, width, 0, torch.int64)
 
 
 def _token_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
@@ -145,7 +151,6 @@ BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "turn_ids": _turn_ids,
     "edge_ids": _edge_ids,
     "token_rewards": _token_rewards,
-    "turn_states": _turn_states,
     "mc_values": _mc_values,
 }
 

@@ -312,7 +312,7 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
 def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
     """The batch of scored rollouts, with what the recipe and the run know: weights of the rewards, the step, memory."""
     answers = answer_extractors(p.recipe.rewards) if "answer_ids" in p.objective.needs else None
-    batch = rollout_batch(rollouts, answers, p.objective.needs)
+    batch = rollout_batch(rollouts, answers, p.objective.needs, p.recipe.advantage.params.get("similarity"))
     weights = {reward_name(reward): reward.weight for reward in p.recipe.rewards}
     return batch.replace(reward_weights=weights, step=state.step, total_steps=p.steps, memory=state.memory)
 

@@ -158,6 +158,12 @@ def test_turns_of_a_step_batch() -> None:
         rollout(("q", "other"), ("d", None), reward=0.5, given=(0.0, 0.0)),
     ]
     batch = rollout_batch(rows, needs={"turn_ids", "turn_states"})
+    near = rollout_batch(
+        rows, needs={"turn_states"}, similarity=0.2
+    ).turn_states  # x and other have no letter in common
+    assert near is not None and torch.equal(near, batch.turn_states)
+    alike = rollout_batch(rows, needs={"turn_states"}, similarity=0.0).turn_states
+    assert alike is not None and len(alike.unique()) == 1
     steps = steps_of(batch)
     assert steps.batch.components[REWARD].tolist() == [0, 1, 0, 0, 0, 0.5]
     assert steps.batch.step_ids is not None and steps.batch.step_ids.tolist() == [0, 1] * 3
