@@ -32,6 +32,32 @@ def test_ties_trims_elects_and_averages() -> None:
     assert merged.tolist() == [4, -1.5, 5, 0]
 
 
+def test_ties_and_mergekit_differ_only_in_which_of_equally_large_entries_stay() -> None:
+    """mergekit sorts without `stable=True`; here its order of equal entries is the reverse of ours, the farthest it gets.
+
+    Differences are whole steps of float32 at 1, so that many share the threshold. As many stay of each model on both
+    sides, what only one side keeps has the threshold's magnitude, and wherever both keep the same the results are equal.
+    """
+    draw = torch.Generator().manual_seed(0)
+    base = torch.ones(400)
+    models = [base + torch.randint(-9, 10, (400,), generator=draw) * 2.0**-23 for _ in range(2)]
+    weights, count, parts, same = torch.tensor([[0.6], [0.4]]), int(0.3 * 400), [], torch.ones(400, dtype=torch.bool)
+    for delta in (model - base for model in models):
+        order = 399 - delta.abs().flip(0).argsort(descending=True, stable=True)
+        theirs = delta * torch.zeros(400).index_fill(0, order[:count], 1)
+        ours = sparsify.largest(delta, count)
+        only_one = (ours != 0) != (theirs != 0)
+        assert int((ours != 0).sum()) == int((theirs != 0).sum()) == count
+        assert set(delta[only_one].abs().tolist()) == {float(delta.abs()[order[count - 1]])}
+        parts, same = [*parts, theirs], same & ~only_one
+    weighted = torch.stack(parts) * weights
+    agree = weighted.sign() == (weighted.sum(0) >= 0) * 2 - 1
+    divisor = (weights * agree).sum(0)
+    expected = base + (weighted * agree).sum(0) / torch.where(divisor == 0, 1, divisor)
+    merged = deltas.ties(models, base, [0.6, 0.4], density=0.3)
+    assert torch.equal(merged[same], expected[same]) and not torch.equal(merged, expected)
+
+
 def test_ties_with_a_density_a_model() -> None:
     """The first model keeps 1 of 4 entries, the second all: entry 0 has 4 and 2, entry 1 only the second's -1."""
     merged = deltas.ties([t(4, -3, 0, 0), t(2, -1, 0, 0)], ZERO, [1, 1], density=[0.25, 1.0])
