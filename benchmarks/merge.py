@@ -53,8 +53,8 @@ MERGES: dict[str, dict[str, Any]] = {
     },
 }
 EXPLAINED = {
-    "ties": "of entries whose magnitude is exactly the threshold mergekit keeps others: its sort is not stable, posttrain "
-    "keeps the first (tests/merge/test_deltas.py; docs/merging.md)",
+    "ties": "of entries whose magnitude is exactly the threshold mergekit keeps others: its sort is not stable, "
+    "posttrain keeps the first (tests/merge/test_deltas.py; docs/merging.md)",
     "breadcrumbs": "entries of equal magnitude at the borders, as for ties",
     "slerp": "mergekit sums norms and the cosine in chunks of 2^20 entries: rounding",
     "model_stock": "rounding: the cosine is computed from norms of the deltas in another order",

@@ -33,10 +33,10 @@ def test_ties_trims_elects_and_averages() -> None:
 
 
 def test_ties_and_mergekit_differ_only_in_which_of_equally_large_entries_stay() -> None:
-    """mergekit sorts without `stable=True`; here its order of equal entries is the reverse of ours, the farthest it gets.
+    """mergekit sorts without `stable=True`; here it takes the last of equal entries, where we take the first.
 
-    Differences are whole steps of float32 at 1, so that many share the threshold. As many stay of each model on both
-    sides, what only one side keeps has the threshold's magnitude, and wherever both keep the same the results are equal.
+    Differences are whole steps of float32 at 1, so that many share the threshold. Both sides keep as
+    many of each model, what one alone keeps has the threshold's magnitude, and where both keep the same all is equal.
     """
     draw = torch.Generator().manual_seed(0)
     base = torch.ones(400)
