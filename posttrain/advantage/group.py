@@ -36,6 +36,13 @@ def group(
     return centred_and_scaled(rewards_of(batch), batch.group_ids, scale=scale, eps=eps, ddof=ddof, singleton=singleton)
 
 
+@register("advantage", "reward")
+def reward(batch: RolloutBatch) -> Tensor:
+    """The reward itself, compared with nothing -> [N]; 0 where there is none. For losses that read rewards on their own
+    (`oreo`, `direct_advantage`), and for completions that stand alone."""
+    return rewards_of(batch).nan_to_num(0.0)
+
+
 @register("advantage", "rloo", paper="2402.14740", needs=("groups",))
 def rloo(batch: RolloutBatch, *, singleton: Singleton = "zero", normalize: bool = False) -> Tensor:
     """reward - mean of the OTHER rewards of its group -> [N]: an unbiased baseline, as no row is part of its own.

@@ -69,12 +69,22 @@ def _check_turns(
 
     advantage = dict(section.get("advantage") or {})
     use = advantage.pop("use", "")
-    needs = registry.index()["advantage"].get(use, {}).get("needs", ())
+    needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
+    if any("turn_ids" in registry.index()[kind].get(name, {}).get("needs", ()) for kind, name in _chosen(section)):
+        needs.add("turn_ids")  # steps are read without a reward of them
     split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
     key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
     if what:
         mark = loaded.origins[f"{prefix}{key}"].mark if f"{prefix}{key}" in loaded.origins else str(loaded.path)
         problems.append(Problem(mark, f"{prefix}{key}: {what}", hint=right))
+
+
+def _chosen(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(kind, name) of what credits or trains by turn or step, shipped or not."""
+    for key, kinds in (("loss", ("loss", "group_loss")), ("spread", ("spread",)), ("bonuses", ("bonus",))):
+        value = section.get(key) or []
+        for item in value if isinstance(value, list) else [value]:
+            yield from ((kind, str(item.get("use"))) for kind in kinds)
 
 
 def _stages(resolved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

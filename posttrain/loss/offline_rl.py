@@ -5,10 +5,14 @@ N rows, T tokens, S steps; cells where a mask is 0 may hold anything and never m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.kl import log_ratio_to_reference
+from posttrain.registry import register
 
 
 class Oreo(NamedTuple):
@@ -26,11 +30,19 @@ def oreo(logp: Tensor, ref_logp: Tensor, values: Tensor, rewards: Tensor, mask: 
     loss sees V and the later tokens as constants, so its gradient by logp_t is 2 beta d_t / (length N). An empty row
     gives 0. For step level pass sums over steps. Update the value first.
     """
-    u = torch.where(mask, logp - ref_logp.detach(), 0.0)
+    fixed, own = residuals(logp, ref_logp, values, rewards, mask, beta=beta)
+    return Oreo(_row_means(fixed.square(), mask), _row_means(own.square(), mask), fixed.detach())
+
+
+def residuals(
+    logp: Tensor, ref_logp: Tensor, values: Tensor, rewards: Tensor, mask: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor]:
+    """d_t of `oreo` [N,T] twice, 0 outside the mask: with the gradient of V alone, and with that of logp_t alone."""
+    u = torch.where(mask, logp, 0.0) - torch.where(mask, ref_logp.detach(), 0.0)
     tail = u.detach().flip(-1).cumsum(-1).flip(-1)
     fixed = torch.where(mask, values - rewards[:, None] + beta * tail, 0.0)
     own = torch.where(mask, fixed.detach() + beta * (u - u.detach()), 0.0)
-    return Oreo(_row_means(fixed.square(), mask), _row_means(own.square(), mask), fixed.detach())
+    return fixed, own
 
 
 def oreo_response(
@@ -39,6 +51,123 @@ def oreo_response(
     """OREO with one residual a row, at its start: mean of (V(s_0) - R + beta sum u)^2; V(s_0) and R are [N]."""
     u = torch.where(mask, logp - ref_logp.detach(), 0.0).sum(-1)
     return (value0 - rewards + beta * u).square().sum() / max(len(rewards), 1)
+
+
+@register(
+    "loss",
+    "oreo",
+    paper="2412.16145",
+    needs=("rewards", "ref_logp", "new_values", "every_row"),
+    note=(
+        "The authors' code adds 0.01 times a KL over the whole vocabulary; here that is `kl`, by sampled token. The"
+        " critic is a head on the policy's features, not a second model."
+    ),
+)
+def oreo_loss(
+    batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03, level: Literal["token", "response"] = "token"
+) -> TokenLoss:
+    """OREO: soft Bellman residuals d_t = V(s_t) - R + beta sum_{i >= t} (logp_i - ref_logp_i), squared, for any traces.
+
+    The value head learns d_t = 0 with log-probs fixed, the policy with V and later tokens fixed; both at once, from the
+    same values. `response`: one residual a row, at its start, with the gradient of all its tokens. R is the reward, 1
+    for right and 0 for wrong; rows without one take no part. `oreo_step` has states at the starts of steps. Stats:
+    `oreo/error` (mean d^2), `oreo/value` (V), `oreo/margin` (beta times the row's log-ratio, minus it where R < 1/2: it
+    grows).
+    """
+    values, rewards, mask = _scored(batch)
+    if level == "response":
+        mask = mask & (mask.long().cumsum(-1) == 1)
+        u = torch.where(batch.mask, log_ratio_to_reference(batch, logp), 0.0).sum(-1, keepdim=True)
+        d = values - rewards[:, None]
+        fixed, own = d + beta * u.detach(), d.detach() + beta * u
+        fixed, own = torch.where(mask, fixed, 0.0), torch.where(mask, own, 0.0)
+    else:
+        fixed, own = residuals(logp, _reference(batch), values, rewards, mask, beta=beta)
+    return _both(batch, fixed, own, values, mask, _margin(batch, logp, beta))
+
+
+@register("loss", "oreo_step", paper="2412.16145", needs=("rewards", "ref_logp", "new_values", "turn_ids", "every_row"))
+def oreo_step(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03) -> TokenLoss:
+    """`oreo` with states where steps begin (`scoring.split`) or turns: an action is all tokens of its step.
+
+    Mean over rows of a row's mean over steps. Stats: `oreo/error`, `oreo/value`, `oreo/margin`.
+    """
+    values, rewards, mask = _scored(batch)
+    steps = step_sums(batch)
+    found = residuals(
+        steps(torch.where(mask, logp, 0.0)), steps(_reference(batch)), steps.first(values), rewards,
+        steps.there & mask.any(-1, keepdim=True), beta=beta,
+    )  # fmt: skip
+    fixed, own = (steps.back(d) for d in found)
+    return _both(batch, fixed, own, values, mask & steps.starts, _margin(batch, logp, beta))
+
+
+class Steps(NamedTuple):
+    """The trained tokens [N,T] of N rows in S steps each."""
+
+    number: Tensor  # [N,T] int64, of the step that a token belongs to; S where it is not trained
+    starts: Tensor  # [N,T] bool, the first trained token of a step
+    there: Tensor  # [N,S] bool, steps that have a trained token
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Sums over the tokens of each step, [N,T] -> [N,S]."""
+        out = values.new_zeros(len(values), self.there.shape[1] + 1)
+        return out.scatter_add(-1, self.number, values)[:, :-1]
+
+    def first(self, values: Tensor) -> Tensor:
+        """What stands at the first token of each step, [N,T] -> [N,S]."""
+        return self(torch.where(self.starts, values, 0.0))
+
+    def back(self, values: Tensor) -> Tensor:
+        """[N,S] -> [N,T]: what a step has at its first token, 0 elsewhere."""
+        wider = torch.cat([values, torch.zeros_like(values[:, :1])], -1)
+        return torch.where(self.starts, wider.gather(-1, self.number), 0.0)
+
+
+def step_sums(batch: RolloutBatch) -> Steps:
+    """The steps of the batch's rows, by `turn_ids`."""
+    if batch.turn_ids is None:
+        raise ValueError("this loss needs to know the steps of a completion (turn_ids)")
+    count = int(batch.turn_ids.max()) + 1 if batch.turn_ids.numel() else 1
+    number = torch.where(batch.mask, batch.turn_ids, count)
+    before = torch.cat([torch.full_like(number[:, :1], -1), number[:, :-1]], -1)
+    seen = torch.where(before == count, -1, before).cummax(-1).values
+    starts = batch.mask & (number > seen)
+    there = torch.zeros(len(number), count + 1, dtype=torch.bool, device=number.device)
+    return Steps(number, starts, there.scatter(-1, number, True)[:, :-1])
+
+
+def _scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """The critic's values [N,T], rewards [N] and the trained tokens [N,T] of rows with a reward."""
+    if batch.new_values is None or batch.rewards is None:
+        raise ValueError("oreo needs rewards and the critic's values")
+    mask = batch.mask & ~batch.rewards.isnan()[:, None]
+    rewards = batch.rewards.detach().nan_to_num(0.0).to(batch.new_values)
+    return torch.where(mask, batch.new_values, 0.0), rewards, mask
+
+
+def _reference(batch: RolloutBatch) -> Tensor:
+    assert batch.ref_logp is not None
+    return torch.where(batch.mask, batch.ref_logp.detach(), 0.0)
+
+
+def _margin(batch: RolloutBatch, logp: Tensor, beta: float) -> Tensor:
+    """beta times the log-ratio of each row [N], minus it where the reward is below 1/2, 0 without a reward."""
+    assert batch.rewards is not None
+    u = log_ratio_to_reference(batch, logp.detach()).sum(-1)
+    return beta * torch.where(batch.rewards.isnan(), 0.0, torch.where(batch.rewards > 0.5, u, -u))
+
+
+def _both(batch: RolloutBatch, fixed: Tensor, own: Tensor, values: Tensor, states: Tensor, margin: Tensor) -> TokenLoss:
+    """Value and policy loss added: a row's mean over its states, at each of its trained tokens."""
+    count = states.sum(-1).clamp(min=1)
+
+    def rows(x: Tensor) -> Tensor:
+        means = torch.where(states, x, 0.0).sum(-1, keepdim=True) / count[:, None]
+        return torch.where(batch.mask, means, 0.0)
+
+    stats = {"oreo/error": rows(fixed.detach().square()), "oreo/value": rows(values.detach()), "oreo/margin": margin}
+    return TokenLoss(rows(fixed.square() + own.square()), stats)
 
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:

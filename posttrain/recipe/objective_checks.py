@@ -222,6 +222,25 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     return notes
 
 
+def _stored(recipe: Any) -> Found:
+    """Completions of the data are one a row, were sampled by someone else, and stay as they are."""
+    if not isinstance(recipe, RlRecipe) or recipe.rollout.engine != "stored":
+        return
+    what = "rollout.engine stored trains on the rows' completions"
+    if recipe.acts:
+        yield "rollout.engine", f"{what}; with `tools` or an `environment` they must be sampled", "remove one of them"
+    if recipe.rollout.group_size != 1:
+        yield "rollout.group_size", f"{what}, and a row has one", "write 1"
+    if recipe.rollout.staleness:
+        yield "rollout.staleness", f"{what}: nothing is drawn ahead", "remove it"
+    if recipe.rollout.max_gen_batches > 1:
+        yield "rollout.max_gen_batches", f"{what}: none are drawn anew", "remove it"
+    for key, section in used(recipe):
+        if "rollout_logp" in section.needs:
+            weighs = f"`{section.use}` weighs by the policy that sampled, and nobody knows its log-probs"
+            yield f"{key}.use", weighs, "remove it: `oreo` and `direct_advantage` need no weights"
+
+
 ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temperature", "rollout.max_turns")
 
 
@@ -235,4 +254,4 @@ def numbers(recipe: RlRecipe) -> dict[str, float]:
     return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled, _stale, _partial)
+CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled, _stale, _partial, _stored)

@@ -212,6 +212,9 @@ class EngineSection(Section):
 class Rollout(EngineSection, Sampling):
     """One step's samples: prompts_per_step x group_size completions."""
 
+    engine: Literal["transformers", "vllm", "stored"] = Field(  # type: ignore[assignment]
+        "transformers", description="stored: nothing is sampled; the rows' own completions are trained on"
+    )
     prompts_per_step: Positive = 32
     group_size: Positive = Field(8, description="completions of one prompt, the group of group-relative methods")
     max_gen_batches: Positive = Field(

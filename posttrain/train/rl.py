@@ -33,6 +33,7 @@ from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.rollout.stored import StoredEngine
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -50,6 +51,7 @@ from posttrain.train.critic import value_head
 from posttrain.train.fit import try_longest
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
+from posttrain.train.offline import stored_completions
 from posttrain.train.overlap import Ahead
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
@@ -81,6 +83,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
     rehearse(objective, recipe, prepared.items)
+    stored = None
+    if recipe.rollout.engine == "stored":
+        stored = stored_completions(prepared.items, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     with (
         GracefulStop() as stop,
         Progress("rl", steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
@@ -99,7 +104,11 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         max_len = needed_length(prepared.items, sampling)
         with watchdog.phase("engine start"):
             scratch = distributed.own(directory.path / "engine")
-            inner = make_engine(recipe.rollout, _sampled(loaded, recipe), scratch=scratch, max_len=max_len)
+            inner = (
+                StoredEngine(loaded, stored)
+                if stored is not None
+                else make_engine(recipe.rollout, _sampled(loaded, recipe), scratch=scratch, max_len=max_len)
+            )
             engine = turns.turning(inner, offer, loaded)
         try:
             pieces = Pieces(

@@ -52,10 +52,13 @@ def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
 
 
 def signal(batch: RolloutBatch) -> dict[str, float]:
-    """Shares of groups: with a signal, and by the reason why there is none (they add up to 1)."""
+    """Shares of groups: with a signal, and by the reason why there is none (they add up to 1). Where every completion
+    stands alone, the step is the group."""
     assert batch.rewards is not None and batch.correct is not None
     counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored"), 0)
     groups = _groups(batch.group_ids)
+    if len(groups) == len(batch):
+        groups = _groups(torch.zeros_like(batch.group_ids))
     for rows in groups:
         rewards, correct = batch.rewards[rows], batch.correct[rows]
         scored = rewards[~rewards.isnan()]

@@ -50,9 +50,11 @@ class Scoring:
             samples += self._made.get(group) or self._samples(list(rows))
         scores = self._p.scorer.score(samples, step=self._step, results=self._results(rollouts, samples))
         split = self._p.recipe.scoring.split
+        steps = split is not None and "turn_ids" in self._p.objective.needs
         for i, r in enumerate(rollouts):
-            if scores.turn_scores:
+            if scores.turn_scores or steps:
                 r.part_ends = ends_of_parts(r, split, self._p.loaded.tokenizer)
+            if scores.turn_scores:
                 r.turn_scores = {name: column[i] for name, column in scores.turn_scores.items()}
                 r.turn_rewards = scores.turn_rewards[i]
             r.scores = {name: column[i] for name, column in scores.components.items()}

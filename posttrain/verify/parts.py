@@ -49,7 +49,7 @@ def problem(
     """
     right = "mark a reward with @per_turn (docs/rewards.md), e.g. turns.repeats"
     wanted = {"token_rewards", "turn_scores"} & set(needs)
-    if split and not names:
+    if split and not names and "turn_ids" not in needs:
         return "scoring.split", "does nothing: no reward is marked @per_turn", right
     if wanted and not names and not (environment and wanted == {"token_rewards"}):
         also = "" if environment else ", or use an `environment` whose steps give rewards"
