@@ -1,4 +1,4 @@
-"""Sums of four numbers, added up line by line; in about half of the traces one line is wrong and the rest follows from it.
+"""Sums of four numbers, added up line by line; in half of the traces one line is wrong and the rest follows from it.
 
     4+7+2+5=?    4+7=11\n11+2=12\n12+5=17\n<answer>17</answer>
 
