@@ -128,7 +128,8 @@ def step_sums(batch: RolloutBatch) -> Steps:
     """The steps of the batch's rows, by `turn_ids`."""
     if batch.turn_ids is None:
         raise ValueError("this loss needs to know the steps of a completion (turn_ids)")
-    count = int(batch.turn_ids.max()) + 1 if batch.turn_ids.numel() else 1
+    turns = torch.where(batch.mask, batch.turn_ids, 0)
+    count = int(turns.max()) + 1 if turns.numel() else 1
     number = torch.where(batch.mask, batch.turn_ids, count)
     before = torch.cat([torch.full_like(number[:, :1], -1), number[:, :-1]], -1)
     seen = torch.where(before == count, -1, before).cummax(-1).values

@@ -28,7 +28,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 IN_ORDER = {"riskpo", "d3s"}  # bundles are made of rows in order; ties go to the first row
 RAW_ALONE = {"copo", "riskpo", "beta_norm", "meta_reasoning"}
-NO_BASELINE = {"batch", "reinforce_pp", "gae", "step_gae", "mc_critic"}  # these need no group, and use none
+NO_BASELINE = {"reward", "batch", "reinforce_pp", "gae", "step_gae", "mc_critic"}  # these need no group, and use none
 
 COMPONENTS = ("step", "thinks", "necessary_prefix/start", "necessary_prefix/end")
 LENGTHS = torch.tensor([4, 6, 1, 5, 2, 3, 6, 4, 0, 3, 5, 2])

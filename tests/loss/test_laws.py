@@ -42,6 +42,10 @@ def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBa
         tempered_ref_logp=matrix(),
         expert_logp=matrix(),
         answer_mask=matrix() > -0.5,
+        rewards=torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=dtype),
+        turn_ids=torch.where(MASK, torch.arange(4) // 2, 9),
+        values=torch.where(MASK, 0.3, garbage).to(dtype),
+        new_values=torch.where(MASK, 0.4, garbage).to(dtype),
     )
     return rows, matrix().requires_grad_()
 
