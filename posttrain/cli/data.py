@@ -42,11 +42,15 @@ def inspect(
         Path | None,
         typer.Option("--rollouts", metavar="RUN", help="Show the newest sampled rollouts of this rl run instead."),
     ] = None,
+    with_model: Annotated[
+        bool, typer.Option("--with-model", help="Load the model, for an sft objective whose weights follow it.")
+    ] = False,
 ) -> None:
     """Rendered rows with every token's fate, lengths, and what was dropped or cut, by cause.
 
-    Needs the tokenizer only, no weights. Trained text is green on a terminal and stands between » and « elsewhere. With
-    --rollouts: which tokens of a run's samples the model wrote (they carry loss) and which tools or an environment did.
+    Needs the tokenizer only, no weights, unless --with-model asks for what tokens count before the first step. Trained
+    text is green on a terminal and stands between » and « elsewhere. With --rollouts: which tokens of a run's samples
+    the model wrote (they carry loss) and which tools or an environment did.
     """
     from posttrain.data.inspect import check_stage
     from posttrain.data.inspect import inspect as look
@@ -69,7 +73,7 @@ def inspect(
         _show_rollouts(rollouts, tokenizer, rows, as_json)
         return
     eos_ids = load_eos_ids(section.model, loaded.base_dir, tokenizer)
-    weigh, of_pairs = _weigh(loaded, tokenizer), loaded.verb == "dpo"
+    weigh, of_pairs = _weigh(loaded, tokenizer, with_model), loaded.verb == "dpo"
     single, rules = of_pairs and "labels" in section.loss.needs, section.pairs if of_pairs else None
     report = look(stage, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single, rules=rules)
     if as_json:
@@ -147,15 +151,17 @@ def make_pairs(
     typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
 
 
-def _weigh(recipe: Any, tokenizer: Any) -> Any:
-    """What each token of an example counts, where the recipe's objective says so without the model."""
+def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
+    """What each token of an example counts, where the recipe's objective says so."""
     if recipe.verb != "sft" or recipe.objective.use == "ce":
+        if with_model:
+            raise UserError("nothing here follows the model", hint="leave out --with-model")
         return None
     from posttrain.train.sft_objective import example_weights
 
-    found = example_weights(recipe, tokenizer)
+    found = example_weights(recipe, tokenizer, with_model=with_model)
     if found is None:
-        print(f"the weights of {recipe.objective.use} follow the model: they are not shown", file=sys.stderr)
+        print(f"the weights of {recipe.objective.use} follow the model: --with-model shows them", file=sys.stderr)
     return found
 
 
@@ -231,7 +237,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
             trained = run["fate"] == "trained"
             marked = f"»{written}«" if trained and not coloured else written
             if trained and run.get("weight", 1.0) != 1.0:
-                marked += f"[x{run['weight']:g}]"
+                marked += f"[x{run['weight']:.3g}]"
             text.append(marked, style="green" if trained else "dim")
         console.print(text, soft_wrap=True)
         count = sum(t["fate"] == "trained" for t in part["tokens"])

@@ -72,18 +72,29 @@ class Weighing:
         return found
 
 
-def example_weights(recipe: SftRecipe, tokenizer: Any) -> Callable[[Example], list[float]] | None:
-    """What each token of an example counts, 0 where nothing is trained on; None where weights depend on the model, or
-    are all alike."""
+def example_weights(
+    recipe: SftRecipe, tokenizer: Any, *, with_model: bool = False
+) -> Callable[[Example], list[float]] | None:
+    """What each token of an example counts, 0 where nothing is trained on; None where all count alike.
+
+    Weights that follow the model are those of its start; they are None too unless it may be loaded (`with_model`).
+    """
     weighing = Weighing.of(recipe, tokenizer)
-    if weighing is None or "logp" in weighing.needs:
+    follows = weighing is not None and "logp" in weighing.needs
+    if weighing is None or (follows and not with_model):
         return None
+    start = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed) if follows else None
+    author = None if recipe.objective.behavior_model is None or start is None else _author(recipe, tokenizer)
 
     def weigh(example: Example) -> list[float]:
         labels = [i if on else IGNORED for i, on in zip(example.ids, example.trained, strict=True)]
-        batch = {"labels": torch.tensor([labels])}
+        batch: dict[str, Any] = {"labels": torch.tensor([labels])}
+        if author is not None:
+            batch["behavior_logp"] = _scored_one(author, example)[None]
+        kept = trained(batch)[0]
+        logp = None if start is None else _scored_one(start, example)[1:][kept]
         found = torch.zeros(len(labels))
-        found[1:][trained(batch)[0]] = weighing.weights(batch)
+        found[1:][kept] = weighing.weights(batch, logp)
         return found.tolist()
 
     return weigh
@@ -147,17 +158,23 @@ def behavior_logps(recipe: SftRecipe, examples: Sequence[Example], tokenizer: An
     return [part.tolist() for part in stored["logp"].split(lengths)]
 
 
-@torch.no_grad()
 def _scored(recipe: SftRecipe, examples: Sequence[Example], tokenizer: Any) -> list[Tensor]:
+    author = _author(recipe, tokenizer)
+    return [_scored_one(author, example) for example in examples]
+
+
+def _author(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
+    """The model that wrote the data. Raises ModelError if it has another vocabulary."""
     section = recipe.model.model_copy(update={"path": recipe.objective.behavior_model, "lora": None})
     author = models.load(section, recipe.base_dir, seed=recipe.run.seed)
     if author.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ModelError(
             f"{author.source} has another vocabulary than the model that is trained", where="objective.behavior_model"
         )
-    return [_scored_one(author, example) for example in examples]
+    return author
 
 
+@torch.no_grad()
 def _scored_one(author: LoadedModel, example: Example) -> Tensor:
     ids = torch.tensor([example.ids], device=author.device)
     with author.autocast():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.errors import DataError, RecipeError
-from posttrain.train import optim, sft
+from posttrain.errors import DataError, RecipeError, UserError
+from posttrain.train import optim, sft, sft_objective
 from posttrain.train.sft_objective import BEHAVIOR
 
 FIVE = {"steps": 5}
@@ -62,14 +62,15 @@ def test_weights_of_one_are_plain_cross_entropy(answers: Any, rows_of: Any) -> N
         assert row["cross_entropy"] == pytest.approx(row["loss"], rel=1e-5) and row["token_weight"] == 1
 
 
-@pytest.mark.parametrize("name", ["pear", "action_aware"])
+@pytest.mark.parametrize("name", ["ce", "dft", "pear", "action_aware", "thought_dropout"])
 def test_neither_micro_batches_nor_packing_change_a_number(answers: Any, rows_of: Any, name: str) -> None:
-    whole = rows_of(sft.run, answers(**OBJECTIVES[name], batch={"size": 8, "micro_size": 8}), "whole")
-    small = rows_of(sft.run, answers(**OBJECTIVES[name], batch={"size": 8, "micro_size": 2}), "small")
-    packed = rows_of(sft.run, answers(**OBJECTIVES[name], batch={"packing": True}), "packed")
+    changes = OBJECTIVES[name]
+    whole = rows_of(sft.run, answers(**changes, batch={"size": 8, "micro_size": 8}), "whole")
+    small = rows_of(sft.run, answers(**changes, batch={"size": 8, "micro_size": 2}), "small")
+    packed = rows_of(sft.run, answers(**changes, batch={"packing": True}), "packed")
     for rows in (small, packed):
         for row, other in zip(rows, whole, strict=True):
-            for key in ("loss", "grad_norm", "token_weight"):
+            for key in {"loss", "grad_norm", "token_weight"} & other.keys():
                 assert row[key] == pytest.approx(other[key], rel=2e-4), (row["step"], key)
 
 
@@ -80,13 +81,27 @@ def test_action_weights_by_hand(answers: Any, rows_of: Any) -> None:
     assert row["token_weight"] == pytest.approx(10 / 8)
 
 
-def test_the_authors_log_probs_are_computed_once(answers: Any, rows_of: Any, tmp_path: Path) -> None:
-    """The author is the model that is trained, so in the first step every ratio is 1: with gamma 1, plain SFT."""
+def test_the_authors_log_probs_are_computed_once(
+    answers: Any, rows_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The author is the model that is trained, so in the first step every ratio is 1: with gamma 1, plain SFT.
+
+    One pass of the author over each of the 20 rows, whatever the number of steps; none when the run goes on.
+    """
     objective = {"use": "pear", "behavior_model": "tiny", "gamma": 1.0}
+    passes: list[str] = []
+    score = sft_objective._scored_one
+    monkeypatch.setattr(sft_objective, "_scored_one", lambda author, row: passes.append(row.uid) or score(author, row))
     first = rows_of(sft.run, answers(objective=objective), "first")
     assert first[0]["token_weight"] == pytest.approx(1, abs=1e-4)
     assert first[-1]["token_weight"] != pytest.approx(1, abs=1e-3)
-    assert list(tmp_path.rglob(BEHAVIOR))
+    assert len(passes) == len(set(passes)) == 20
+    (stored,) = tmp_path.rglob(BEHAVIOR)
+    before = stored.read_bytes()
+    further = rows_of(sft.run, answers(objective=objective, run={"steps": 7}), "first", resume=True)
+    assert len(further) == 7 and further[:5] == first
+    assert len(passes) == 20 and stored.read_bytes() == before
+    assert further == rows_of(sft.run, answers(objective=objective, run={"steps": 7}), "unbroken")
 
 
 def test_messages_that_are_not_to_be_learnt(answers: Any, tmp_path: Path, rows_of: Any) -> None:
@@ -157,3 +172,31 @@ def test_inspect_shows_what_a_token_counts(answers: Any, tmp_path: Path, capsys:
     show(report)
     assert "[x3]" in capsys.readouterr().out
     assert example_weights(answers(objective={"use": "dft"}), tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ["dft", "pear"])
+def test_inspect_shows_weights_that_follow_the_model(answers: Any, name: str) -> None:
+    """dft: the start's own probabilities. pear with the start as author: gamma^left, taken at the end of each block."""
+    from posttrain.data.prepare import prepare_examples
+    from posttrain.models import tiny
+    from posttrain.train.sft_objective import example_weights
+
+    recipe, tokenizer = answers(**OBJECTIVES[name]), tiny.build_tokenizer()
+    example = prepare_examples(recipe.data, tokenizer, recipe.base_dir).items[0]
+    weigh = example_weights(recipe, tokenizer, with_model=True)
+    assert weigh is not None
+    weights = weigh(example)
+    own = [weight for weight, on in zip(weights, example.trained, strict=True) if on]
+    assert all(weight == 0 for weight, on in zip(weights, example.trained, strict=True) if not on)
+    if name == "dft":
+        assert len(set(own)) > 1 and all(0 < weight < 1 for weight in own)
+        return
+    left = [len(own) - 1 - min(i // 4 * 4 + 3, len(own) - 1) for i in range(len(own))]
+    assert own == pytest.approx([0.9**count for count in left], rel=1e-4)
+
+
+def test_inspect_loads_no_model_for_weights_that_follow_none(answers: Any) -> None:
+    from posttrain.cli.data import _weigh
+
+    with pytest.raises(UserError, match="nothing here follows the model"):
+        _weigh(answers(), None, True)
