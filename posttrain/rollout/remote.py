@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from posttrain.rollout.client import Client
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.pushed import Done, PushedEngine, Request
+from posttrain.rollout.shared_memory import Memory, reaches
 from posttrain.run import ranks
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class ServerEngine(PushedEngine):
         self.pushes = 0
         self.processes: list[LocalServer] = []
         self.clients: list[Client] = []
+        self.shared: list[bool] = []  # by client: it can map our memory
         try:
             self._begin(section.server)
             self.sync(loaded.model, 0)
@@ -62,6 +65,7 @@ class ServerEngine(PushedEngine):
         self.clients += [Client(url, server.timeout_s) for _, url in mine(server.urls, "urls")]
         for client in self.clients:
             client.open()
+        self.shared = [reaches(client) for client in self.clients]
         folder = self.scratch / "engine-model"
         if self.lora_rank is not None:
             weights.write_base(self.loaded, folder, self.dtype)
@@ -114,6 +118,13 @@ class ServerEngine(PushedEngine):
         self._everywhere(ask, [range(n, len(requests), count) for n in range(count)])
         return [found[place] for place in range(len(requests))]
 
+    @property
+    def route(self) -> str:
+        """How weights get to the servers, for the run's log."""
+        ways = {True: "shared memory", False: "HTTP"}
+        named = [f"{client.url} by {ways[shared]}" for client, shared in zip(self.clients, self.shared, strict=True)]
+        return "an adapter goes over HTTP" if self.lora_rank is not None else "weights go to " + ", ".join(named)
+
     def pause(self) -> None:
         """See `PushedEngine.pause`."""
         self._everywhere(lambda client: client.ask("POST", "/pause", as_json({})))
@@ -148,7 +159,15 @@ class ServerEngine(PushedEngine):
 
     def _push_bucket(self, number: int, bucket: list[tuple[str, Tensor]], *, last: bool) -> None:
         path, body = f"/weights?number={number}&last={int(last)}", wire.pack(bucket)
-        self._everywhere(lambda client: client.ask("POST", path, body))
+        with Memory(body) if any(self.shared) else nullcontext() as memory:
+
+            def send(client: Client, shared: bool) -> None:
+                if shared and memory is not None:
+                    client.ask("POST", f"{path}&memory={memory.place}")
+                else:
+                    client.ask("POST", path, body)
+
+            self._everywhere(send, self.shared)
 
     def logps(self) -> list[list[float]]:
         """See `PushedEngine.logps`: a row a server."""

@@ -33,7 +33,7 @@ from torch import Tensor
 from posttrain import __version__
 from posttrain.errors import EngineError, PosttrainError
 from posttrain.recipe.sections import Sampling, Vllm
-from posttrain.rollout import wire
+from posttrain.rollout import shared_memory, wire
 from posttrain.rollout.client import BUSY
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
@@ -336,13 +336,16 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if place.path == "/weights":
             query = parse_qs(place.query)
-            engine.weights(int(query["number"][0]), query["last"] == ["1"], wire.unpack(body))
+            bucket = wire.unpack(shared_memory.mapped(query["memory"][0]) if "memory" in query else body)
+            engine.weights(int(query["number"][0]), query["last"] == ["1"], bucket)
             self._line({})
             return
         values = json.loads(body)
         if place.path == "/generate":
             for line in engine.generate(values):
                 self._line(line)
+        elif place.path == "/shared":
+            self._line({"found": shared_memory.found(values["place"])})
         elif place.path == "/pause":
             engine.ready().pause()  # in this thread: the other one is in `complete`
             self._line({})

@@ -6,7 +6,8 @@
     POST /start              vLLM on that folder
     POST /generate           requests in, a line of JSON for each as it is finished
     POST /pause              that call ends soon, with what was sampled
-    POST /weights            one bucket of tensors; /adapter: the adapter in an uploaded folder
+    POST /shared             whether it can map our memory
+    POST /weights            one bucket of tensors, or where it is mapped; /adapter: the adapter in an uploaded folder
     POST /logps              log-probs of the probe's sequence
 
 All but the first two carry the session's name in the header `X-Session`.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -85,7 +87,7 @@ def pack(named: Sequence[tuple[str, Tensor]]) -> Body:
     return parts
 
 
-def unpack(body: bytearray) -> list[tuple[str, Tensor]]:
+def unpack(body: bytearray | mmap.mmap) -> list[tuple[str, Tensor]]:
     """What `pack` was given. The tensors share the memory of `body`. Raises ValueError for a body cut short."""
     start = 8 + int.from_bytes(body[:8], "little")
     named = []

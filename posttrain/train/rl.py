@@ -110,6 +110,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 else make_engine(recipe.rollout, _sampled(loaded, recipe), scratch=scratch, max_len=max_len)
             )
             engine = turns.turning(inner, offer, loaded)
+            if route := getattr(inner, "route", ""):
+                progress.note(route)
         try:
             pieces = Pieces(
                 recipe=recipe,

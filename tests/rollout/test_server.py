@@ -20,7 +20,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import EngineSection, Sampling
-from posttrain.rollout import client, local_server, wire
+from posttrain.rollout import client, local_server, shared_memory, wire
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine
 
@@ -116,6 +116,45 @@ def test_a_request_is_told_once_and_as_soon_as_it_is_finished(
         engine.close()
     assert [place for place, _ in heard] == list(range(len(prompts))) == list(range(len(found)))
     assert ended - heard[0][1] > 0.05 * (len(prompts) - 1) * 0.8
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["memory", "http"])
+def test_weights_go_through_memory_where_it_can_be_mapped(
+    serving: ModuleType, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    """Bytes of weights over HTTP: none, or all. Either way the probe finds them, and no file stays open."""
+    monkeypatch.setattr(wire, "BUCKET_BYTES", 20_000)
+    if not reached:
+        monkeypatch.setattr(shared_memory, "found", lambda _: "")  # another machine
+    sent: list[int] = []
+    ask = client.Client.ask
+
+    def asking(self: Any, method: str, path: str, body: Any = ()) -> Any:
+        if path.startswith("/weights"):
+            sent.append(sum(len(part) for part in body))
+        return ask(self, method, path, body)
+
+    monkeypatch.setattr(client.Client, "ask", asking)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    with serving.served() as one:
+        engine = engine_at(loaded, tmp_path, one.url)
+        assert engine.route == f"weights go to {one.url} by {'shared memory' if reached else 'HTTP'}"
+        disturb(loaded.model)
+        engine.sync(loaded.model, 1)
+        assert engine.gap < 1e-5 and len(sent) > 4
+        engine.close()
+    assert (sum(sent) == 0) == reached
+    assert len(list(Path("/proc/self/fd").iterdir())) <= opened + 1
+
+
+def test_only_memory_of_a_process_is_mapped() -> None:
+    with shared_memory.Memory([b"abc", b"defg"]) as memory:
+        assert shared_memory.found(memory.place) == "abcdefg"
+        mapped = shared_memory.mapped(memory.place)
+    assert mapped[:] == b"abcdefg", "gone when its maker has closed it"
+    assert shared_memory.found(memory.place) == "" == shared_memory.found("/proc/self/environ")
+    with pytest.raises(ValueError, match="no place of shared memory"):
+        shared_memory.mapped("/proc/1/fd/../environ")
 
 
 def test_a_sync_that_is_lost_stops_the_run(serving: ModuleType, loaded: LoadedModel, tmp_path: Path) -> None:
