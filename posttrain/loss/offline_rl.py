@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.loss.kl import log_ratio_to_reference
@@ -141,7 +142,7 @@ def step_sums(batch: RolloutBatch) -> Steps:
 def _scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:
     """The critic's values [N,T], rewards [N] and the trained tokens [N,T] of rows with a reward."""
     if batch.new_values is None or batch.rewards is None:
-        raise ValueError("oreo needs rewards and the critic's values")
+        raise ValueError("this loss needs rewards and the critic's values")
     mask = batch.mask & ~batch.rewards.isnan()[:, None]
     rewards = batch.rewards.detach().nan_to_num(0.0).to(batch.new_values)
     return torch.where(mask, batch.new_values, 0.0), rewards, mask
@@ -197,13 +198,76 @@ def direct_advantage(
     before each step by a critic trained apart and limited to 0..1; behind the last step stands the final reward [N], so
     a row's advantages add up to reward - V(first state). Scaling and steps are this project's reading of summaries.
     """
+    advantages, gap = advantage_gaps(step_logps, step_ref_logps, values, final_rewards, step_mask, beta=beta)
+    return StepAdvantages(gap.square().sum() / 2 / step_mask.sum().clamp(min=1), advantages)
+
+
+def advantage_gaps(
+    step_logps: Tensor,
+    step_ref_logps: Tensor,
+    values: Tensor,
+    final_rewards: Tensor,
+    step_mask: Tensor,
+    *,
+    beta: float,
+) -> tuple[Tensor, Tensor]:
+    """A_s, constant, and u_s - A_s / beta of `direct_advantage`, [N,S], 0 where no step is."""
     values = values.detach().clamp(0, 1)
     last = step_mask & ~torch.cat([step_mask[:, 1:], torch.zeros_like(step_mask[:, :1])], 1)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     reached = torch.where(last, final_rewards[:, None], following)
     advantages = torch.where(step_mask, reached - values, 0.0)
-    gap = torch.where(step_mask, step_logps - step_ref_logps.detach() - advantages / beta, 0.0)
-    return StepAdvantages(gap.square().sum() / 2 / step_mask.sum().clamp(min=1), advantages)
+    u = torch.where(step_mask, step_logps, 0.0) - torch.where(step_mask, step_ref_logps.detach(), 0.0)
+    return advantages, torch.where(step_mask, u - advantages / beta, 0.0)
+
+
+@register(
+    "loss",
+    "direct_advantage",
+    paper="2412.18279",
+    needs=("rewards", "ref_logp", "values", "turn_ids", "every_row", "own_mean", "frozen_critic"),
+    note=(
+        "The paper calls it DAPO; it is not DAPO's clip. Its scaling and what a step is are this project's reading of"
+        " summaries. beta is not stated."
+    ),
+)
+def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> TokenLoss:
+    """Direct advantage policy optimisation: half the mean over steps of (u_s - A_s / beta)^2, for any traces.
+
+    u_s: the log-ratio of a step's tokens to the reference. A_s = V(next step) - V(step), behind the last step the
+    reward (0 to 1); V by a critic that was trained apart (`loss: critic`) and stays as it is. Steps: `scoring.split`, or
+    turns. Rows without a reward take no part. Stats: `direct_advantage/error` (mean gap^2 of a row),
+    `direct_advantage/margin` (sum of A_s u_s: it grows).
+    """
+    if batch.values is None or batch.rewards is None:
+        raise ValueError("direct_advantage needs rewards and a critic's values")
+    steps = step_sums(batch.replace(mask=batch.mask & ~batch.rewards.isnan()[:, None]))
+    mask = steps.number < steps.there.shape[1]
+    own = steps(torch.where(mask, logp, 0.0))
+    ref = steps(torch.where(mask, _reference(batch), 0.0))
+    values = steps.first(torch.where(mask, torch.sigmoid(batch.values.to(logp.dtype)), 0.0))
+    rewards = batch.rewards.nan_to_num(0.0).to(logp.dtype)
+    advantages, gap = advantage_gaps(own, ref, values, rewards, steps.there, beta=beta)
+    count = steps.there.sum(-1).clamp(min=1)
+    stats = {
+        "direct_advantage/error": gap.detach().square().sum(-1) / count,
+        "direct_advantage/margin": (advantages * torch.where(steps.there, (own - ref).detach(), 0.0)).sum(-1),
+    }
+    return TokenLoss(steps.back(gap.square() / 2), stats, counted=steps.starts)
+
+
+@register("loss", "critic", paper="2412.18279", needs=("rewards", "new_values", "every_row"))
+def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """Trains the value head alone: cross-entropy of sigmoid(V) at every state with the outcome (the reward, 0 to 1).
+
+    Of several completions of a prompt, or many rows, V becomes the chance of a right end, which `direct_advantage` reads
+    from it (`critic.path`). The policy stays as it is. Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
+    """
+    values, rewards, mask = _scored(batch)
+    targets = rewards.clamp(0, 1)[:, None].expand_as(values)
+    losses = torch.where(mask, binary_cross_entropy_with_logits(values, targets, reduction="none"), 0.0)
+    errors = torch.where(mask, (torch.sigmoid(values.detach()) - targets).square(), 0.0)
+    return TokenLoss(losses.to(logp.dtype), {"critic/loss": losses.detach(), "critic/error": errors})
 
 
 class TokenCredit(NamedTuple):

@@ -54,6 +54,7 @@ OTHER_NAMES = {
     "dare": "merge/dare_linear",
     "dart_step_entropy": "select/step_entropy",
     "decs_curriculum": "controller/redundancy",
+    "direct_advantage_po": "loss/direct_advantage",
     "dler_merge": "merge/update_selective",
     "dr_grpo_adv": "advantage/group",
     "dr_mas": "advantage/agent",

@@ -171,7 +171,7 @@ def _idle_critic(recipe: Any) -> Found:
     if isinstance(recipe, st.RlRecipe) and recipe.critic != Critic():
         needs = {need for _, section in recipe.components() for need in section.needs}
         own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
-        if not own and not needs & {"values", "new_values"}:
+        if not own and not needs & {"values", "new_values", "frozen_critic"}:
             yield "critic", "does nothing: no component reads a critic's values", "remove it"
 
 
@@ -239,6 +239,8 @@ def _references(recipe: Any) -> Found:
         named = recipe.anchors
         paths |= {"anchors.reference": named.reference or "", "anchors.previous": named.previous or ""}
         paths |= {f"anchors.history.{i}": path for i, path in enumerate(named.history)}
+    if isinstance(recipe, st.RlRecipe):
+        paths["critic.path"] = recipe.critic.path or ""
     if isinstance(recipe, st.MergeRecipe):
         paths = {f"models.{i}.model": m.model for i, m in enumerate(recipe.models)} | {"base_model": recipe.base_model}
     for key, path in paths.items():

@@ -25,7 +25,7 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
 }
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
-MARKS = {"groups", "several_updates", "all_correct", "every_row"}
+MARKS = {"groups", "several_updates", "all_correct", "every_row", "own_mean", "frozen_critic"}
 WHY_NOT = {
     **dict.fromkeys(("turn_ids", "edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
@@ -222,6 +222,18 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     return notes
 
 
+def _frozen_critic(recipe: Any) -> Found:
+    """A critic trained apart is there where it is read, and nothing trains it then."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    for key, section in used(recipe):
+        if "frozen_critic" in section.needs and not recipe.critic.path:
+            what = f"`{section.use}` reads a critic that was trained apart"
+            yield f"{key}.use", what, "write `critic: {path: RUN}` of a run with `loss: critic` on the same model"
+        if "new_values" in section.needs and recipe.critic.path:
+            yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
+
+
 def _stored(recipe: Any) -> Found:
     """Completions of the data are one a row, were sampled by someone else, and stay as they are."""
     if not isinstance(recipe, RlRecipe) or recipe.rollout.engine != "stored":
@@ -254,4 +266,15 @@ def numbers(recipe: RlRecipe) -> dict[str, float]:
     return {key: v for key, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-CHECKS = (_needs, _exclusive, _filtered_away, _whole_groups, _sequence_clip, _controlled, _stale, _partial, _stored)
+CHECKS = (
+    _needs,
+    _exclusive,
+    _filtered_away,
+    _whole_groups,
+    _sequence_clip,
+    _controlled,
+    _stale,
+    _partial,
+    _frozen_critic,
+    _stored,
+)

@@ -370,6 +370,17 @@ class Critic(Section):
     """The value head: a linear layer on the policy's last hidden states, which it does not change."""
 
     lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the value head")
+    path: str | None = Field(
+        None,
+        description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "
+        "from: it stays as it is, and reads the reference's hidden states",
+    )
+
+    @model_validator(mode="after")
+    def _stays(self) -> Critic:
+        if self.path and "lr" in self.model_fields_set:
+            raise ValueError("a critic with a `path` is not trained: remove `lr`")
+        return self
 
 
 class PairLossSection(ComponentSection):

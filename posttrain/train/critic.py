@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from posttrain.errors import RecipeError
 from posttrain.models.load import LoadedModel
+from posttrain.places import find
 
 FILE = "critic.safetensors"
 
@@ -24,6 +26,22 @@ def value_head(loaded: LoadedModel) -> nn.Linear:
         head.weight.zero_()
         head.bias.zero_()
     return head.to(loaded.device)
+
+
+def frozen_head(loaded: LoadedModel, path: str, base_dir: Path) -> nn.Linear:
+    """The head of another run, or of a folder that holds one, without gradients. Raises RecipeError."""
+    folder = find(path, base_dir, "critic.path", RecipeError)
+    file = next((f for f in (folder / FILE, folder / "final" / FILE) if f.is_file()), None)
+    if file is None:
+        raise RecipeError(
+            f"critic.path: no {FILE} in {folder}", hint="`loss: critic` trains one and leaves it in final/"
+        )
+    head = value_head(loaded)
+    theirs, ours = load_file(file)["weight"].shape[1], head.in_features
+    if theirs != ours:
+        raise RecipeError(f"critic.path: {file} reads {theirs} features, and {loaded.source} has {ours}")
+    load_head(head, file.parent)
+    return head.requires_grad_(False)
 
 
 def save_head(head: nn.Module, folder: Path) -> None:

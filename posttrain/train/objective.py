@@ -231,7 +231,8 @@ class Objective:
         with torch.no_grad():
             asked = _with_stand_ins(rows)
             logp = torch.zeros(rows.mask.shape, device=rows.mask.device)
-            results = {part.key: part(asked, logp) for part in self.regularisers}
+            own = (self.surrogate,) if "own_mean" in self.surrogate.needs else ()
+            results = {part.key: part(asked, logp) for part in (*self.regularisers, *own)}
             terms = {key: float(r.counted.sum()) for key, r in results.items() if r.counted is not None}
             weights = _weights(self.surrogate(asked, logp)) if self.whole_groups and len(rows) else logp.new_zeros(0)
         return dataclasses.replace(found, groups=float(len(weights)), weight=float(weights.sum()), terms=terms)

@@ -76,7 +76,8 @@ def measure(
         return batch
     missing = {name for name in needs if hasattr(batch, name) and getattr(batch, name) is None}
     width = batch.mask.shape[1]
-    wanted = [name for name in AT_ROLLOUT if name in missing]
+    frozen = p.recipe.critic.path is not None  # its features are those of the starting policy
+    wanted = [name for name in AT_ROLLOUT if name in missing and not (name == "values" and frozen)]
     if wanted:
         extras = Extras(
             vocab_mean="old_vocab_mean_logp" in wanted,
@@ -87,7 +88,7 @@ def measure(
         with torch.no_grad():
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, p.loaded.model, s, width, extras))
         batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
-    if p.reference is not None and missing & set(BY_REFERENCE):
+    if p.reference is not None and missing & {*BY_REFERENCE, *(("values",) if frozen else ())}:
         batch = _by_reference(p, batch, sequences, rows, missing)
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
@@ -100,9 +101,11 @@ def _by_reference(
     assert p.reference is not None
     width = batch.mask.shape[1]
     with p.reference() as model:
-        if "ref_logp" in missing:
-            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
-            batch = batch.replace(ref_logp=found["logp"])
+        judged = "values" in missing and p.recipe.critic.path is not None
+        if "ref_logp" in missing or judged:
+            extras = Extras(value_head=p.critic if judged else None)
+            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, extras))
+            batch = batch.replace(ref_logp=found["logp"], **({"values": found["values"]} if judged else {}))
         if "tempered_ref_logp" in missing:
             power = _reference_power(p, batch)
             found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))

@@ -47,7 +47,7 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.canary import Canaries
 from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
 from posttrain.train.controls import Controls
-from posttrain.train.critic import value_head
+from posttrain.train.critic import frozen_head, save_head, value_head
 from posttrain.train.fit import try_longest
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
@@ -99,6 +99,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
         distributed.same_weights(loaded.model)
         critic = value_head(loaded) if objective.needs & {"values", "new_values"} else None
+        if recipe.critic.path is not None:
+            critic = frozen_head(loaded, recipe.critic.path, recipe.base_dir)
+        learner = None if recipe.critic.path is not None else critic
         sampling = turns.with_room(recipe.rollout) if offer else recipe.rollout
         check_fits(prepared.items, sampling, model_window(loaded))
         max_len = needed_length(prepared.items, sampling)
@@ -124,7 +127,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 prompts=prepared.items,
                 objective=objective,
                 controls=Controls.from_recipe(recipe, steps),
-                optimizer=optim.build(loaded.model, recipe.optim, critic, recipe.critic.lr),
+                optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                 scaler=optim.loss_scaler(loaded),
                 steps=steps,
                 reference=_reference(loaded, recipe, objective),
@@ -152,7 +155,7 @@ def _sampled(loaded: models.LoadedModel, recipe: RlRecipe) -> models.LoadedModel
 
 
 def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objective) -> ReferencePolicy | None:
-    if not objective.needs & set(BY_REFERENCE):
+    if not objective.needs & set(BY_REFERENCE) and recipe.critic.path is None:
         return None
     if loaded.is_sharded:
         return frozen_policy(sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model)
@@ -230,6 +233,8 @@ def train(
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
     with p.watchdog.phase("final save"):
         report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
+        if p.critic is not None and p.recipe.critic.path is None:
+            distributed.on_main(save_head, p.critic, directory.final)
     return {
         "steps": state.step,
         "train_seconds": state.seconds,

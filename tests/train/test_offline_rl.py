@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from posttrain.batch import RolloutBatch
 from posttrain.cli.app import app
 from posttrain.loss import offline_rl
+from posttrain.places import shipped
 from posttrain.run.metrics import read_metrics
 
 F64 = torch.float64
@@ -120,3 +122,73 @@ def test_what_cannot_be_trained_on_is_told(tmp_path: Path) -> None:
     assert "completion" in refused(*write(*rows), "rollout.prompts_per_step=1")
     assert "a row has one" in refused(*write(rows[0]), "rollout.group_size=2")
     assert "nobody knows" in refused(*write(rows[0]), "corrections=[{use: tis}]")
+
+
+STORED: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "tiny"},
+    "data": {"source": str(shipped("recipes") / "data/traces.py") + ":traces", "size": 256},
+    "rollout": {"engine": "stored", "prompts_per_step": 16, "group_size": 1, "max_new_tokens": 64},
+    "rewards": [{"use": "math.accuracy", "params": {"extract": ["answer_tag"]}}],
+    "scoring": {"workers": 1},
+    "advantage": "reward",
+}
+
+
+def critic_of(folder: Path, steps: int) -> Path:
+    """A run that trains a critic alone."""
+    recipe = folder / "critic.yaml"
+    recipe.write_text(json.dumps({**STORED, "loss": "critic", "critic": {"lr": 3e-3}}))
+    posttrain("rl", str(recipe), f"run.steps={steps}", "--output", str(folder / "critic"))
+    return folder / "critic"
+
+
+def by_advantages(folder: Path, critic: Path) -> list[str]:
+    """The command that trains the policy with it."""
+    recipe = folder / "policy.yaml"
+    split = {"scoring": {"workers": 1, "split": "lines"}, "critic": {"path": str(critic)}}
+    recipe.write_text(json.dumps({**STORED, **split, "loss": "direct_advantage", "optim": {"lr": 1e-3}}))
+    return ["rl", str(recipe)]
+
+
+@slow
+def test_direct_advantages_train_twenty_steps(tmp_path: Path) -> None:
+    critic = critic_of(tmp_path, 20)
+    errors = [row["critic/error"] for row in rows_of(critic)]
+    assert errors[0] == pytest.approx(0.25) and min(errors) < 0.25
+    rows = resumed(tmp_path / "a run", *by_advantages(tmp_path, critic), "run.steps=20", "run.save_every=10")
+    margins = [row["direct_advantage/margin"] for row in rows]
+    assert margins[0] == pytest.approx(0, abs=1e-5) and sum(margins[10:]) > sum(margins[:10]) and margins[-1] > 0
+
+
+def test_a_critic_is_trained_alone_and_read_frozen(tmp_path: Path) -> None:
+    """Its run leaves the model as it was; the policy's run leaves the critic as it was."""
+    critic = critic_of(tmp_path, 2)
+    assert all(row["grad_norm"] == 0 for row in rows_of(critic))
+    head = load_file(critic / "final" / "critic.safetensors")
+    assert head["weight"].any()
+    command = by_advantages(tmp_path, critic)
+    posttrain(*command, "run.steps=2", "--output", str(tmp_path / "run"))
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["direct_advantage/margin"] == pytest.approx(0, abs=1e-5) and rows[1]["direct_advantage/margin"]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert torch.equal(load_file(checkpoint / "critic.safetensors")["weight"], head["weight"])
+    elsewhere = [*command, "--output", str(tmp_path / "other")]
+    assert "no critic.safetensors in" in refused(*elsewhere, f"critic.path={tmp_path}")
+    assert "trained apart" in refused(*elsewhere, "critic.path=null")
+    assert "stays as it is" in refused(*elsewhere, "loss={use: oreo}")
+    assert "scoring.split" in refused(*elsewhere, "scoring.split=null")
+
+
+def test_direct_advantages_are_the_formula_with_steps_of_tokens() -> None:
+    batch = a_batch([[0, 0, 1, 1], [0, 1, 2, 2]], values=torch.rand(2, 4, dtype=F64) - 0.5)
+    logp = -torch.rand(2, 4, dtype=F64)
+    found = offline_rl.direct_advantage_loss(batch, logp, beta=0.2)
+    own = torch.tensor([[*logp[0].view(2, 2).sum(-1), 0.0], [logp[1, 0], logp[1, 1], logp[1, 2:].sum()]], dtype=F64)
+    r = batch.ref_logp
+    ref = torch.tensor([[*r[0].view(2, 2).sum(-1), 0.0], [r[1, 0], r[1, 1], r[1, 2:].sum()]], dtype=F64)
+    v = torch.sigmoid(batch.values)
+    before = torch.tensor([[v[0, 0], v[0, 2], 0.0], [v[1, 0], v[1, 1], v[1, 2]]], dtype=F64)
+    there = torch.tensor([[True, True, False], [True, True, True]])
+    wanted = offline_rl.direct_advantage(own, ref, before, batch.rewards, there, beta=0.2).loss
+    torch.testing.assert_close(found.values.sum() / found.counted.sum(), wanted)
