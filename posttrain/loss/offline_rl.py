@@ -235,8 +235,8 @@ def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.
     """Direct advantage policy optimisation: half the mean over steps of (u_s - A_s / beta)^2, for any traces.
 
     u_s: the log-ratio of a step's tokens to the reference. A_s = V(next step) - V(step), behind the last step the
-    reward (0 to 1); V by a critic that was trained apart (`loss: critic`) and stays as it is. Steps: `scoring.split`, or
-    turns. Rows without a reward take no part. Stats: `direct_advantage/error` (mean gap^2 of a row),
+    reward (0 to 1); V by a critic that was trained apart (`loss: critic`) and stays. Steps: `scoring.split`, or turns.
+    Rows without a reward take no part. Stats: `direct_advantage/error` (mean gap^2 of a row),
     `direct_advantage/margin` (sum of A_s u_s: it grows).
     """
     if batch.values is None or batch.rewards is None:
@@ -260,8 +260,7 @@ def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.
 def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """Trains the value head alone: cross-entropy of sigmoid(V) at every state with the outcome (the reward, 0 to 1).
 
-    Of several completions of a prompt, or many rows, V becomes the chance of a right end, which `direct_advantage` reads
-    from it (`critic.path`). The policy stays as it is. Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
+    V becomes the chance of a right end, which `direct_advantage` reads (`critic.path`). The policy stays as it is. Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
     """
     values, rewards, mask = _scored(batch)
     targets = rewards.clamp(0, 1)[:, None].expand_as(values)

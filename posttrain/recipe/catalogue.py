@@ -163,7 +163,7 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         "paper": described["paper"],
         "text": described["doc"],
         "keys": keys,
-        "needs": [need for need in described["needs"] if need != "every_row"],
+        "needs": [need for need in described["needs"] if need not in ("every_row", "own_mean")],
         "conflicts": list(_conflicts(kind, name, described)),
         "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge", "token_weight") else "",
         "not_stated": described["note"],
