@@ -260,7 +260,8 @@ def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.
 def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """Trains the value head alone: cross-entropy of sigmoid(V) at every state with the outcome (the reward, 0 to 1).
 
-    V becomes the chance of a right end, which `direct_advantage` reads (`critic.path`). The policy stays as it is. Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
+    V becomes the chance of a right end, which `direct_advantage` reads (`critic.path`). The policy stays as it is.
+    Stats: `critic/loss`, `critic/error` ((sigmoid(V) - R)^2).
     """
     values, rewards, mask = _scored(batch)
     targets = rewards.clamp(0, 1)[:, None].expand_as(values)
