@@ -27,7 +27,8 @@ FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scor
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
 MARKS = {"groups", "several_updates", "all_correct", "every_row", "own_mean", "frozen_critic"}
 WHY_NOT = {
-    **dict.fromkeys(("turn_ids", "edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
+    **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
+    "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
