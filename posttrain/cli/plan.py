@@ -73,7 +73,9 @@ def _print(found: dict[str, Any]) -> None:
     typer.echo(f"\npeak {found['peak_gib']} GiB in `{found['peak_phase']}`: {verdict} in {found['card_gib']} GiB")
     if found["elsewhere"]:
         each, count = found["elsewhere"]["gib_each"], found["elsewhere"]["servers"]
-        typer.echo(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}, {each} GiB each on a card like this one")
+        gpus = found["elsewhere"]["gpus_each"]
+        cards = f" of {gpus} GPUs, {each} GiB on each of them," if gpus > 1 else f", {each} GiB each"
+        typer.echo(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}{cards} on a card like this one")
     for edit in found["edits"]:
         typer.echo(f"  {edit['change']:40} peak {edit['peak_gib']} GiB")
     for name, number in found.get("measured", {}).items():

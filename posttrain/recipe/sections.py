@@ -6,7 +6,7 @@ Lengths are in tokens, times in seconds, rates in shares of 1 unless a key says 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -194,11 +194,18 @@ class Vllm(Section):
         "and the engine computes it apart, which is exact but slower",
     )
     server: Server | None = Field(None, description="generate on other GPUs or machines")
+    tensor_parallel: Positive = Field(1, description="GPUs of one engine, each with a part of every weight (`server`)")
 
     @property
     def share(self) -> float:
         """`gpu_memory` or its default."""
         return (0.9 if self.server else 0.3) if self.gpu_memory is None else self.gpu_memory
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """The GPUs of each engine that the run starts itself."""
+        size, devices = self.tensor_parallel, self.server.devices if self.server else []
+        return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
 
 class EngineSection(Section):
@@ -207,6 +214,18 @@ class EngineSection(Section):
     engine: Literal["transformers", "vllm"] = "transformers"
     batch_size: Positive = Field(512, description="sequences generated together (transformers)")
     vllm: Vllm = Field(default_factory=Vllm)
+
+    @model_validator(mode="after")
+    def _whole_engines(self) -> Self:
+        size, server = self.vllm.tensor_parallel, self.vllm.server
+        if size > 1 and (server is None or self.engine != "vllm"):
+            raise ValueError("vllm.tensor_parallel needs `engine: vllm` and `vllm.server`: beside the trainer it is 1")
+        if server is not None and len(server.devices) % size:
+            raise ValueError(
+                f"vllm.server.devices names {len(server.devices)} GPUs, which engines of {size}"
+                " (vllm.tensor_parallel) do not divide"
+            )
+        return self
 
 
 class Rollout(EngineSection, Sampling):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain.errors import EngineError
 from posttrain.recipe.sections import Sampling, Vllm
-from posttrain.rollout import vllm_start
+from posttrain.rollout import rank, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
 
@@ -76,6 +76,8 @@ class VllmCore:
                 done(place, completions(place, output))
 
         first = requests[0].number if requests else 0  # so that no two shares draw alike
+        if self.section.tensor_parallel > 1:
+            self.llm.collective_rpc("posttrain_seed", args=((seed + first) % 2**63,))
         with seeded(seed + first), self._listening(heard, len(requests)):
             outputs = self.run([r.ids for r in requests], params)
         return [completions(place, output) for place, output in enumerate(outputs)]
@@ -143,9 +145,12 @@ class VllmCore:
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights, by checkpoint name. They are read as they come."""
         self.wake()
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        if not self.on_gpu:
-            self.llm.apply_model(repack_head)
+        if self.section.tensor_parallel > 1:
+            rank.load(self.llm.collective_rpc, named)
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+            if not self.on_gpu:
+                self.llm.apply_model(repack_head)
         self.empty = False
         self.llm.reset_prefix_cache()
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -51,17 +51,18 @@ class LocalServer:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, device: int, log: Path) -> LocalServer:
-        """On that GPU of the machine; where there is none, on the CPU."""
+    def start(cls, devices: Sequence[int], log: Path) -> LocalServer:
+        """On those GPUs of the machine; where there is none, on the CPU."""
         import torch
 
         gpu = torch.cuda.is_available()
-        env = {"CUDA_VISIBLE_DEVICES": visible_device(not_training(device), DEVICES)} if gpu else {}
+        visible = [visible_device(not_training(device), DEVICES) for device in devices] if gpu else []
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if gpu else {}
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener, log.open("wb") as output:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             process = start_process(listener, output, env)
-        return cls(f"GPU {device}" if gpu else "the CPU", url, log, process)
+        return cls(f"GPU {' and '.join(map(str, devices))}" if gpu else "the CPU", url, log, process)
 
     def fate(self) -> str:
         """What became of the process, with its last words; empty while it runs."""

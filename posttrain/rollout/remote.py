@@ -57,10 +57,10 @@ class ServerEngine(PushedEngine):
 
     def _begin(self, server: Server) -> None:
         """Start what is ours to start, open the sessions, and have vLLM started in each."""
-        for number, device in mine(server.devices, "devices"):
+        for number, devices in mine(self.section.places, "devices"):
             if importlib.util.find_spec("vllm") is None:
                 raise MissingExtra("vllm", "rollout.engine: vllm", "vllm")
-            self.processes.append(LocalServer.start(device, self.scratch / f"server-{number}.log"))
+            self.processes.append(LocalServer.start(devices, self.scratch / f"server-{number}.log"))
         self.clients = [Client(p.url, server.timeout_s, fate=p.fate) for p in self.processes]
         self.clients += [Client(url, server.timeout_s) for _, url in mine(server.urls, "urls")]
         for client in self.clients:
@@ -205,7 +205,7 @@ def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:
     """The servers of this training process with their numbers: each has its own. Raises RecipeError for too few."""
     if places and len(places) < ranks.world():
         raise RecipeError(
-            f"rollout.vllm.server.{key} names {len(places)} for {ranks.world()} training processes",
+            f"rollout.vllm.server.{key} names {len(places)} servers for {ranks.world()} training processes",
             hint="each needs a server of its own: name more, or train with fewer --gpus",
         )
     return list(enumerate(places))[ranks.rank() :: ranks.world()]

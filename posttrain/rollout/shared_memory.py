@@ -6,7 +6,6 @@ The memory has no name in a file system: another process opens it as a file of o
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
@@ -21,7 +20,7 @@ from posttrain.rollout.client import Client
 PLACE = re.compile(r"/proc/\d+/fd/\d+")
 
 
-class Memory(contextlib.AbstractContextManager["Memory"]):
+class Memory:
     """The bytes of a message, for others to map. They keep what they have mapped after this is closed."""
 
     def __init__(self, parts: wire.Body) -> None:
@@ -38,6 +37,9 @@ class Memory(contextlib.AbstractContextManager["Memory"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._fd)
 
 

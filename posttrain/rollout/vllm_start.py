@@ -15,6 +15,7 @@ import torch
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError
 from posttrain.recipe.sections import Vllm
+from posttrain.rollout import rank
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
 
@@ -31,6 +32,7 @@ def prepare_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about its own choices
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is data
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer shares these threads
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; without it vLLM takes a share of the host's memory
     if importlib.util.find_spec("flashinfer") is None:
@@ -101,6 +103,12 @@ def arguments(
     }
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         values["distributed_executor_backend"] = "external_launcher"  # an engine a trainer process, in its group
+    if section.tensor_parallel > 1:
+        values |= {
+            "tensor_parallel_size": section.tensor_parallel,
+            "distributed_executor_backend": "mp",
+            "worker_extension_cls": rank.EXTENSION,
+        }
     if lora_rank is None:
         values["load_format"] = "dummy"
     else:

@@ -60,12 +60,14 @@ def read_samples(values: Sequence[Sequence[Any]]) -> list[Completion]:
     return [Completion(tuple(ids), None if logps is None else tuple(logps), end) for ids, logps, end in values]
 
 
-def buckets(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype, size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors on the CPU, floating ones in `dtype`, in lists of about `size` bytes."""
+def buckets(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, size: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors on the CPU, floating ones in `dtype` (None: their own), in lists of about `size` bytes."""
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in named:
-        moved = tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        moved = tensor.to("cpu", dtype if dtype and tensor.is_floating_point() else tensor.dtype).contiguous()
         bucket.append((name, moved))
         held += moved.nbytes
         if held >= size:

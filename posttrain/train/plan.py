@@ -276,12 +276,14 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
 
 
 def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
-    """Servers that generate for the run, and what each holds on a card like the trainer's; empty without."""
+    """Engines that generate for the run, the GPUs of each, and what each GPU holds if it is a card like the trainer's;
+    empty without."""
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     if vllm is None or vllm.server is None:
         return {}
-    count = len(vllm.server.devices or vllm.server.urls)
-    return {"servers": count, "gib_each": round(vllm.share * machine.card / GIB, 1)}
+    count = len(vllm.places or vllm.server.urls)
+    gib = round(vllm.share * machine.card / GIB, 1)
+    return {"servers": count, "gpus_each": vllm.tensor_parallel, "gib_each": gib}
 
 
 def arithmetic(recipe: Recipe) -> tuple[dict[str, int], int]:

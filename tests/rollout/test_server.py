@@ -302,7 +302,7 @@ import os, runpy, sys
 from pathlib import Path
 from posttrain.rollout import local_server
 local_server._ENTRY = {local_server._ENTRY!r}
-server = local_server.LocalServer.start(1, Path({str(tmp_path / "log")!r}))
+server = local_server.LocalServer.start((1,), Path({str(tmp_path / "log")!r}))
 from posttrain.rollout.client import Client
 client = Client(server.url, 60)
 client.open()

@@ -230,7 +230,7 @@ def test_an_engine_elsewhere_is_not_on_the_trainers_gpu(recipe: Any) -> None:
     here, there = (plan(recipe(rollout={**sizes, **more})) for more in ({}, {"vllm": {"server": {"devices": [1, 2]}}}))
     assert "engine" in here["memory_gib"]["update"] and here["elsewhere"] == {}
     assert list(there["memory_gib"]) == ["update"] and "engine" not in there["memory_gib"]["update"]
-    assert there["elsewhere"] == {"servers": 2, "gib_each": 72.0}
+    assert there["elsewhere"] == {"servers": 2, "gpus_each": 1, "gib_each": 72.0}
     assert not any(edit["change"].startswith("rollout.vllm") for edit in there["edits"])
 
 
