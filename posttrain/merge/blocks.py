@@ -26,6 +26,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def reuse_memory() -> None:
+    """Have the C library keep freed blocks for the next ones, instead of fetching each, cleared, from the kernel.
+
+    glibc does so with blocks up to the size of the largest one that it saw freed, 32 MB at most; so it is shown one.
+    Other C libraries take no notice.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same stretch of each of several tensors of one shape, as vectors, one stretch after the other."""
     yield from zip(*(tensor.reshape(-1).split(ENTRIES) for tensor in tensors), strict=True)
@@ -35,22 +44,27 @@ def by_block(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dty
     """`function` of tensors of one shape, where an entry of the result depends on the same entry of each alone."""
     first = tensors[0]
     found = torch.empty(first.shape, dtype=dtype or first.dtype)
-    for out, *parts in blocks(found, *tensors):
-        out.copy_(function(*parts))
+    fill(found, function, *tensors)
     return found
 
 
+def fill(out: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """`by_block` into a tensor that is there, in its dtype."""
+    for block, *parts in blocks(out, *tensors):
+        block.copy_(function(*parts))
+
+
 def rule_by_block(
+    out: Tensor,
     rule: Callable[..., Tensor],
     models: Sequence[Tensor],
     base: Tensor | None,
     weights: Sequence[float],
     *,
     extra: Sequence[Tensor] | None,
-    dtype: torch.dtype,
     params: Any,
-) -> Tensor:
-    """A merge rule that works entry by entry, with the result in `dtype`. extra: its draws, one tensor a model."""
+) -> None:
+    """A merge rule that works entry by entry, its result into `out`. extra: its draws, one tensor a model."""
     count = len(models)
 
     def part(*parts: Tensor) -> Tensor:
@@ -58,16 +72,12 @@ def rule_by_block(
         start = None if base is None else rest.pop(0)
         return rule(own, start, weights, *([] if extra is None else [rest]), **params)
 
-    return by_block(part, *models, *([] if base is None else [base]), *(extra or ()), dtype=dtype)
+    fill(out, part, *models, *([] if base is None else [base]), *(extra or ()))
 
 
 def all_finite(tensor: Tensor) -> bool:
     """No NaN and no infinity. A sum that is finite says so; only if it is not are the entries looked at."""
-    for (part,) in blocks(tensor):
-        exact = part if part.dtype in (torch.float32, torch.float64) else part.float()
-        if not torch.isfinite(exact.sum()) and not torch.isfinite(exact).all():
-            return False
-    return True
+    return all(bool(torch.isfinite(part.sum()) or torch.isfinite(part).all()) for (part,) in blocks(tensor))
 
 
 def squared_distance(a: Tensor, b: Tensor) -> float:
@@ -80,7 +90,20 @@ def squared_distance(a: Tensor, b: Tensor) -> float:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Whether all entries are equal as numbers, whatever their dtypes."""
+    """Whether all entries are equal as numbers, whatever their dtypes. For tensors without NaN."""
+    if a is b:
+        return True
     if a.dtype == b.dtype:
         return torch.equal(a, b)
     return all(bool((x.double() == y.double()).all()) for x, y in blocks(a, b))
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that is another one if a bit of the tensor changes, or blocks of it change places; not cryptographic.
+
+    It comes from the sum of the 64-bit words of each block, which takes no longer than reading the memory.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    sums = [int(block.sum()) for block in raw[:whole].view(torch.int64).split(ENTRIES)]
+    return hash((*sums, *raw[whole:].tolist()))

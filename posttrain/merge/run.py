@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from posttrain.errors import Interrupted, MergeError, RunError
 from posttrain.merge.blocks import one_thread
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Plan, make_plan
-from posttrain.merge.stream import Changes, Tally, compare_written, write_merged
+from posttrain.merge.stream import Changes, Tally, check_written, write_merged
 from posttrain.recipe.merging import ARGUMENTS
 from posttrain.recipe.sections import Filtered
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import told_when_full, write_json
+from posttrain.run.durable import syncing, told_when_full, write_json
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 
@@ -61,9 +61,10 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
         check(plan, directory)
         with told_when_full(partial):
             partial.mkdir(parents=True)
-            tally = _write(plan, partial, directory)
-            changes = compare_written(plan, partial, tally)
-            probe = compare_logits(plan.anchor.folder, partial, probe_ids(plan))
+            with syncing() as sync:  # the disk takes its time, in which the result is verified
+                tally = _write(plan, partial, directory, sync)
+                changes = check_written(plan, partial, tally)
+                probe = compare_logits(plan.anchor.folder, partial, probe_ids(plan))
             summary = _summary(plan, tally, changes, probe, time.perf_counter() - started, directory.final)
             write_json(partial / REPORT, summary)
         shutil.rmtree(directory.final, ignore_errors=True)
@@ -89,7 +90,7 @@ def check(plan: Plan, directory: RunDirectory) -> None:
     require_space(directory.path, plan.nbytes)
 
 
-def _write(plan: Plan, folder: Path, directory: RunDirectory) -> Tally:
+def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Path], None]) -> Tally:
     """Config and tokenizer files, then the tensors with a progress line."""
     _write_config(plan, folder)
     for file in companions(plan.tokenizer.folder):
@@ -111,7 +112,7 @@ def _write(plan: Plan, folder: Path, directory: RunDirectory) -> Tally:
             written += plan.out[name].nbytes
             progress.update(number, {"written/megabytes": written / 1e6})
 
-        return write_merged(plan, folder, before_each)
+        return write_merged(plan, folder, before_each, sync)
 
 
 def companions(folder: Path) -> list[Path]:

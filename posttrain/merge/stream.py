@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from torch import Tensor
 from posttrain.errors import MergeError, RunError
 from posttrain.merge import everywhere
 from posttrain.merge import tensors as disk
-from posttrain.merge.blocks import all_finite, equal, one_thread, rule_by_block, squared_distance
+from posttrain.merge.blocks import (
+    all_finite,
+    equal,
+    fingerprint,
+    one_thread,
+    reuse_memory,
+    rule_by_block,
+    squared_distance,
+)
 from posttrain.merge.plan import Plan
 from posttrain.merge.rules import merge_tensor, raised
 from posttrain.merge.sources import Source
@@ -23,9 +32,11 @@ from posttrain.seeds import derive
 
 @dataclass
 class Tally:
-    """What the inputs say about the result: `expected` are the names that must come out different from the anchor."""
+    """What is known of the result before it is read back, by tensor name."""
 
-    expected: set[str] = field(default_factory=set)
+    expected: set[str] = field(default_factory=set)  # differ from the anchor's in some input that has a part in it
+    changed: list[str] = field(default_factory=list)  # came out different from the anchor's
+    fingerprints: dict[str, int] = field(default_factory=dict)
     squares: list[float] = field(default_factory=list)  # per model: squared norm of its difference from the anchor
 
     @property
@@ -33,13 +44,19 @@ class Tally:
         return [math.sqrt(square) for square in self.squares]
 
 
-def write_merged(plan: Plan, folder: Path, before_each: Callable[[int, str], None]) -> Tally:
+def write_merged(
+    plan: Plan, folder: Path, before_each: Callable[[int, str], None], sync: Callable[[Path], None]
+) -> Tally:
     """Write the merged tensors into `folder`; `before_each(number, name)` is called before every tensor.
 
-    Raises MergeError naming the tensor for a NaN or infinity in an input, or a result too large for the output dtype.
+    sync: as in `tensors.write`. Raises MergeError naming the tensor for a NaN or infinity in an input, or a result too
+    large for the output dtype.
     """
     tally = Tally(squares=[0.0] * len(plan.models))
     names = iter(range(1, len(plan.out) + 1))
+    reuse_memory()
+    largest = max((spec.nbytes for spec in plan.out.values()), default=0)
+    memory = itertools.cycle([torch.empty(largest, dtype=torch.uint8) for _ in range(2)])  # one is written meanwhile
     with ExitStack() as stack:
         stack.enter_context(one_thread())
         read = {s.folder: stack.enter_context(disk.reader(s.tensors)) for s in plan.sources}
@@ -49,9 +66,12 @@ def write_merged(plan: Plan, folder: Path, before_each: Callable[[int, str], Non
             before_each(next(names), name)
             models = [_finite(read[s.folder](name), name, s) for s in plan.models]
             base = None if plan.base is None else _finite(read[plan.base.folder](name), name, plan.base)
-            return _merged(plan, name, models, base, tally, counts)
+            merged = disk.shaped(next(memory), plan.out[name])
+            _merge_into(merged, plan, name, models, base, tally, counts)
+            tally.fingerprints[name] = fingerprint(merged)
+            return merged
 
-        disk.write(folder, plan.out, produce)
+        disk.write(folder, plan.out, produce, sync=sync)
     return tally
 
 
@@ -81,13 +101,19 @@ def draws(seed: int, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _merged(
-    plan: Plan, name: str, models: list[Tensor], base: Tensor | None, tally: Tally, counts: Mapping[str, int] | None
-) -> Tensor:
+def _merge_into(
+    out: Tensor,
+    plan: Plan,
+    name: str,
+    models: list[Tensor],
+    base: Tensor | None,
+    tally: Tally,
+    counts: Mapping[str, int] | None,
+) -> None:
     anchor = models[0] if base is None else base
-    dtype = plan.out[name].dtype
     if not anchor.is_floating_point():
-        return anchor
+        out.copy_(anchor)
+        return
     differing = [not equal(tensor, anchor) for tensor in models]
     for i, differs in enumerate(differing):
         if differs:
@@ -96,27 +122,34 @@ def _merged(
     if plan.method == "reasoning_vector":
         moved = moved and not equal(models[0], models[1])
     if not moved and not plan.rescales(name):
-        return anchor.to(dtype)  # equal inputs come out bit for bit, without the rounding of a weighted sum
+        out.copy_(anchor)  # equal inputs come out bit for bit, without the rounding of a weighted sum
+        return
     if moved or bool(anchor.any()):
         tally.expected.add(name)
-    result = _ruled(plan, name, models, base, counts).to(dtype)
-    if not all_finite(result):
-        word = str(dtype).removeprefix("torch.")
+    _rule_into(out, plan, name, models, base, counts)
+    if not all_finite(out):
+        word = str(out.dtype).removeprefix("torch.")
         raise MergeError(f"the merged {name} overflows {word}", hint="set `dtype: bfloat16` or `float32`")
-    return result
+    if not torch.equal(out, anchor.to(out.dtype)):
+        tally.changed.append(name)
 
 
-def _ruled(
-    plan: Plan, name: str, models: list[Tensor], base: Tensor | None, counts: Mapping[str, int] | None
-) -> Tensor:
+def _rule_into(
+    out: Tensor,
+    plan: Plan,
+    name: str,
+    models: list[Tensor],
+    base: Tensor | None,
+    counts: Mapping[str, int] | None,
+) -> None:
     """What the rule makes of one tensor."""
     drawn = draws(plan.seed, name, models) if "draws" in plan.rule.needs else None
     weights, params = plan.arguments.weights(name), plan.arguments.params(name)
     if "by_entry" in plan.rule.needs:
-        dtype = plan.out[name].dtype
-        return rule_by_block(plan.rule.function, models, base, weights, extra=drawn, dtype=dtype, params=params)
-    extra = drawn if drawn is not None else counts and counts[name]
-    return merge_tensor(plan.rule.function, models, base, weights, params, extra)
+        rule_by_block(out, plan.rule.function, models, base, weights, extra=drawn, params=params)
+    else:
+        extra = drawn if drawn is not None else counts and counts[name]
+        out.copy_(merge_tensor(plan.rule.function, models, base, weights, params, extra))
 
 
 def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:
@@ -128,36 +161,29 @@ def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:
 
 @dataclass(frozen=True)
 class Changes:
-    """Names of tensors by what became of them, read back from the disk."""
+    """Names of tensors by what became of them."""
 
     changed: list[str]
     rounded_away: list[str]  # the inputs differ, but too little for the output's dtype, or the rule kept nothing of it
 
 
-def compare_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
-    """Read the written model and compare it with the anchor, tensor by tensor.
+def check_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
+    """Read the written model, tensor by tensor, and hold it against what was meant to be written.
 
-    Raises RunError if a tensor changed that no input changes, or a name is missing; MergeError if inputs differ and yet
+    Raises RunError if a name is missing or a tensor is not the one that was merged; MergeError if inputs differ and yet
     the result equals the anchor everywhere.
     """
     written = disk.scan(folder)
     if written.keys() != plan.out.keys():
         raise RunError(f"tensors written and planned differ: {sorted(written.keys() ^ plan.out.keys())}")
-    with one_thread(), _pair(plan, folder) as (merged, anchor):
-        changed = [n for n, s in plan.out.items() if not torch.equal(merged(n), anchor(n).to(s.dtype))]
-    unexpected = sorted(set(changed) - tally.expected)
-    if unexpected:
-        raise RunError(f"tensors changed that are equal in all inputs: {', '.join(unexpected)}", where=str(folder))
-    if tally.expected and not changed:
+    with one_thread(), disk.reader(written) as read:
+        wrong = [name for name in plan.out if fingerprint(read(name)) != tally.fingerprints[name]]
+    if wrong:
+        raise RunError(f"not written as they were merged: {', '.join(wrong)}", where=str(folder), hint="check the disk")
+    if tally.expected and not tally.changed:
         raise MergeError(
             f"the merged model equals {plan.anchor.name}, although {len(tally.expected)} tensors of the inputs differ",
             hint="the weighted differences cancel, are not kept, or are too small for the output dtype; try "
             "`dtype: float32`",
         )
-    return Changes(changed, sorted(tally.expected - set(changed)))
-
-
-@contextmanager
-def _pair(plan: Plan, folder: Path) -> Iterator[tuple[Callable[[str], Tensor], Callable[[str], Tensor]]]:
-    with disk.reader(disk.scan(folder)) as merged, disk.reader(plan.anchor.tensors) as anchor:
-        yield merged, anchor
+    return Changes(tally.changed, sorted(tally.expected - set(tally.changed)))

@@ -8,9 +8,9 @@ a JSON header, then the data without gaps (https://github.com/huggingface/safete
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
+from posttrain.run.durable import sync_file
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+SYNC_BYTES = 256 * 10**6  # written to a file before the disk is asked to take them in
 
 DTYPES = {
     "F64": torch.float64,
@@ -148,31 +150,37 @@ def _dtype(word: str, name: str, file: Path) -> torch.dtype:
 def reader(tensors: Mapping[str, Spec]) -> Iterator[Callable[[str], Tensor]]:
     """A function that reads one tensor by name; files are opened once and stay open until the end of the block.
 
-    Read, not mapped: mapped pages would stay in the process's memory until the files are closed.
+    All are read into the same memory, as large as the largest: the next one replaces the last. Read, not mapped: mapped
+    pages would stay in the process's memory until the files are closed; fresh memory would be cleared by the kernel.
     """
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
+        memory = torch.empty(max((spec.nbytes for spec in tensors.values()), default=0), dtype=torch.uint8)
 
         def read(name: str) -> Tensor:
             spec = tensors[name]
             assert spec.file is not None, name
             if spec.file not in opened:
                 opened[spec.file] = stack.enter_context(spec.file.open("rb", buffering=0))
-            return _read(opened[spec.file], spec)
+            return _read(opened[spec.file], spec, memory[: spec.nbytes])
 
         yield read
 
 
-def _read(stream: Any, spec: Spec) -> Tensor:
-    tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    left = tensor.reshape(-1).view(torch.uint8).numpy().data
+def _read(stream: Any, spec: Spec, memory: Tensor) -> Tensor:
+    left = memory.numpy().data
     stream.seek(spec.start)
     while left:
         count = stream.readinto(left)
         if not count:
             raise MergeError("a file became shorter while it was read", where=str(spec.file))
         left = left[count:]
-    return tensor
+    return shaped(memory, spec)
+
+
+def shaped(memory: Tensor, spec: Spec) -> Tensor:
+    """The first bytes of a uint8 vector as the tensor of that spec."""
+    return memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
 def split(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]]:
@@ -189,11 +197,18 @@ def split(specs: Mapping[str, Spec], limit: int = SHARD_BYTES) -> list[list[str]
 
 
 def write(
-    folder: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor], limit: int = SHARD_BYTES
+    folder: Path,
+    specs: Mapping[str, Spec],
+    produce: Callable[[str], Tensor],
+    limit: int = SHARD_BYTES,
+    *,
+    sync: Callable[[Path], None] = sync_file,
 ) -> list[Path]:
     """Write a model's tensors, asking `produce` for one at a time; with more than one shard also the index.
 
-    Raises ValueError if a produced tensor is not of its spec. Files are flushed to the disk.
+    A tensor is written while the next is made: its memory must stay as it is until the one after that is asked for.
+    `sync` is called with a file that has grown, and last when it is whole; what it does not wait for, its caller must.
+    Raises ValueError if a produced tensor is not of its spec.
     """
     shards = split(specs, limit)
     if len(shards) == 1:
@@ -205,22 +220,31 @@ def write(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder / name, {tensor: specs[tensor] for tensor in shard}, produce)
+        _write_shard(folder / name, {tensor: specs[tensor] for tensor in shard}, produce, sync)
     return [folder / name for name in names]
 
 
-def _write_shard(file: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor]) -> None:
+def _write_shard(
+    file: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor], sync: Callable[[Path], None]
+) -> None:
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))  # wide dtypes first keep data aligned
-    with file.open("wb") as stream:
-        stream.write(_header(specs, order))
+    with file.open("wb") as stream, ThreadPoolExecutor(1, thread_name_prefix="write") as thread:
+        writing: Future[int] = thread.submit(stream.write, _header(specs, order))
+        unsynced = 0
         for name in order:
             tensor, spec = produce(name), specs[name]
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
                 raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} where {spec} was planned")
+            writing.result()
             # memoryview of bytes: bfloat16 has no numpy type of its own
-            stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            writing = thread.submit(stream.write, data)
+            unsynced += spec.nbytes
+            if unsynced > SYNC_BYTES:
+                sync(file)
+                unsynced = 0
+        writing.result()
+    sync(file)
 
 
 def _header(specs: Mapping[str, Spec], order: Sequence[str]) -> bytes:

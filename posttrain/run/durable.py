@@ -6,7 +6,8 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def sync_file(path: Path) -> None:
     """Bring a file's content to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def syncing() -> Iterator[Callable[[Path], None]]:
+    """A function that starts to bring a file to the disk and returns; at the end of the block all are there.
+
+    Raises the OSError of a file that could not be brought there.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
+        started = []
+        yield lambda path: started.append(thread.submit(sync_file, path))
+        for file in started:
+            file.result()
 
 
 def sync_folder(path: Path) -> None:

@@ -45,15 +45,26 @@ def test_a_rule_by_blocks_is_the_rule() -> None:
     models, base, draws = (list(torch.rand(3, 3, 5)) for _ in range(3))
     rule = deltas.dare_ties
     whole = rule(models, base[0], [0.4, 0.6, 1.0], draws, density=0.5)
-    parts = blocks.rule_by_block(
-        rule, models, base[0], [0.4, 0.6, 1.0], extra=draws, dtype=torch.float32, params={"density": 0.5}
-    )
+    parts = torch.empty(3, 5)
+    blocks.rule_by_block(parts, rule, models, base[0], [0.4, 0.6, 1.0], extra=draws, params={"density": 0.5})
     assert torch.equal(whole, parts)
-    scalar = [torch.tensor(1.0), torch.tensor(3.0)]
-    merged = blocks.rule_by_block(
-        rules.linear, scalar, None, [1.0, 1.0], extra=None, dtype=torch.float32, params={"normalize": True}
-    )
-    assert merged.shape == () and merged == 2
+    scalar, merged = [torch.tensor(1.0), torch.tensor(3.0)], torch.empty(())
+    blocks.rule_by_block(merged, rules.linear, scalar, None, [1.0, 1.0], extra=None, params={"normalize": True})
+    assert merged == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
+def test_a_fingerprint_tells_a_changed_bit_a_place_and_a_length(dtype: torch.dtype) -> None:
+    """11 entries: blocks of 4 words of 8 bytes, and what is left of less than 8 bytes."""
+    tensor = torch.arange(11).to(dtype)
+    assert blocks.fingerprint(tensor) == blocks.fingerprint(tensor.clone())
+    assert blocks.fingerprint(tensor) != blocks.fingerprint(tensor[:10])
+    for place in range(tensor.numel() * tensor.element_size()):
+        changed = tensor.clone()
+        changed.view(torch.uint8)[place] ^= 1
+        assert blocks.fingerprint(changed) != blocks.fingerprint(tensor)
+    moved = torch.arange(64.0, dtype=torch.float64)
+    assert blocks.fingerprint(moved) != blocks.fingerprint(moved.flip(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

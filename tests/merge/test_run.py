@@ -285,7 +285,7 @@ def test_a_disk_that_fills_up_while_writing_destroys_nothing(
     merge(**LINEAR)
     before = {name: weights(models / name) for name in ("run/final", "a", "b")}
 
-    def full(*arguments: Any) -> None:
+    def full(*arguments: Any, **_: Any) -> None:
         (arguments[0] / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -297,6 +297,35 @@ def test_a_disk_that_fills_up_while_writing_destroys_nothing(
     for name, tensors in before.items():
         assert all(torch.equal(tensor, weights(models / name)[key]) for key, tensor in tensors.items())
     merge(resume=True, **LINEAR)
+
+
+def test_what_the_disk_gives_back_otherwise_is_noticed(
+    models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of the last tensor changes between writing and reading back."""
+    from posttrain.merge import tensors as disk
+
+    def then_flip(folder: Path, *rest: Any, _write: Any = disk.write, **more: Any) -> Any:
+        found = _write(folder, *rest, **more)
+        with (folder / "model.safetensors").open("r+b") as stream:
+            stream.seek(-1, 2)
+            byte = stream.read(1)[0]
+            stream.seek(-1, 2)
+            stream.write(bytes([byte ^ 1]))
+        return found
+
+    monkeypatch.setattr(disk, "write", then_flip)
+    refused(models, merge, RunError, "not written as they were merged: model.norm.weight")
+
+
+def test_a_sync_that_fails_fails_the_merge(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posttrain.run import durable
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable, "sync_file", full)
+    refused(models, merge, RunError, "no space left")
 
 
 def test_an_input_that_shrinks_while_it_is_read(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
