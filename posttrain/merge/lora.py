@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
+from posttrain.registry import register
 
 
 class Factors(NamedTuple):
@@ -71,8 +72,26 @@ def combine(
         return Factors(a, b, 1.0)
     if rank is None or rank < 1:
         raise MergeError("`svd` needs the rank of the result", hint="give `rank`")
-    u, s, v = torch.linalg.svd(b @ a, full_matrices=False)
-    return Factors(s[:rank, None] * v[:rank], u[:, :rank], 1.0)
+    left, right = torch.linalg.qr(b), torch.linalg.qr(a.T)  # so that the decomposition is of a small matrix
+    u, s, v = torch.linalg.svd(left.R @ right.R.T, full_matrices=False)
+    return Factors(s[:rank, None] * (v[:rank] @ right.Q.T), left.Q @ u[:, :rank], 1.0)
+
+
+@register("merge", "lora_combine", needs=("adapters",))
+def lora_combine(
+    adapters: Sequence[Factors],
+    weights: Sequence[float],
+    *,
+    combination: Literal["cat", "svd", "linear"] = "cat",
+    rank: int | None = None,
+) -> Factors:
+    """Several LoRA adapters of one base as one adapter, which is written in place of a model.
+
+    `models` are adapter directories. cat: exactly the weighted sum of what they add; ranks add up. svd: its best
+    approximation of rank `rank`. linear: A and B mixed apart, as PEFT does; equal ranks, and not the sum. Adapters with
+    other modules or another base are refused, as are DoRA and modules_to_save.
+    """
+    return combine(adapters, weights, combination, rank=rank)
 
 
 def combined_delta(

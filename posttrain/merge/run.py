@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from posttrain.errors import Interrupted, MergeError, RunError
+from posttrain.merge import combine_adapters
 from posttrain.merge.blocks import one_thread
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Plan, make_plan
@@ -52,6 +53,8 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
     Nothing is written before the models are known to fit together, and `final` appears only when it was read back,
     loaded by transformers and gave finite logits (for which the merged model is in memory once). Raises MergeError.
     """
+    if recipe.merge_method == "lora_combine":
+        return combine_adapters.run(recipe, directory, companions)
     started = time.perf_counter()
     scratch, partial = directory.path / "inputs", directory.path / "final.tmp"
     for leftover in (scratch, partial):

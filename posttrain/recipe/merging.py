@@ -64,6 +64,8 @@ def problems(recipe: Any) -> Iterator[tuple[str, str, str]]:
     if "base_model" in described["needs"] and not recipe.base_model:
         yield "merge_method", f"{method} adds differences to a base and none is named", "write `base_model`"
     yield from _counts(recipe, described["needs"])
+    if "adapters" in described["needs"]:
+        yield from _adapters(recipe)
     takes = {*described["params"], *(() if method in UNWEIGHTED else ("weight",))}
     shown = ", ".join(sorted(_shown(key) for key in takes)) or "none"
     for place, block in _blocks(recipe):
@@ -91,6 +93,17 @@ def _counts(recipe: Any, needs: list[str]) -> Iterator[tuple[str, str, str]]:
         if need in _TYPED and not right[need]:
             beside = " beside the base" if "base_model" in needs else ""
             yield "models", f"{recipe.merge_method} takes {_TYPED[need]}{beside}, here are {len(names)}", ""
+
+
+def _adapters(recipe: Any) -> Iterator[tuple[str, str, str]]:
+    for key in ("base_model", "tokenizer_source"):
+        if getattr(recipe, key) is not None:
+            yield key, f"{recipe.merge_method} takes its base from the adapters", "remove it"
+    svd, rank = recipe.parameters.combination == "svd", recipe.parameters.rank
+    if svd and rank is None:
+        yield "parameters", "svd needs the rank of the result", "write `rank`"
+    if rank is not None and not svd:
+        yield "parameters.rank", "only svd takes a rank", "write `combination: svd`, or remove it"
 
 
 def _blocks(recipe: Any) -> Iterator[tuple[str, Any]]:

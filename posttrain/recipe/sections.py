@@ -684,6 +684,8 @@ class MergeParameters(Section):
     bias_correction: bool | None = Field(None, description="checkpoint_average, ema: start at 0 and divide it out")
     eps: float | None = Field(None, description="slerp, model_stock: smallest norm; ram: smallest change")
     dot_threshold: float | None = Field(None, description="slerp: linear above this cosine")
+    combination: Literal["cat", "svd", "linear"] | None = Field(None, description="lora_combine: how")
+    rank: Positive | None = Field(None, description="lora_combine, svd: rank of the result")
     int8_mask: bool | None = Field(None, description="in mergekit's files; changes nothing here")
 
 

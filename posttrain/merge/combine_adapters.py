@@ -1,0 +1,265 @@
+"""`merge_method: lora_combine`: several LoRA adapters of one base become one. The base is only read to verify."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.errors import MergeError, ModelError, RunError
+from posttrain.merge.arguments import Arguments
+from posttrain.merge.lora import Factors, scaling
+from posttrain.merge.values import layer_count
+from posttrain.models import adapters
+from posttrain.models.load import load
+from posttrain.models.places import Place, locate
+from posttrain.recipe.sections import Model
+from posttrain.recipe.stages import MergeRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.run.durable import sync_file, told_when_full, write_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
+_FACTOR = re.compile(r"\.lora_(embedding_)?A(\.weight)?$")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One input: `modules` has the name of each factor A in its file, and the module's factors in float32."""
+
+    name: str
+    folder: Path
+    base: Place
+    config: dict[str, Any]
+    modules: dict[str, Factors]
+    dtype: torch.dtype
+
+
+def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[str, Any]:
+    """Combine, write beside the goal, load it on its base, rename. `companions(folder)`: tokenizer files that go along.
+
+    Raises MergeError for adapters that are not of one base and one set of modules, and for what is more than B A.
+    """
+    started = time.perf_counter()
+    inputs = [open_adapter(model.model, recipe.base_dir) for model in recipe.models]
+    check(inputs, directory.final)
+    combined, shares = combine(recipe, inputs)
+    partial = directory.path / "final.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with told_when_full(partial):
+            partial.mkdir(parents=True)
+            for file in companions(inputs[0].folder):
+                if file.is_file():
+                    shutil.copy2(file, partial / file.name)
+            ranks = write(partial, combined, inputs[0], _dtype(recipe, inputs))
+            probe = verify(partial, inputs[0], recipe.base_dir)
+            counts = {str(rank): count for rank, count in sorted(Counter(ranks.values()).items())}
+            summary = {
+                "model": str(directory.final),
+                "merge_method": recipe.merge_method,
+                "parameters": arguments(recipe, inputs).params(""),
+                "base_model": adapters.base_of(inputs[0].folder),
+                "models": [
+                    {"model": x.name, "folder": str(x.folder), "weight": weight}
+                    for x, weight in zip(inputs, shares, strict=True)
+                ],
+                "modules": len(combined),
+                "ranks": counts,
+                "probe": probe,
+                "seconds": round(time.perf_counter() - started, 2),
+            }
+            write_json(partial / "merge_report.json", summary)
+        shutil.rmtree(directory.final, ignore_errors=True)
+        partial.rename(directory.final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    told = ", ".join(f"{rank} ({count} modules)" for rank, count in counts.items())
+    print(f"combined {len(inputs)} adapters into {directory.final}: rank {told}", file=sys.stderr)
+    return summary
+
+
+def open_adapter(name: str, base_dir: Path) -> Adapter:
+    """Read one adapter. Raises MergeError for what is no plain LoRA adapter, or is incomplete or not finite."""
+    place = locate(name, base_dir)
+    if place.kind != "adapter" or place.path is None:
+        raise MergeError(
+            f"{name} is no adapter directory: it has no {CONFIG}",
+            hint="lora_combine takes adapters only; merge whole models with another method",
+        )
+    config = _config(place.path)
+    if not (place.path / WEIGHTS).is_file():
+        raise MergeError(f"no {WEIGHTS}", where=str(place.path), hint="save the adapter again with a current PEFT")
+    try:
+        tensors = load_file(place.path / WEIGHTS)
+    except Exception as cause:  # a Rust error of safetensors without a class of its own
+        raise MergeError(f"unreadable: {cause}", where=str(place.path / WEIGHTS)) from cause
+    base = locate(adapters.base_of(place.path), base_dir)
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    return Adapter(name, place.path, base, config, _factors(tensors, config, place.path), max(kinds, key=_width))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = dict(json.loads((folder / CONFIG).read_text()))
+    except ValueError as cause:
+        raise MergeError(f"unreadable: {cause}", where=str(folder / CONFIG)) from cause
+    if config.get("peft_type") != "LORA":
+        raise MergeError(f"an adapter of the kind {config.get('peft_type')}, and only LORA is B A", where=str(folder))
+    for key, none in (("use_dora", False), ("modules_to_save", None), ("bias", "none")):
+        if config.get(key, none) not in (none, None, []):
+            raise MergeError(
+                f"{key}: {config[key]} is more than B A, and cannot be combined",
+                where=str(folder / CONFIG),
+                hint="merge each into its base with `merge_method: linear`, and combine the models",
+            )
+    return config
+
+
+def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> dict[str, Factors]:
+    found: dict[str, Factors] = {}
+    used: set[str] = set()
+    for name in sorted(filter(_FACTOR.search, tensors)):
+        other = partner(name)
+        if other not in tensors:
+            raise MergeError(f"{other} is missing", where=str(folder))
+        a, b = tensors[name].float(), tensors[other].float()
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+            raise MergeError(f"{name} {list(a.shape)} and {list(b.shape)} are not A and B", where=str(folder))
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise MergeError(f"{name} or {other} holds NaN or infinite values", where=str(folder))
+        alphas = config.get("alpha_pattern") or {}
+        alpha = alphas.get(_pattern(alphas, module_of(name)), config["lora_alpha"])
+        found[name] = Factors(a, b, scaling(alpha, a.shape[0], rslora=bool(config.get("use_rslora"))))
+        used |= {name, other}
+    if not found or used != tensors.keys():
+        rest = sorted(tensors.keys() - used)
+        raise MergeError(
+            f"tensors that are neither A nor B: {', '.join(rest[:5]) or 'nothing else'}", where=str(folder)
+        )
+    return found
+
+
+def partner(name: str) -> str:
+    """The name of the factor B beside this A."""
+    return name.replace(".lora_A", ".lora_B").replace(".lora_embedding_A", ".lora_embedding_B")
+
+
+def module_of(name: str) -> str:
+    """The module as PEFT's patterns name it."""
+    return _FACTOR.sub("", name).removeprefix("base_model.model.")
+
+
+def _pattern(patterns: Mapping[str, Any], module: str) -> str:
+    """The key that fits, by PEFT's rule: a regular expression for the end of the name, the first that fits."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+
+
+def check(inputs: Sequence[Adapter], final: Path) -> None:
+    """Refuse adapters of different bases, modules or shapes, and an output that is an input."""
+    first = inputs[0]
+    for other in inputs[1:]:
+        pair = f"{first.name} and {other.name}"
+        for what, ours, theirs in (
+            ("bases", first.base.path or first.base.name, other.base.path or other.base.name),
+            ("revisions of the base", first.config.get("revision"), other.config.get("revision")),
+            ("fan_in_fan_out", bool(first.config.get("fan_in_fan_out")), bool(other.config.get("fan_in_fan_out"))),
+        ):
+            if ours != theirs:
+                raise MergeError(f"{pair} have different {what}: {ours} and {theirs}")
+        if differing := sorted(first.modules.keys() ^ other.modules.keys()):
+            listed = ", ".join(module_of(name) for name in differing[:5]) + (", ..." if len(differing) > 5 else "")
+            raise MergeError(f"{pair} have different targets: only one of them is on {listed}")
+        for name, (a, b, _) in first.modules.items():
+            x, y = other.modules[name].a, other.modules[name].b
+            if (a.shape[1], b.shape[0]) != (x.shape[1], y.shape[0]):
+                raise MergeError(f"{pair} do not fit at {module_of(name)}: they are of models of different widths")
+    for each in inputs:
+        if final.resolve() == each.folder or final.resolve() in each.folder.parents:
+            raise MergeError(f"the output {final} is, or holds, the input {each.name}", hint="give another --output")
+
+
+def arguments(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> Arguments:
+    rule = registry.get("merge", recipe.merge_method)
+    return Arguments.of(rule, recipe.parameters, list(recipe.models), layer_count(inputs[0].modules))
+
+
+def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, Factors], list[float]]:
+    """Factors of the result by module, and the weights of the first one."""
+    settings = arguments(recipe, inputs)
+    found = {}
+    for name in inputs[0].modules:
+        own = [each.modules[name] for each in inputs]
+        try:
+            found[name] = settings.rule.function(own, settings.weights(name), **settings.params(name))
+        except MergeError as cause:
+            told = cause.problems[0]
+            raise MergeError(f"{module_of(name)}: {told.what}", hint=told.hint) from cause
+    return found, settings.weights(next(iter(inputs[0].modules)))
+
+
+def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:
+    """Weights and config, with alpha = rank in each module so that its scale is 1. Returns the ranks by module."""
+    tensors = {}
+    for name, (a, b, scale) in combined.items():
+        tensors[name], tensors[partner(name)] = (scale * a).to(dtype).contiguous(), b.to(dtype).contiguous()
+    if bad := next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None):
+        raise MergeError(f"the combined {bad} overflows {dtype}", hint="set `dtype: bfloat16` or `float32`")
+    ranks = {module_of(name): factors.a.shape[0] for name, factors in combined.items()}
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(module): rank for module, rank in ranks.items() if rank != usual}
+    config = {
+        **first.config,
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    sync_file(folder / WEIGHTS)
+    stored = load_file(folder / WEIGHTS)
+    if stored.keys() != tensors.keys() or any(not torch.equal(stored[name], tensors[name]) for name in tensors):
+        raise RunError("what was written does not read back", where=str(folder / WEIGHTS))
+    return ranks
+
+
+@torch.no_grad()
+def verify(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
+    """Load the adapter on its base as a run would; largest gap of its logits to the base's, and largest logit.
+
+    Raises RunError if the logits are not finite, MergeError if the base cannot be loaded.
+    """
+    try:
+        before = load(Model(path=adapters.base_of(first.folder), device="cpu"), base_dir)
+        after = load(Model(path=str(folder), device="cpu"), base_dir)
+    except ModelError as cause:
+        raise MergeError(f"the result cannot be tried on its base: {cause}") from cause
+    ids = torch.tensor([before.tokenizer(PROBE)["input_ids"]])
+    old, new = (each.model.eval()(input_ids=ids).logits.float() for each in (before, after))
+    if not torch.isfinite(new).all():
+        raise RunError("the logits of the base with the combined adapter are not finite", where=str(folder))
+    return {"logit_gap": float((new - old).abs().max()), "largest_logit": float(new.abs().max())}
+
+
+def _width(dtype: torch.dtype) -> int:
+    return dtype.itemsize
+
+
+def _dtype(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> torch.dtype:
+    """What is written: the recipe's, else the widest that an input has."""
+    return getattr(torch, recipe.dtype) if recipe.dtype else max((x.dtype for x in inputs), key=_width)
