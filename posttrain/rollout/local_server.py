@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -104,7 +105,7 @@ def serve_runs(listener: socket.socket, env: dict[str, str], say: Callable[[str]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server's process, if it still runs: the end of its stdin asks it to."""
+    """End a server's process, if it still runs: the end of its stdin asks it to. What it started ends too."""
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -112,6 +113,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    with contextlib.suppress(ProcessLookupError):  # of a server that was killed, vLLM's workers are left
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def visible_device(number: int, option: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import queue
 import secrets
@@ -389,15 +390,22 @@ def _version(*names: str) -> str | None:
     return None
 
 
+def leave() -> None:
+    """End this process at once, with vLLM's own (one a GPU under tensor parallelism), which would outlive it."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(0)
+
+
 def main(fd: int, make_core: MakeCore = vllm_core) -> None:
     """Serve one session on the listening socket `fd`; ends with it, and with the process that holds our stdin."""
-    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=lambda: os._exit(0))
+    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=leave)
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
         engine.clean()
-        os._exit(0)
+        leave()
 
     threading.Thread(target=watch, daemon=True).start()
     engine.serve()

@@ -318,6 +318,31 @@ os.kill(os.getpid(), 9)
     assert not Path(f"/proc/{pid}").exists() or zombie(pid)
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "server killed"])
+def test_what_a_server_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, killed: bool) -> None:
+    """vLLM's workers: here a process that sleeps. It ends with the session, and with a server that dies of kill -9."""
+    entry = "import sys; sys.path.append({root!r}); import multiprocessing, time; "
+    entry += "from posttrain.rollout.server import main; "
+    entry += "c = multiprocessing.get_context('fork').Process(target=time.sleep, args=(99,)); c.start(); "
+    entry += "print(c.pid, flush=True); main({fd})"
+    monkeypatch.setattr(local_server, "_ENTRY", entry)
+    server = local_server.LocalServer.start((1,), tmp_path / "log")
+    one = client.Client(server.url, 60)
+    deadline = time.monotonic() + 30
+    while not server.log.read_text().endswith("\n") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    one.open()
+    child = int(server.log.read_text().split()[0])
+    if killed:
+        server.process.kill()
+    one.close()
+    server.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not zombie(child):
+        time.sleep(0.05)
+    assert zombie(child)
+
+
 def zombie(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
