@@ -16,13 +16,14 @@ from posttrain.cli.guard import DEBUG, guarded
 LAZY = {
     "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
     "tool": ("posttrain.cli.tool", "Try tools before a model calls them."),
-    "data": ("posttrain.cli.data", "See rows as the model sees them; make preference pairs."),
+    "data": ("posttrain.cli.data", "See rows as the model sees them; `data pairs` prints preference pairs."),
 }
 
 PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run"),
-    "Measure": ("eval", "generate", "browse", "pairs"),
-    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "data", "doctor"),
+    "Data": ("data", "pairs"),
+    "Measure": ("eval", "generate", "browse"),
+    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "doctor"),
 }
 
 

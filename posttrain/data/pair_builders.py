@@ -76,6 +76,19 @@ def _best_worst(pool: list[Record], options: Options) -> Found:
     return Found([(own[judged.chosen[0]], own[judged.rejected[0]])])
 
 
+def _tournament(pool: list[Record], options: Options) -> Found:
+    """INPO: the first 2^m different answers with a score play; i beats j with chance sigmoid(score_i - score_j)."""
+    del options
+    able = [i for i in _once(pool, _of(pool, "own")) if _votes(pool[i])[0] is not None]
+    if len(able) < 2:
+        return Found([], "fewer than two different answers with a score")
+    players = able[: 1 << (len(able).bit_length() - 1)]
+    found = pairs.tournament(pairs.win_rates([[pool[i]["reward"] for i in players]]).pairwise[0])
+    if not found.keep:
+        return Found([], "all scores equal")
+    return Found([(players[found.chosen], players[found.rejected])])
+
+
 def _large_margin(pool: list[Record], options: Options) -> Found:
     """DNO: a truncated answer counts as defective."""
     places = [i for i in _of(pool, "own", "teacher") if _score(pool[i], "reward") is not None]
@@ -173,6 +186,7 @@ _BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
     "right_wrong": _right_wrong,
     "short_long": _short_long,
     "best_worst": _best_worst,
+    "tournament": _tournament,
     "large_margin": _large_margin,
     "verified": _verified,
     "after_verification": _after_verification,

@@ -9,6 +9,7 @@ Builder = Literal[
     "right_wrong",
     "short_long",
     "best_worst",
+    "tournament",
     "large_margin",
     "verified",
     "after_verification",
