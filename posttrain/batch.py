@@ -77,6 +77,7 @@ class Rollout:
     scores: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of scores; None = unscored
     correct: bool | None = None  # by the component that the recipe marks as correctness
+    against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
     turns: tuple[Turn, ...] = ()  # with tools or an environment: one a model segment, in order
     ended: str = ""  # with them, why it ended: answer, done, turns, tokens, time, error
     world_score: float | None = None  # what its environment says of the whole
@@ -125,6 +126,7 @@ class RolloutBatch:
     keep: Tensor | None = None  # [N] bool, rows that stay in the loss; None = all
     selected: Tensor | None = None  # [N,T] bool, tokens that have a policy-gradient term; None = all trained ones
     lengths: Tensor | None = None  # [N] int64, completion tokens that the model sampled
+    opponent_rewards: Tensor | None = None  # [N,M] of the opponent's answers to the row's prompt, NaN = unscored
     answer_ids: Tensor | None = None  # [N] int64, equal answers share a number within the batch, -1 = no answer
     turn_ids: Tensor | None = None  # [N,T] int64, number of the turn that a token belongs to, from 0
     token_rewards: Tensor | None = None  # [N,T] reward by token; None = the row's reward at its last trained token
@@ -157,6 +159,7 @@ class RolloutBatch:
     topk_logp: Tensor | None = None  # [N,T,K] the K largest log-probs, falling
     topk_chosen: Tensor | None = None  # [N,T,K] bool, the sampled token among them
     old_vocab_mean_logp: Tensor | None = None  # [N,T] mean of the log-probs over the vocabulary
+    opponent_logp: Tensor | None = None  # [N,T] of the slow copy of the policy
     tempered_ref_logp: Tensor | None = None  # [N,T] sampled token's log-prob under softmax(power * reference logits)
     # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
     new_values: Tensor | None = None  # [N,T] critic

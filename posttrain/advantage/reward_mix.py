@@ -94,3 +94,19 @@ def _moments(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     known = ~values.isnan()
     count = group_sum(known.to(values), group)
     return count, group_mean(values, group), std(centre(values, known, group, count), group, count, 1).square()
+
+
+@register("group_reward", "versus_opponent", paper="2505.19731", needs=("rewards", "opponent_rewards"))
+def versus_opponent(batch: RolloutBatch, *, scale: float | None = None) -> Tensor:
+    """The chance to beat the opponent's answers to the same prompt, less 1/2 -> [N], -1/2 to 1/2.
+
+    A higher reward wins, equal ones are half a win; scale: the chance is sigmoid((R - R') / scale), as with a model
+    (Bradley-Terry). Mean over the opponent's answers; unscored ones are left out, without any it is 0.
+    """
+    if batch.rewards is None or batch.opponent_rewards is None:
+        raise ValueError("versus_opponent needs rewards of the policy and of its opponent")
+    gap = batch.rewards[:, None] - batch.opponent_rewards.to(batch.rewards)
+    won = (torch.sign(gap) + 1) / 2 if scale is None else torch.sigmoid(gap / scale)
+    known = ~batch.opponent_rewards.isnan()
+    margin = torch.where(known, won - 0.5, 0.0).sum(-1) / known.sum(-1).clamp(min=1)
+    return torch.where(batch.rewards.isnan(), batch.rewards, margin)

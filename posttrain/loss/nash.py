@@ -10,6 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.loss.clip import token_advantages
+from posttrain.registry import register
+
 
 class Played(NamedTuple):
     """The policies [A] of the last step: after its first half, and after all of it."""
@@ -64,10 +68,45 @@ def nash_step(
     summed over tokens [N], pref [N] = P(y beats y'). The step is rebuilt from the objective; the paper's own sampling
     step was not seen.
     """
-    now = logps.detach()
-    pull = beta * (now - ref_logps.detach()) + beta / eta * (now - target_logps.detach())
-    advantages = pref - 0.5 - pull
+    advantages = nash_advantages(logps, ref_logps, target_logps, pref - 0.5, beta=beta, eta=eta)
     return ScoreFunction(-(advantages * logps).sum() / max(len(logps), 1), advantages)
+
+
+def nash_advantages(
+    logps: Tensor, ref_logps: Tensor, target_logps: Tensor, margin: Tensor, *, beta: float, eta: float
+) -> Tensor:
+    """What `nash_step` weighs each sample's log-prob by, constant: margin is P(y beats y') - 1/2, all are [N]."""
+    now = logps.detach()
+    return margin - beta * (now - ref_logps.detach()) - beta / eta * (now - target_logps.detach())
+
+
+@register(
+    "loss",
+    "nash_mp",
+    paper="2505.19731",
+    needs=("ref_logp", "opponent_logp", "every_row"),
+    note=(
+        "The step is rebuilt from the objective; the paper's own sampling step was not seen, and the pace of the"
+        " opponent (`opponent.ema`) is this project's."
+    ),
+)
+def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float = 1.0) -> TokenLoss:
+    """Nash mirror prox on samples: -sg[A - beta log(pi / ref) - beta / eta log(pi / opponent)] times every log-prob.
+
+    A is the advantage, by `group_rewards: [versus_opponent]` and `advantage: reward` the chance to beat the opponent's
+    answer, less 1/2 (`rloo` centres it); log-ratios are sums over the row, and so is the loss with `aggregation:
+    seq_mean_token_sum`. The two pulls are one, to the geometric mixture of reference and opponent. Stats: `nash_mp/ref`
+    and `nash_mp/opponent` (the log-ratios of rows).
+    """
+    if batch.opponent_logp is None or batch.ref_logp is None:
+        raise ValueError("nash_mp needs the log-probs of the reference and of the opponent")
+    own, ref, theirs = (
+        torch.where(batch.mask, x, 0.0).sum(-1) for x in (logp.detach(), batch.ref_logp, batch.opponent_logp)
+    )
+    margin = token_advantages(batch, logp)
+    pulled = nash_advantages(own, ref, theirs, torch.zeros_like(own), beta=beta, eta=eta)
+    values = torch.where(batch.mask, -(margin + pulled[:, None]) * logp, 0.0)
+    return TokenLoss(values, {"nash_mp/ref": own - ref, "nash_mp/opponent": own - theirs})
 
 
 def accelerated(new: Tensor, old: Tensor, *, alpha: float = 0.3) -> Tensor:

@@ -25,9 +25,11 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
 }
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
+FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with a slow copy of the policy
 MARKS = {"groups", "several_updates", "all_correct", "every_row", "own_mean", "frozen_critic"}
 WHY_NOT = {
     **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
+    **dict.fromkeys(("opponent_rewards", "opponent_logp"), "a policy to play against: `opponent: {ema: 0.01}`"),
     "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
@@ -63,7 +65,7 @@ def _needs(recipe: Any) -> Found:
         if "several_updates" in section.needs and updates(recipe) == 1:
             what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
             yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
-        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _by_turn(recipe)):
+        for need in sorted(section.needs - FROM_ROLLOUTS - FROM_MODEL - MARKS - made - _given(recipe)):
             if need in FROM_COMPONENTS:
                 what = f"`{section.use}` reads {need}, and no component makes them"
                 right = f"write `advantage: {maker(need)}`"
@@ -71,6 +73,11 @@ def _needs(recipe: Any) -> Found:
                 what = f"`{section.use}` needs {need}: {WHY_NOT.get(need, 'nothing in this recipe gives them')}"
                 right = "use another component"
             yield f"{key}.use", what, right
+
+
+def _given(recipe: RlRecipe) -> set[str]:
+    """What only some recipes have."""
+    return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set())
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
@@ -235,6 +242,26 @@ def _frozen_critic(recipe: Any) -> Found:
             yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
 
 
+def _opponent(recipe: Any) -> Found:
+    """A slow copy of the policy is asked between the steps, and somebody reads what it says."""
+    if not isinstance(recipe, RlRecipe) or recipe.opponent is None:
+        return
+    own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
+    if not own and not any(section.needs & FROM_OPPONENT for _, section in used(recipe)):
+        yield (
+            "opponent",
+            "does nothing: no component reads it",
+            "write `group_rewards: [versus_opponent]`, or remove it",
+        )
+    what = "the opponent answers where the policy's weights stand"
+    if recipe.rollout.engine == "stored":
+        yield "opponent", "has nothing to say where no rollout is sampled", "remove it, or sample"
+    if recipe.rollout.staleness:
+        yield "rollout.staleness", f"{what}, which change while the next rollouts are drawn", "write 0"
+    if recipe.model.shard:
+        yield "model.shard", f"{what}, and these are divided among the GPUs", "use `lora`, or GPUs that hold it all"
+
+
 def _stored(recipe: Any) -> Found:
     """Completions of the data are one a row, were sampled by someone else, and stay as they are."""
     if not isinstance(recipe, RlRecipe) or recipe.rollout.engine != "stored":
@@ -277,5 +304,6 @@ CHECKS = (
     _stale,
     _partial,
     _frozen_critic,
+    _opponent,
     _stored,
 )

@@ -402,6 +402,15 @@ class Critic(Section):
         return self
 
 
+class Opponent(Section):
+    """A slow copy of the policy to play against: its answers to a step's prompts are what the policy's must beat."""
+
+    ema: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.01, description="share of the way to the policy that it goes after each step; 1 = the policy itself"
+    )
+    samples: Positive = Field(1, description="its answers to a prompt")
+
+
 class PairLossSection(ComponentSection):
     """The preference loss."""
 

@@ -192,6 +192,9 @@ class RlRecipe(Acting):
         default_factory=dict, description="key of a number (`kl.coef`, `bonuses.0.alpha`): what drives it"
     )
     critic: s.Critic = Field(default_factory=s.Critic)
+    opponent: s.Opponent | None = Field(
+        None, description="what the policy plays against (`versus_opponent`, `nash_mp`)"
+    )
     batch: s.RlBatch = Field(default_factory=s.RlBatch)
     optim: s.Optim = Field(default_factory=s.Optim)
 

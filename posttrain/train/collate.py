@@ -47,6 +47,7 @@ def rollout_batch(
         columns=_numbers(rollouts),
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
+        opponent_rewards=_against(rollouts),
         lengths=torch.tensor([sum(flags) for flags in trained]),
         answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
@@ -153,6 +154,11 @@ BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
     "token_rewards": _token_rewards,
     "mc_values": _mc_values,
 }
+
+
+def _against(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """Rewards of the opponent's answers [N,M], where there is one."""
+    return torch.stack([_column(r.against) for r in rollouts]) if rollouts[0].against else None
 
 
 def answer_extractors(rewards: Sequence[Reward]) -> Sequence[Extractor]:

@@ -22,6 +22,7 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
+from posttrain.train.opponent import Opponent
 from posttrain.train.reference import ReferencePolicy
 from posttrain.verify.score import Scorer
 
@@ -43,6 +44,7 @@ class Pieces:
     steps: int
     reference: ReferencePolicy | None
     critic: nn.Module | None  # a value head, where a component reads values
+    opponent: Opponent | None  # a slow copy of the policy, where one is played against
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written

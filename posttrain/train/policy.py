@@ -90,6 +90,10 @@ def measure(
         batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
     if p.reference is not None and missing & {*BY_REFERENCE, *(("values",) if frozen else ())}:
         batch = _by_reference(p, batch, sequences, rows, missing)
+    if p.opponent is not None and "opponent_logp" in missing:
+        with p.opponent.in_place(p.loaded.model) as model:
+            found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, Extras()))
+        batch = batch.replace(opponent_logp=found["logp"])
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
     return batch

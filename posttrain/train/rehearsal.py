@@ -55,6 +55,7 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             scores=dict.fromkeys(names, float(row % 2)),
             reward=float(torch.rand(())),
             correct=row % 2 == 0,
+            against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
             part_ends=(TOKENS - 1,) if by_turn else (),
             turn_scores={name: (float(row % 2),) for name in names} if by_turn else {},
@@ -77,7 +78,9 @@ def _like(mask: Tensor, *more: int) -> Tensor:
 
 _SHAPES = {
     **dict.fromkeys(("old_logp", "ref_logp", "entropy", "values", "new_values", "prompt_logp"), ()),
-    **dict.fromkeys(("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_mask"), ()),
+    **dict.fromkeys(
+        ("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "opponent_logp", "prompt_mask"), ()
+    ),
     "hidden": (HIDDEN,),
     **dict.fromkeys(("topk_logp", "topk_chosen"), (TOP,)),
 }

@@ -52,6 +52,7 @@ from posttrain.train.fit import try_longest
 from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
 from posttrain.train.offline import stored_completions
+from posttrain.train.opponent import Opponent
 from posttrain.train.overlap import Ahead
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
@@ -132,6 +133,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 steps=steps,
                 reference=_reference(loaded, recipe, objective),
                 critic=critic,
+                opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
                 watchdog=watchdog,
                 dump=directory.path / "failed",
@@ -176,6 +178,8 @@ def train(
     metrics, samples = directory.metrics(resume_after=state.step), directory.samples(resume_after=state.step)
     if state.step:
         p.engine.sync(p.loaded.model, state.step)
+        if p.opponent is not None:
+            p.opponent.load(checkpoints.folder_for(directory.checkpoints, state.step))
         if ahead is not None:
             ahead.read(checkpoints.folder_for(directory.checkpoints, state.step), p.prompts)
         if state.scaler:
@@ -227,7 +231,7 @@ def train(
                     p.optimizer,
                     settings.keep_checkpoints,
                     p.critic,
-                    *([ahead.write] if ahead is not None else []),
+                    *([ahead.write] if ahead is not None else [p.opponent.save] if p.opponent is not None else []),
                 )
         if stopping:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
@@ -284,6 +288,8 @@ def step(
     with p.watchdog.phase("update"), p.compiled():
         metrics, measured, logp = update(p, batch, sequences, state.step)
     state.scaler = p.scaler.state_dict()
+    if p.opponent is not None:
+        p.opponent.follow(p.loaded.model)
     if ahead is None:
         with p.watchdog.phase("sync"):
             p.engine.sync(p.loaded.model, state.step + 1)
@@ -316,6 +322,8 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
         with p.watchdog.phase("score"):
             if fresh:  # a rank without a share has none
                 scored.finish(fresh, gathered)
+        if p.opponent is not None:
+            play(p, state, drawn, fresh, p.opponent, first_group=accumulator.batches * settings.prompts_per_step)
         fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
         kept = accumulator.add(batch_of(p, fresh, state))
         rollouts += [r for r in fresh if r.group in kept]
@@ -323,6 +331,34 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
             gathered = throughput(distributed.total(gathered), distributed.world())
             gathered["rollout/gen_batches"] = accumulator.batches
             return rollouts, gathered
+
+
+def play(
+    p: Pieces, state: checkpoint.State, drawn: Sequence[int], fresh: list[Rollout], opponent: Opponent, first_group: int
+) -> None:
+    """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them."""
+    settings = p.recipe.rollout
+    autocast = p.loaded.autocast() if settings.engine == "transformers" else nullcontext()
+    with p.watchdog.phase("opponent"), scoring(p, state.step) as scored:
+        with opponent.in_place(p.loaded.model) as model, autocast:
+            p.engine.sync(model, state.step)
+            answers = p.engine.generate(
+                [p.prompts[i] for i in drawn],
+                p.recipe.opponent.samples if p.recipe.opponent else 1,
+                settings,
+                seed=derive(p.recipe.run.seed, "opponent", state.step, first_group),
+                first_group=first_group,
+                logprobs=False,
+                share=distributed.share(len(drawn)),
+            )
+        p.engine.sync(p.loaded.model, state.step)
+        if answers:
+            scored.finish(answers, {})
+    theirs: dict[int, list[float | None]] = {}
+    for answer in answers:
+        theirs.setdefault(answer.group, []).append(answer.reward)
+    for rollout in fresh:
+        rollout.against = tuple(theirs[rollout.group])
 
 
 def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:

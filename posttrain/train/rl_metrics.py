@@ -29,6 +29,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     }
     if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
         values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
+    if batch.opponent_rewards is not None:
+        values["opponent/reward"] = _mean(batch.opponent_rewards.flatten())
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = _mean(column)
     return {**values, **turn_metrics(rollouts), **signal(batch)}

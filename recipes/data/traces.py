@@ -28,3 +28,8 @@ def traces(size: int, seed: int, *, slips: float = 0.5) -> Iterator[dict[str, st
             "completion": "\n".join([*lines, f"<answer>{total}</answer>"]),
             "answer": str(sum(numbers)),
         }
+
+
+def digits(completion: str) -> float:
+    """The share of digits: a reward that even an untrained model can raise (recipes/rl/nash_mp_tiny.yaml)."""
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)

@@ -45,6 +45,7 @@ def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBa
         rewards=torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=dtype),
         turn_ids=torch.where(MASK, torch.arange(4) // 2, 9),
         values=torch.where(MASK, 0.3, garbage).to(dtype),
+        opponent_logp=torch.where(MASK, -0.7, garbage).to(dtype),
         new_values=torch.where(MASK, 0.4, garbage).to(dtype),
     )
     return rows, matrix().requires_grad_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from posttrain.cli.app import app
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.directory import RunDirectory
@@ -123,3 +126,41 @@ def train() -> Iterator[Callable[..., int]]:
     yield run
     server.kill()  # it has nothing to finish
     server.communicate()
+
+
+class Cli:
+    """`posttrain` as a user calls it, in this process."""
+
+    @staticmethod
+    def run(*command: str) -> str:
+        done = CliRunner().invoke(app, list(command))
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    @staticmethod
+    def refused(*command: str) -> str:
+        """What is said of a command that cannot be, in one line."""
+        done = CliRunner().invoke(app, list(command))
+        assert done.exit_code != 0, done.output
+        return " ".join(done.output.split())
+
+    @staticmethod
+    def rows_of(run: Path) -> list[Values]:
+        """The metrics of a run, but for times."""
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(run)]
+
+    @staticmethod
+    def resumed(run: Path, *command: str, steps: int = 20) -> list[Values]:
+        """The metrics of a whole run, which are those of one that is killed in its middle and goes on."""
+        Cli.run(*command, "--output", str(run))
+        whole = Cli.rows_of(run)
+        shutil.rmtree(run / "checkpoints" / f"step-{steps:08d}")
+        (run / "summary.json").unlink()
+        assert f"resumed after step {steps // 2}" in Cli.run(*command, "--output", str(run), "--resume")
+        assert Cli.rows_of(run) == whole
+        return whole
+
+
+@pytest.fixture
+def cli() -> Cli:
+    return Cli()

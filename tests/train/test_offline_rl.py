@@ -4,49 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from posttrain.batch import RolloutBatch
-from posttrain.cli.app import app
 from posttrain.loss import offline_rl
 from posttrain.places import shipped
-from posttrain.run.metrics import read_metrics
 
 F64 = torch.float64
-
-
-def posttrain(*command: str) -> str:
-    done = CliRunner().invoke(app, list(command))
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def refused(*command: str) -> str:
-    done = CliRunner().invoke(app, list(command))
-    assert done.exit_code != 0, done.output
-    return " ".join(done.output.split())
-
-
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(run)]
-
-
-def resumed(run: Path, *command: str) -> list[dict[str, Any]]:
-    """The metrics of a whole run, which are those of one that is killed after step 10 and goes on."""
-    posttrain(*command, "--output", str(run))
-    whole = rows_of(run)
-    shutil.rmtree(run / "checkpoints" / "step-00000020")
-    (run / "summary.json").unlink()
-    assert "resumed after step 10" in posttrain(*command, "--output", str(run), "--resume")
-    assert rows_of(run) == whole
-    return whole
 
 
 def slow(test: Any) -> Any:
@@ -64,9 +33,9 @@ LEVELS = {
 
 @slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_oreo_trains_twenty_steps(level: str, tmp_path: Path) -> None:
+def test_oreo_trains_twenty_steps(cli: Any, level: str, tmp_path: Path) -> None:
     """Right traces become likelier than wrong ones; going on from a checkpoint changes nothing."""
-    rows = resumed(tmp_path / "a run", "rl", "rl/oreo_tiny", *LEVELS[level])
+    rows = cli.resumed(tmp_path / "a run", "rl", "rl/oreo_tiny", *LEVELS[level])
     margins = [row["oreo/margin"] for row in rows]
     assert len(rows) == 20 and margins[0] == pytest.approx(0, abs=1e-6)
     assert sum(margins[10:]) > sum(margins[:10]) and margins[-1] > 0
@@ -109,7 +78,7 @@ def test_a_step_of_one_token_is_a_token_and_a_step_of_all_is_the_response() -> N
         torch.testing.assert_close(by_step.mean(-1), offline_rl.oreo_loss(batch, logp, level=level).values.mean(-1))
 
 
-def test_what_cannot_be_trained_on_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_on_is_told(cli: Any, tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "completion": "2" * 9, "answer": "2"}, {"prompt": "2+1=", "answer": "3"}]
     file = tmp_path / "rows.jsonl"
 
@@ -117,11 +86,11 @@ def test_what_cannot_be_trained_on_is_told(tmp_path: Path) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in chosen))
         return ["rl", "rl/oreo_tiny", f"data.source={file}", "data.size=null", "--output", str(tmp_path / "run")]
 
-    said = refused(*write(rows[0]), "rollout.prompts_per_step=1", "rollout.max_new_tokens=4")
+    said = cli.refused(*write(rows[0]), "rollout.prompts_per_step=1", "rollout.max_new_tokens=4")
     assert "longer than rollout.max_new_tokens 4" in said and "rollout.max_new_tokens: 10" in said
-    assert "completion" in refused(*write(*rows), "rollout.prompts_per_step=1")
-    assert "a row has one" in refused(*write(rows[0]), "rollout.group_size=2")
-    assert "nobody knows" in refused(*write(rows[0]), "corrections=[{use: tis}]")
+    assert "completion" in cli.refused(*write(*rows), "rollout.prompts_per_step=1")
+    assert "a row has one" in cli.refused(*write(rows[0]), "rollout.group_size=2")
+    assert "nobody knows" in cli.refused(*write(rows[0]), "corrections=[{use: tis}]")
 
 
 STORED: dict[str, Any] = {
@@ -135,11 +104,11 @@ STORED: dict[str, Any] = {
 }
 
 
-def critic_of(folder: Path, steps: int) -> Path:
+def critic_of(cli: Any, folder: Path, steps: int) -> Path:
     """A run that trains a critic alone."""
     recipe = folder / "critic.yaml"
     recipe.write_text(json.dumps({**STORED, "loss": "critic", "critic": {"lr": 3e-3}}))
-    posttrain("rl", str(recipe), f"run.steps={steps}", "--output", str(folder / "critic"))
+    cli.run("rl", str(recipe), f"run.steps={steps}", "--output", str(folder / "critic"))
     return folder / "critic"
 
 
@@ -152,32 +121,32 @@ def by_advantages(folder: Path, critic: Path) -> list[str]:
 
 
 @slow
-def test_direct_advantages_train_twenty_steps(tmp_path: Path) -> None:
-    critic = critic_of(tmp_path, 20)
-    errors = [row["critic/error"] for row in rows_of(critic)]
+def test_direct_advantages_train_twenty_steps(cli: Any, tmp_path: Path) -> None:
+    critic = critic_of(cli, tmp_path, 20)
+    errors = [row["critic/error"] for row in cli.rows_of(critic)]
     assert errors[0] == pytest.approx(0.25) and min(errors) < 0.25
-    rows = resumed(tmp_path / "a run", *by_advantages(tmp_path, critic), "run.steps=20", "run.save_every=10")
+    rows = cli.resumed(tmp_path / "a run", *by_advantages(tmp_path, critic), "run.steps=20", "run.save_every=10")
     margins = [row["direct_advantage/margin"] for row in rows]
     assert margins[0] == pytest.approx(0, abs=1e-5) and sum(margins[10:]) > sum(margins[:10]) and margins[-1] > 0
 
 
-def test_a_critic_is_trained_alone_and_read_frozen(tmp_path: Path) -> None:
+def test_a_critic_is_trained_alone_and_read_frozen(cli: Any, tmp_path: Path) -> None:
     """Its run leaves the model as it was; the policy's run leaves the critic as it was."""
-    critic = critic_of(tmp_path, 2)
-    assert all(row["grad_norm"] == 0 for row in rows_of(critic))
+    critic = critic_of(cli, tmp_path, 2)
+    assert all(row["grad_norm"] == 0 for row in cli.rows_of(critic))
     head = load_file(critic / "final" / "critic.safetensors")
     assert head["weight"].any()
     command = by_advantages(tmp_path, critic)
-    posttrain(*command, "run.steps=2", "--output", str(tmp_path / "run"))
-    rows = rows_of(tmp_path / "run")
+    cli.run(*command, "run.steps=2", "--output", str(tmp_path / "run"))
+    rows = cli.rows_of(tmp_path / "run")
     assert rows[0]["direct_advantage/margin"] == pytest.approx(0, abs=1e-5) and rows[1]["direct_advantage/margin"]
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert torch.equal(load_file(checkpoint / "critic.safetensors")["weight"], head["weight"])
     elsewhere = [*command, "run.steps=2", "--output", str(tmp_path / "other")]
-    assert "no critic.safetensors in" in refused(*elsewhere, f"critic.path={tmp_path}")
-    assert "trained apart" in refused(*elsewhere, "critic.path=null")
-    assert "stays as it is" in refused(*elsewhere, "loss={use: oreo}")
-    assert "scoring.split" in refused(*elsewhere, "scoring.split=null")
+    assert "no critic.safetensors in" in cli.refused(*elsewhere, f"critic.path={tmp_path}")
+    assert "trained apart" in cli.refused(*elsewhere, "critic.path=null")
+    assert "stays as it is" in cli.refused(*elsewhere, "loss={use: oreo}")
+    assert "scoring.split" in cli.refused(*elsewhere, "scoring.split=null")
 
 
 def test_direct_advantages_are_the_formula_with_steps_of_tokens() -> None:
