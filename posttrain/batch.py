@@ -77,7 +77,6 @@ class Rollout:
     scores: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None  # weighted sum of scores; None = unscored
     correct: bool | None = None  # by the component that the recipe marks as correctness
-    against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
     turns: tuple[Turn, ...] = ()  # with tools or an environment: one a model segment, in order
     ended: str = ""  # with them, why it ended: answer, done, turns, tokens, time, error
     world_score: float | None = None  # what its environment says of the whole
@@ -86,6 +85,7 @@ class Rollout:
     part_ends: tuple[int, ...] = ()
     turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
+    against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -193,6 +193,7 @@ def from_json(values: Mapping[str, Any], prompts: Sequence[Prompt]) -> Drawn:
                 "segments": tuple(map(_segment, row["segments"])),
                 "turns": tuple(map(_turn, row["turns"])),
                 "part_ends": tuple(row["part_ends"]),
+                "against": tuple(row["against"]),
                 "turn_rewards": tuple(row["turn_rewards"]),
                 "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},
             }
