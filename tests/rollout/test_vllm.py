@@ -76,6 +76,7 @@ def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Pat
 
         check_sampling(engine, loaded, prompts)
         check_requests(engine, prompts)
+        check_pauses(engine, loaded, prompts)
         check_ends(engine, loaded, prompts)
         check_sync(engine, loaded, prompts)
         with pytest.raises(DataError, match=r"row long .*window of 64"):
@@ -93,6 +94,42 @@ def check_requests(engine: Any, prompts: list[Prompt]) -> None:
     found = engine.complete(asked, SAMPLED, seed=3, done=lambda place, samples: told.update({place: samples}))
     assert [len(samples) for samples in found] == [2, 2, 1] and len(found[2][0].ids) == 7
     assert told == dict(enumerate(found))
+
+
+def check_pauses(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """Paused at its third step, with what was sampled kept, and gone on with: whole rollouts, told once each, whose
+    log-probs are the trainer's in both parts. The next call is not disturbed."""
+    step, steps, rounds, told = engine.llm.llm_engine.step, 0, 0, list[int]()
+    complete = engine.core.complete
+
+    def stepping() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            engine.core.pause()
+        return step()
+
+    def completing(*given: Any, **more: Any) -> Any:
+        nonlocal rounds
+        rounds += 1
+        return complete(*given, **more)
+
+    expected = ids_of(engine.generate(prompts, 3, SAMPLED, seed=1))
+    engine.llm.llm_engine.step, engine.core.complete = stepping, completing
+    try:
+        found = engine.generate(prompts, 3, SAMPLED, seed=1, done=lambda rows: told.append(rows[0].group))
+    finally:
+        engine.core.complete = complete
+        vars(engine.llm.llm_engine).pop("step", None)
+    assert rounds == 2 and sorted(told) == list(range(len(prompts)))
+    kept = [
+        next((at for at, (a, b) in enumerate(zip(r.ids, e, strict=False)) if a != b), 99)
+        for r, e in zip(found, expected, strict=True)
+    ]
+    assert min(kept) >= 1 and min(kept) < 99, "what was sampled before the pause is not what goes on"
+    assert all(len(r.ids) <= 24 and r.finish == ("stop" if r.ids[-1] in loaded.eos_ids else "length") for r in found)
+    assert largest_gap(loaded.model, found, 0.7) < 1e-4
+    assert ids_of(engine.generate(prompts, 3, SAMPLED, seed=1)) == expected
 
 
 def check_sampling(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
