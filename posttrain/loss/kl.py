@@ -41,6 +41,18 @@ def k3(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     return _token_kl(_k3(d), clamped=_exceeds(d))
 
 
+@register("kl", "k1_straight_through", needs=("ref_logp",))
+def k1_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """The value of k1, d, with the gradient of k2, also d: on the policy's own samples that of the reverse KL of each
+    token, with no credit for later ones. With `kl.reference` a teacher, on-policy distillation from its log-probs.
+
+    In the gradient |d| is limited to 20, so that a token which the teacher rules out does not decide alone (ours).
+    """
+    d = log_ratio_to_reference(batch, logp)
+    pull = d.detach().clamp(-D_LIMIT, D_LIMIT) * (d - d.detach())
+    return _token_kl(d.detach() + pull, clamped=_exceeds(d))
+
+
 @register("kl", "abs", needs=("ref_logp",))
 def absolute(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """|d|, with gradient sign(d)."""

@@ -61,7 +61,9 @@ def _half(recipe: Any) -> Found:
 
 
 def _offloaded_reference(recipe: Any) -> Found:
-    if isinstance(recipe, st.RlRecipe) and recipe.model.offload_reference and recipe.model.lora:
+    if not isinstance(recipe, st.RlRecipe) or recipe.kl.reference:
+        return
+    if recipe.model.offload_reference and recipe.model.lora:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
 
 
@@ -83,6 +85,8 @@ def divided(recipe: Any) -> Found:
         yield "model.compile", "was not proven together with model.shard", "remove one of the two"
     if recipe.model.dtype == "float16":
         yield "model.dtype", "float16 was not proven together with model.shard", "write bfloat16 or float32"
+    if isinstance(recipe, st.RlRecipe) and recipe.kl.reference:
+        yield "kl.reference", "a reference of its own is not divided among GPUs", "remove model.shard"
     if recipe.model.offload_reference:
         yield "model.offload_reference", "model.shard divides the reference as well", "remove it"
     if isinstance(recipe, st.RlRecipe) and recipe.rollout.engine == "vllm" and recipe.rollout.vllm.server:
@@ -100,7 +104,12 @@ def _reward_names(recipe: Any) -> Found:
     if sum(r.correct for r in rewards) > 1:
         last = max(p for p, r in enumerate(rewards) if r.correct)
         yield f"rewards.{last}.correct", "more than one reward says what is correct", "leave `correct: true` in one"
-    if rewards and isinstance(recipe, st.RlRecipe) and not any(r.weight for r in rewards):
+    if (
+        rewards
+        and isinstance(recipe, st.RlRecipe)
+        and not any(r.weight for r in rewards)
+        and not recipe.kl.reference  # a teacher says enough
+    ):
         yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
 
 
@@ -164,6 +173,10 @@ def _idle_keys(recipe: Any) -> Found:
         "coef" in recipe.kl.model_fields_set or "kl.coef" in recipe.controllers
     ):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
+    elif recipe.kl.reference and recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers:
+        yield "kl.reference", "does nothing while kl.coef is 0", "write `kl.coef`, or remove it"
+    if recipe.kl.reference and recipe.critic.path is not None:
+        yield "kl.reference", "a critic that was trained apart reads the starting policy", "remove one of the two"
 
 
 def _idle_critic(recipe: Any) -> Found:
@@ -182,8 +195,8 @@ def _kl_place(recipe: Any) -> Found:
     use, where = recipe.kl.use, recipe.kl.where
     if where == "loss" and use == "k1":
         yield "kl.use", "k1 in the loss has gradient 1 for every token, whatever the reference says", "use k2 or k3"
-    if where == "reward" and use in ("k3_is", "k3_straight_through"):
-        yield "kl.use", f"{use} differs from k3 only in its gradient, and a reward has none", "use k1 or k3"
+    if where == "reward" and use in ("k3_is", "k3_straight_through", "k1_straight_through"):
+        yield "kl.use", f"{use} differs from {use[:2]} only in its gradient, and a reward has none", "use k1 or k3"
 
 
 def _idle_turns(recipe: Any) -> Found:
@@ -235,6 +248,8 @@ def _eval_settings(recipe: Any) -> Found:
 def _references(recipe: Any) -> Found:
     """`stage:NAME` means something in a pipeline only, which checks it and puts a path in its place."""
     paths = {"model.path": recipe.model.path} if hasattr(recipe, "model") else {}
+    if isinstance(recipe, st.RlRecipe):
+        paths["kl.reference"] = recipe.kl.reference or ""
     if isinstance(recipe, st.DpoRecipe):
         named = recipe.anchors
         paths |= {"anchors.reference": named.reference or "", "anchors.previous": named.previous or ""}

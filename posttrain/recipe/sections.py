@@ -369,6 +369,9 @@ class Kl(ComponentSection):
     use: str = "k3"
     coef: NonNegative = 0.0
     where: Literal["loss", "reward"] = "loss"
+    reference: str | None = Field(
+        None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
+    )
 
 
 class Regulariser(ComponentSection):

@@ -90,7 +90,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
     settings = Settings(
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
-        reference_copy=bool(needs & set(BY_REFERENCE)) and not shape.adapter,
+        reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),
         reference_offloaded=model.offload_reference,
         plain_head="vocab_mean_logp" not in needs,
         measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden),

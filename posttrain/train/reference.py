@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.errors import ModelError
+from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
+from posttrain.recipe.stages import RlRecipe
 
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
@@ -28,8 +31,28 @@ def reference_policy(loaded: LoadedModel, *, offload: bool = False) -> Reference
     """
     if loaded.is_lora:
         return lambda: _adapter_off(loaded.model)
-    device = loaded.device
-    frozen = frozen_copy(loaded.model, loaded.half)
+    return _kept(frozen_copy(loaded.model, loaded.half), loaded.device, offload)
+
+
+def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
+    """The same for the model `kl.reference`, in the policy's dtype and on its device.
+
+    Raises ModelError where its tokens are not the policy's.
+    """
+    assert recipe.kl.reference is not None
+    section = recipe.model.model_copy(update={"path": recipe.kl.reference, "revision": None, "lora": None})
+    teacher = models.load(section, recipe.base_dir, seed=recipe.run.seed)
+    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ModelError(
+            f"{recipe.kl.reference} has another vocabulary than {recipe.model.path}",
+            where="kl.reference",
+            hint="log-probs of tokens can be compared between models of one tokenizer only",
+        )
+    half = policy.half if recipe.model.quantize is None else None
+    return _kept(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
+
+
+def _kept(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:
     if offload:
         _to_host(frozen, pinned=device.type == "cuda")
     return lambda: _frozen(frozen, device)
@@ -50,7 +73,11 @@ def frozen_policy(model: nn.Module) -> ReferencePolicy:
 def frozen_copy(model: nn.Module, half: torch.dtype | None) -> nn.Module:
     """A copy without gradients. Linear weights in the half precision that autocast would give them at every use: the
     same products from half the memory. Those that are tied to embeddings stay, since embeddings are not cast."""
-    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    return _frozen_in(copy.deepcopy(model), half)
+
+
+def _frozen_in(model: nn.Module, half: torch.dtype | None) -> nn.Module:
+    frozen = model.eval().requires_grad_(False)
     looked_up = {id(m.weight) for m in frozen.modules() if isinstance(m, nn.Embedding)}
     for module in frozen.modules():
         if half is not None and isinstance(module, nn.Linear) and id(module.weight) not in looked_up:

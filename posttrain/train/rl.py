@@ -59,7 +59,7 @@ from posttrain.train.pieces import Pieces
 from posttrain.train.plan import out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
-from posttrain.train.reference import ReferencePolicy, frozen_policy, reference_policy
+from posttrain.train.reference import ReferencePolicy, frozen_policy, named_reference, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sample_records, signal_note
 from posttrain.train.scoring import check_turns, scoring, throughput
@@ -159,6 +159,8 @@ def _sampled(loaded: models.LoadedModel, recipe: RlRecipe) -> models.LoadedModel
 def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objective) -> ReferencePolicy | None:
     if not objective.needs & set(BY_REFERENCE) and recipe.critic.path is None:
         return None
+    if recipe.kl.reference is not None:
+        return named_reference(recipe, loaded)
     if loaded.is_sharded:
         return frozen_policy(sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model)
     return reference_policy(loaded, offload=recipe.model.offload_reference)
@@ -213,7 +215,7 @@ def train(
         saved_rollouts.write(directory.path, state.step, saved, keep=settings.keep_rollouts)
         samples.write(state.step, sample_records(rollouts, settings.samples_per_step))
         progress.update(state.step, values)
-        if warning := signal_note(values):
+        if any(r.weight for r in p.recipe.rewards) and (warning := signal_note(values)):
             progress.note(warning)
         for alarm in alarms:
             progress.note(alarm)
@@ -402,7 +404,7 @@ def check_start(p: Pieces) -> None:
             padded = scores(replace(p, packed=False), p.loaded.model, probe, width, Extras())["logp"]
             if (gap := float((ours - padded).abs().max())) > 0.2:
                 raise NonFiniteError(f"log-probs of packed and padded rows differ by {gap:.3f} nats")
-    if p.reference is not None:
+    if p.reference is not None and p.recipe.kl.reference is None:
         with p.reference() as model:
             theirs = scores(p, model, probe, width, Extras())["logp"]
         if (gap := float((ours - theirs).abs().max())) > 1e-3:

@@ -11,9 +11,10 @@ from posttrain.batch import RolloutBatch
 from posttrain.control.adaptive import adaptive_coef
 from posttrain.errors import NonFiniteError
 from posttrain.loss import kl
+from posttrain.loss.distill import sampled_distill
 
 LN2 = math.log(2)
-ESTIMATORS = [kl.k1, kl.k2, kl.k3, kl.absolute, kl.k3_straight_through, kl.k3_is]
+ESTIMATORS = [kl.k1, kl.k2, kl.k3, kl.absolute, kl.k3_straight_through, kl.k3_is, kl.k1_straight_through]
 
 
 def batch(d: list[float], ratio: float = 1.0) -> tuple[RolloutBatch, torch.Tensor]:
@@ -36,6 +37,7 @@ def batch(d: list[float], ratio: float = 1.0) -> tuple[RolloutBatch, torch.Tenso
         (kl.k3, LN2 - 0.5, 0.5),
         (kl.absolute, LN2, 1.0),
         (kl.k3_straight_through, LN2 - 0.5, LN2),
+        (kl.k1_straight_through, LN2, LN2),
         (kl.k3_is, 3 * (LN2 - 0.5), 3 * LN2),
     ],
 )
@@ -46,6 +48,16 @@ def test_value_and_gradient(estimator: object, value: float, gradient: float) ->
     values.sum().backward()
     assert values.item() == pytest.approx(value, rel=1e-12)
     assert logp.grad.item() == pytest.approx(gradient, rel=1e-12)
+
+
+def test_the_straight_k1_is_distillation_from_a_teachers_log_probs() -> None:
+    """Its gradient is that of `sampled_distill`, which is a mean over the 5 tokens; |d| is limited to 20."""
+    rows, logp = batch([0.3, -2.0, 0.0, 50.0, -50.0])
+    kl.k1_straight_through(rows, logp).values.sum().backward()
+    ours, theirs = logp.grad / 5, logp.detach().requires_grad_()
+    sampled_distill(theirs, rows.ref_logp, rows.mask).loss.backward()
+    torch.testing.assert_close(ours, theirs.grad)
+    assert logp.grad.tolist()[0][3:] == [20.0, -20.0]
 
 
 def test_the_gradient_of_abs_is_the_sign() -> None:

@@ -1,0 +1,93 @@
+"""`kl.reference` in rl: a teacher scores what the student samples, and nothing else is learnt from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import ModelError, RecipeError
+from posttrain.models import tiny
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.train import rl
+
+Make = Callable[..., Stage]
+TEACHER = {"use": "k1_straight_through", "coef": 1.0, "reference": "teacher"}
+
+
+@pytest.fixture
+def distill(tmp_path: Path) -> Make:
+    """A student that is `tiny`; the teacher is another tiny model, of seed 5. Keyword arguments replace keys."""
+    model, tokenizer = tiny.build(5)
+    model.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    rows = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base: dict[str, Any] = {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 8, "group_size": 2, "max_new_tokens": 12},
+        "rewards": [{"use": "math.accuracy", "weight": 0, "params": {"extract": ["last_number"]}}],
+        "scoring": {"workers": 1},
+        "advantage": {"use": "reward"},
+        "loss": {"use": "clip", "aggregation": "token_mean"},
+        "kl": TEACHER,
+        "optim": {"lr": 5e-3},
+        "run": {"steps": 10},
+    }
+    return lambda **changes: load_dict({**base, **changes}, base_dir=tmp_path, where="test").recipe
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16}], ids=["full", "lora"])
+def test_the_distance_to_the_teacher_falls(distill: Make, rows_of: Any, lora: Any) -> None:
+    lr = 5e-3 if lora is None else 2e-2
+    recipe = distill(
+        model={"path": "tiny", "lora": lora, "offload_reference": True},
+        optim={"lr": lr},
+        run={"steps": 20},
+    )
+    kl = [row["kl"] for row in rows_of(rl.run, recipe)]
+    assert kl[0] > 0.05
+    assert sum(kl[-3:]) / 3 < 0.8 * kl[0]
+
+
+def test_a_resumed_run_is_an_unbroken_one(distill: Make, rows_of: Any) -> None:
+    whole = rows_of(rl.run, distill(run={"steps": 4}), "whole")
+    first = rows_of(rl.run, distill(run={"steps": 2}), "two")
+    assert first == whole[:2]
+    assert rows_of(rl.run, distill(run={"steps": 4}), "two", resume=True) == whole
+
+
+def test_the_student_as_its_own_teacher_has_nothing_to_learn(distill: Make, rows_of: Any) -> None:
+    (row,) = rows_of(rl.run, distill(kl={**TEACHER, "reference": "tiny"}, run={"steps": 1}))
+    assert row["kl"] == pytest.approx(0, abs=1e-6) and row["grad_norm"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_teacher_with_other_tokens_is_refused(distill: Make, rows_of: Any, tmp_path: Path) -> None:
+    model, tokenizer = tiny.build(5)
+    tokenizer.add_tokens(["<more>"])
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ModelError, match=r"kl\.reference  teacher has another vocabulary than tiny"):
+        rows_of(rl.run, distill())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"kl": {**TEACHER, "coef": 0.0}}, "does nothing while kl.coef is 0"),
+        ({"kl": {**TEACHER, "reference": "stage:sft"}}, "names a stage of a pipeline"),
+        ({"kl": {"use": "k1_straight_through", "coef": 1.0}}, "every weight is 0"),
+        ({"kl": {**TEACHER, "where": "reward"}}, "differs from k1 only in its gradient"),
+        ({"model": {"path": "tiny", "shard": True}}, "is not divided among GPUs"),
+    ],
+)
+def test_what_a_recipe_gets_wrong(distill: Make, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(RecipeError, match=match):
+        distill(**changes)
