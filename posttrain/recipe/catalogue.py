@@ -68,6 +68,7 @@ OTHER_NAMES = {
     "linear_merge": "merge/linear",
     "loss_aggregation": "loss/clip",
     "ngram_repetition": "reward/length.ngram_repetition",
+    "on_policy_distill": "kl/k1_straight_through",
     "proact_mc_critic": "advantage/mc_critic",
     "ram_merge": "merge/ram",
     "random_calculation": "reward/numeric.distance",
