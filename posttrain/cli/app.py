@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from posttrain import __version__
 from posttrain.cli import browse, doctor, generate, methods, plan, recipe, serve, stage, whatif
 from posttrain.cli.guard import DEBUG, guarded
+from posttrain.cli.help import App, Group
 
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
 LAZY = {
@@ -27,37 +27,29 @@ PANELS = {
 }
 
 
-class Root(TyperGroup):
+class Root(Group):
     """The top command: errors become messages and exit codes here, and `LAZY` groups are imported when called."""
+
+    headings = PANELS
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name in LAZY:
             module, about = LAZY[name]
             group = importlib.import_module(module).app
-            group.rich_markup_mode = None  # one look for all help texts
             loaded = typer.main.get_group(group)
             loaded.name, loaded.help = name, loaded.help or about
             command = loaded
         return name, command, rest
 
-    def format_commands(self, _ctx: Any, formatter: Any) -> None:
-        """The commands under headings, in the order of `PANELS`."""
-        for heading, names in PANELS.items():
-            with formatter.section(heading):
-                rows = [(name, self.commands[name].get_short_help_str(limit=200)) for name in names]
-                formatter.write_dl(rows)
-
     def invoke(self, ctx: Any) -> Any:
         return guarded(ctx.meta, lambda: super(Root, self).invoke(ctx))
 
 
-app = typer.Typer(
+app = App(
     cls=Root,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich alone takes longer to import than the rest of `--help`
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -94,5 +86,5 @@ browse.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")
 app.add_typer(methods.app, name="methods", help="Which methods there are, and their formulas, papers and keys.")
 for _name, (_, _about) in LAZY.items():
-    app.add_typer(typer.Typer(), name=_name, help=_about)
+    app.add_typer(App(), name=_name, help=_about)
 doctor.register(app)

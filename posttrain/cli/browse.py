@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 def browse(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of `posttrain eval` or `generate`.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[OTHER]", help="A second one, to compare with.")] = None,
+    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second one, to compare with.")] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FILE", help="Default: browse.html in the last of the runs."),

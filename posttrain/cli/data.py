@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from posttrain.errors import UserError
+from posttrain.cli.help import App
+from posttrain.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    help="See rows as the model sees them; make preference pairs.",
-)
+app = App()
 
 
 @app.callback()
@@ -33,9 +29,7 @@ def inspect(
         str | None,
         typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe; --rollouts needs none."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values to change.")] = None,
     rows: Annotated[int, typer.Option("--rows", min=0, metavar="N", help="Rows to show.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     rollouts: Annotated[
@@ -61,7 +55,7 @@ def inspect(
         _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
         return
     if recipe is None:
-        raise UserError("which rows?", hint="name a recipe, or an rl run behind --rollouts")
+        raise UserError("no rows are named", hint="name a recipe, or an rl run behind --rollouts")
     loaded = load(recipe, overrides or []).recipe
     section: Any = loaded
     stage = loaded.verb
@@ -90,9 +84,7 @@ def make_pairs(
     completions: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, metavar="FILE", help="completions.jsonl of its run.")
     ],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values to change.")] = None,
     builder: Annotated[
         str, typer.Option("--builder", metavar="NAME", help="right_wrong, short_long, best_worst, ...")
     ] = "right_wrong",
@@ -130,7 +122,10 @@ def make_pairs(
     from posttrain.run.jsonl import read_rows
 
     if builder not in typing.get_args(Builder):
-        raise UserError(f"no builder `{builder}`", allowed=", ".join(typing.get_args(Builder)))
+        known = typing.get_args(Builder)
+        near = nearest(builder, known)
+        hint = f"did you mean `{near}`?" if near else ""
+        raise UserError(f"no builder `{builder}`", allowed=f"known: {', '.join(known)}", hint=hint)
     loaded: Any = load(recipe, overrides or [], stage="eval").recipe
     sources = {row["uid"]: row for row in load_rows(loaded.data, loaded.base_dir)}
     before = [row for path in earlier or [] for row in read_rows(path)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,13 @@ from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, 
 from posttrain.errors import Interrupted, UserError
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
-Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A user message; may be given again.")]
-Count = Annotated[int, typer.Option("-n", "--samples", min=1, help="Completions a prompt.")]
-Limit = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest completion, in tokens.")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 = greedy.")]
-Seed = Annotated[int, typer.Option("--seed", help="Same seed, same completions.")]
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A user message; may be given again.")
+]
+Count = Annotated[int, typer.Option("-n", "--samples", metavar="N", min=1, help="Completions a prompt.")]
+Limit = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest completion, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", metavar="T", min=0.0, help="0 = greedy.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same completions.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -59,7 +62,7 @@ def generate(
         values = {"samples": samples, "sampling": sampling, "run": {"seed": seed}}
         answer(source, prompt, values, overrides or [], as_json)
         return
-    _refuse_without_prompt(ctx)
+    _refuse_without_prompt(ctx, source)
     loaded = load(source, overrides or [], stage="generate")
     preflight.check(loaded)
     if dry_run:
@@ -70,8 +73,11 @@ def generate(
     report(summary, path, as_json)
 
 
-def _refuse_without_prompt(ctx: typer.Context) -> None:
-    """The short form's options mean nothing beside a recipe, so they are not taken in silence."""
+def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
+    """A model says nothing without a prompt. The short form's options mean nothing beside a recipe."""
+    if source == "tiny" or Path(source).expanduser().is_dir():
+        hint = f'posttrain generate {shlex.quote(source)} --prompt "..."'
+        raise UserError(f"`{source}` is a model, and no prompt is given", hint=hint)
     for name, key in (("samples", "samples"), ("max_new_tokens", "sampling.max_new_tokens"),
                       ("temperature", "sampling.temperature"), ("seed", "run.seed")):  # fmt: skip
         given = ctx.get_parameter_source(name)

@@ -7,17 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain.cli.help import App
 from posttrain.cli.show import print_json, yaml_value
 from posttrain.cli.stage import Json
 from posttrain.errors import UserError, nearest
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 WIDTH = 100  # of the one line a method
 
 
 @app.command("list")
 def list_methods(
-    kind: Annotated[str | None, typer.Option("--kind", help="Only one kind, e.g. preset, loss, group_reward.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", metavar="KIND", help="Only one kind, e.g. preset, loss, group_reward.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """All methods, a line each: presets (`algorithm: NAME`), then components in the order of a step."""
@@ -40,7 +43,9 @@ def list_methods(
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A name of `methods list`, or kind/name where several share one.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name of `methods list`, or kind/name where several share one.")
+    ],
     as_json: Json = False,
 ) -> None:
     """What a method is: purpose or formula, paper, keys with defaults, what it needs, what it cannot stand beside, how

@@ -58,8 +58,9 @@ def _print(found: dict[str, Any]) -> None:
     typer.echo(
         f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} as many are trained; on {found['machine']}{each}\n"
     )
+    width = max(map(len, found["batch"]))
     for name, number in found["batch"].items():
-        typer.echo(f"  {name:28}{number:>12,}")
+        typer.echo(f"  {name:{width}}{number:>12,}")
     typer.echo("\npredicted memory in GiB")
     phases = found["memory_gib"]
     typer.echo(f"  {'':28}" + "".join(f"{phase:>10}" for phase in phases))

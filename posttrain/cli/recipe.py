@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from posttrain.cli.guard import say
+from posttrain.cli.help import App
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe
 from posttrain.errors import UserError
@@ -17,7 +18,7 @@ from posttrain.errors import UserError
 if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 MODELINE = "# yaml-language-server: $schema="
 
 
@@ -36,9 +37,9 @@ def list_recipes(as_json: Json = False) -> None:
     if as_json:
         print_json(found)
         return
-    width = max((len(item["name"]) for item in found), default=0)
+    wide = {key: max((len(item[key]) for item in found), default=0) for key in ("name", "stage")}
     for item in found:
-        typer.echo(f"{item['name']:<{width}}  {item['stage']:<8}  {item['about']}")
+        typer.echo(f"{item['name']:<{wide['name']}}  {item['stage']:<{wide['stage']}}  {item['about']}")
 
 
 def headline(text: str) -> str:
@@ -82,8 +83,8 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="The name of a shipped recipe, or a recipe file.")],
-    to: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Default: NAME.yaml here.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a shipped recipe, or a recipe file.")],
+    to: Annotated[Path | None, typer.Argument(metavar="FILE", help="Default: NAME.yaml here.")] = None,
 ) -> None:
     """Copy a shipped recipe, to make it your own."""
     from posttrain.places import shipped

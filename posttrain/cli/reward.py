@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.guard import say
+from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json, Overrides
-from posttrain.errors import RewardError
+from posttrain.errors import RewardError, nearest
 from posttrain.places import find, known_files
 
 if TYPE_CHECKING:
@@ -20,16 +21,22 @@ if TYPE_CHECKING:
     from posttrain.verify.examples import Outcome
     from posttrain.verify.trial import Trial
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 
 Target = Annotated[
     str,
     typer.Argument(metavar="TARGET", help="FILE.py[:function], a shipped reward (math, math.accuracy), or a recipe."),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds that a call of an example may take.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="Seconds that a call of an example may take.")
+]
 Labelled = Annotated[
     Path | None,
-    typer.Option("--labelled", help="JSONL with completion, label (true or false) and columns: who agrees with it?"),
+    typer.Option(
+        "--labelled",
+        metavar="FILE",
+        help="JSONL with completion, label (true or false) and columns: who agrees with it?",
+    ),
 ]
 SHOWN_ROWS = 5
 
@@ -121,7 +128,14 @@ def _script(target: str) -> tuple[Path, str | None] | None:
         return find(path, None, "reward script", RewardError), name or None
     shipped = known_files("rewards", [".py"])
     script, _, function = target.partition(".")
-    return (shipped[script], function or None) if script in shipped else None
+    if script in shipped:
+        return shipped[script], function or None
+    near = nearest(script, shipped)
+    is_recipe = Path(target).exists() or target.endswith(".yaml") or nearest(target, known_files("recipes", [".yaml"]))
+    if near and not is_recipe:
+        allowed = f"known: {', '.join(sorted(shipped))}, FILE.py:FUNCTION, or a recipe"
+        raise RewardError(f"no reward script `{target}`", allowed=allowed, hint=f"did you mean `{near}`?")
+    return None
 
 
 def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -> dict[str, Any]:

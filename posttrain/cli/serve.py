@@ -11,9 +11,9 @@ import typer
 from posttrain.cli.guard import say
 from posttrain.errors import MissingExtra, UserError
 
-Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="Where runs connect.")]
-Host = Annotated[str, typer.Option("--host", help="0.0.0.0 lets other machines connect.")]
-Gpu = Annotated[int | None, typer.Option("--gpu", min=0, help="The GPU to use (default: the first).")]
+Port = Annotated[int, typer.Option("--port", metavar="N", min=1, max=65535, help="Where runs connect.")]
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="0.0.0.0 lets other machines connect.")]
+Gpu = Annotated[int | None, typer.Option("--gpu", metavar="N", min=0, help="The GPU to use (default: the first).")]
 
 
 def register(app: typer.Typer) -> None:

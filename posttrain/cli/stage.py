@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "sft": "Supervised fine-tuning.",
-    "dpo": "Preference optimisation on pairs (DPO, SimPO).",
+    "dpo": "Preference optimisation on pairs: DPO and its relatives.",
     "reward-model": "Train a reward model on pairs or labels, and report how far to trust it.",
     "rl": "Reinforcement learning with verifier rewards.",
     "merge": "Merge models.",
@@ -32,7 +32,7 @@ VERBS = {
 TRAINING = ("sft", "dpo", "reward-model", "rl")  # what several GPUs can do together
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values to change.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values to change.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the recipe and its scripts, print what would run, run nothing.")
 ]

@@ -21,8 +21,10 @@ def register(app: typer.Typer) -> None:
 def whatif(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of an `rl` run.")],
     algorithm: Annotated[str, typer.Option("--algorithm", metavar="A,B,C", help="Presets to try, comma-separated.")],
-    step: Annotated[int | None, typer.Option("--step", help="Which saved step; default: the newest.")] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Also show the first ROWS rollouts, one by one.")] = 0,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="Which saved step; default: the newest.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Also show the first N rollouts, one by one.")] = 0,
     as_json: Json = False,
 ) -> None:
     """What other methods would have made of a run's rollouts: rows kept, advantages, the push on tokens, clips.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,52 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+def pages(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    """Every command of the line, groups before what they hold."""
+    yield path
+    for name in getattr(command, "commands", {}):
+        inner = command.commands[name] if name not in LAZY else typer.main.get_group(lazy(name))
+        yield from pages(inner, *path, name)
+
+
+def lazy(name: str) -> typer.Typer:
+    app: typer.Typer = importlib.import_module(LAZY[name][0]).app
+    return app
+
+
+def test_help_pages_look_alike(call: Callable[..., Any]) -> None:
+    """Whole sentences, no Python types (`<str>`, `<int range>`), no braces; each argument and option has a sentence."""
+    for page in pages(typer.main.get_command(app)):
+        told = call(*page, "--help").stdout
+        head, _, table = told.partition("\n\n")
+        assert not re.search(r"<\w+( range)?>|<list|[{}]|\[\[", told), page
+        assert head.startswith(" ".join(("Usage: posttrain", *page, "[OPTIONS]"))), page
+        entries = re.findall(r"^  (-?\S.*?)(?:  +|\n {10,})(.*)$", table.partition("Options:")[2], re.MULTILINE)
+        assert entries, page
+        assert all(name and text for name, text in entries), page
+        assert "..." not in table.partition("Commands:")[2], page
+
+
+def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[..., Any]) -> None:
+    """A model without a prompt, a mistyped reward, completions that are none, a recipe that does not train."""
+    Path("rows.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    for arguments, what, hint in (
+        (("generate", "tiny"), "`tiny` is a model, and no prompt is given", '--prompt "..."'),
+        (("reward", "test", "mathh"), "no reward script `mathh`", "did you mean `math`?"),
+        (("data", "pairs", "debug/eval", "rows.jsonl"), "completion 1 has no uid, completion", "completions.jsonl"),
+        (
+            ("data", "pairs", "debug/eval", "rows.jsonl", "--builder", "righ_wrong"),
+            "no builder `righ_wrong`",
+            "`right_wrong`",
+        ),
+        (("data", "inspect", "quickstart"), "a recipe for `posttrain run` has no data", "a stage of the pipeline"),
+        (("recipe", "validate", "debug/rl", "algorithm=dapoo"), "unknown algorithm `dapoo`", "did you mean `dapo`?"),
+    ):
+        result = call(*arguments)
+        assert result.exit_code == 2, arguments
+        assert what in result.stderr, arguments
+        assert hint in result.stderr.partition("hint: ")[2], arguments
+    known = call("recipe", "validate", "debug/rl", "algorithm=dapoo").stderr
+    assert "gspo" in known and "simpo" not in known  # those of the recipe's stage

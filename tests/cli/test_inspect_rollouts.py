@@ -44,7 +44,7 @@ def test_replies_carry_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_neither_a_recipe_nor_a_run() -> None:
-    with pytest.raises(UserError, match="which rows"):
+    with pytest.raises(UserError, match="no rows are named"):
         inspect()
 
 

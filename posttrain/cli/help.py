@@ -1,0 +1,57 @@
+"""One look for every help page: arguments named as in the usage line, whole sentences in lists of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+WHOLE = 200  # characters of a command's sentence in a list: all of it
+
+
+class Command(TyperCommand):
+    """A command whose arguments are shown as `NAME`, `[NAME]` or `[NAME]...`, without Python types."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", *(_written(argument) for argument in _arguments(self, ctx))]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        if arguments := [(_written(one), getattr(one, "help", "") or "") for one in _arguments(self, ctx)]:
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        options = [one.get_help_record(ctx) for one in self.get_params(ctx) if one.param_type_name == "option"]
+        with formatter.section("Options"):
+            formatter.write_dl([record for record in options if record])
+
+
+class Group(TyperGroup):
+    """A group that lists its commands with the whole first sentence of each, under `headings` if it has any."""
+
+    headings: Mapping[str, Sequence[str]] = {}
+
+    def format_commands(self, _ctx: Any, formatter: Any) -> None:
+        for heading, names in (self.headings or {"Commands": tuple(self.commands)}).items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=WHOLE)) for name in names])
+
+
+class App(typer.Typer):
+    """A Typer app of such commands."""
+
+    def __init__(self, **settings: Any) -> None:
+        # rich alone takes longer to import than the rest of `--help`
+        super().__init__(**{"cls": Group, "no_args_is_help": True, "rich_markup_mode": None, **settings})
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
+        return super().command(name, **{"cls": Command, **settings})
+
+
+def _arguments(command: TyperCommand, ctx: Any) -> list[Any]:
+    return [param for param in command.get_params(ctx) if param.param_type_name == "argument"]
+
+
+def _written(argument: Any) -> str:
+    name = argument.metavar or str(argument.name).upper()
+    return (name if argument.required else f"[{name}]") + ("..." if argument.nargs != 1 else "")
