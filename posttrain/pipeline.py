@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -170,7 +171,7 @@ def _refuse_stale(folder: Path, loaded: Loaded, rerun: Sequence[str]) -> None:
     if rerun:
         raise UserError(
             f"{folder} was made from an older run of {', '.join(rerun)}, which ran again",
-            hint=f"remove it (rm -r {folder}) and resume",
+            hint=f"remove it (rm -r {shlex.quote(str(folder))}) and resume",
         )
 
 

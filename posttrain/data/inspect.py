@@ -65,8 +65,8 @@ def inspect(
 def check_stage(stage: str) -> None:
     """Raises DataError for stages whose recipes have no data section."""
     if stage not in STAGES:
-        problem = f"a recipe for `{stage}` has no data of its own"
-        raise DataError(problem, hint="inspect the recipe of one of its stages")
+        hint = "write a stage of the pipeline as a recipe of its own to inspect its rows" if stage == "run" else ""
+        raise DataError(f"a recipe for `posttrain {stage}` has no data of its own", hint=hint)
 
 
 def _examples(

@@ -15,6 +15,9 @@ from posttrain.recipe.building import NEEDS, READS, Builder
 
 Row = dict[str, Any]
 
+RECORD = ("uid", "completion", "finish", "tokens")  # what every builder reads of a completion
+_NO_RECORD = "give the completions.jsonl of a `posttrain eval` or `posttrain generate`"
+
 
 @dataclass
 class PairRows:
@@ -104,7 +107,9 @@ def _pools(
             raise DataError(f"builder {builder} reads no completions of `{source}`")
     pools: dict[str, list[Record]] = {}
     for source, given in {"own": records, **others}.items():
-        for record in given:
+        for number, record in enumerate(given, start=1):
+            if lacking := [key for key in RECORD if key not in record]:
+                raise DataError(f"completion {number} has no {', '.join(lacking)}", hint=_NO_RECORD)
             uid = str(record["uid"])
             if uid not in sources:
                 raise DataError(

@@ -71,7 +71,12 @@ def read(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
     file = place if place.is_file() else folder / COMPLETIONS
     problems, records = read_rows(folder / PROBLEMS), read_rows(file)
     if not problems or not records or "prompt" not in problems[0]:
-        raise DataError("not the run of a finished eval or generate", where=str(folder))
+        raise DataError(
+            "not the run of a finished eval or generate",
+            where=str(folder),
+            allowed=f"looked for {file.name} and {PROBLEMS}, a line a problem",
+            hint="name the run directory of `posttrain eval` or `posttrain generate`",
+        )
     sources = {str(p["uid"]): {**p.get("row", {}), "uid": p["uid"], "prompt": p["prompt"]} for p in problems}
     for row in sources.values():
         row.pop("messages", None)  # the prompt holds them, without the answer

@@ -65,6 +65,9 @@ def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelErr
     )
 
 
+_MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tells a model, or an adapter
+
+
 def _hint(name: str) -> str:
     return "did you mean `tiny`?" if nearest(name, ["tiny"]) else ""
 
@@ -88,9 +91,11 @@ def _existing(path: Path, name: str) -> Place:
     if not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir())
         gguf = [f for f in files if f.endswith(".gguf")]
+        inside = [p.parent.name for p in sorted(path.glob("*/*config.json")) if p.name in _MODEL_FILES]
+        hint = f"name the file: {path / gguf[0]}" if gguf else f"name the model: {path / inside[0]}" if inside else ""
         raise ModelError(
             f"{path} holds no model: config.json is missing",
             allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
-            hint=f"name the file: {path / gguf[0]}" if gguf else "",
+            hint=hint,
         )
     return Place("directory", name, path)

@@ -5,6 +5,7 @@ Later wins: defaults <- preset (`algorithm:`) <- extended recipes <- the file <-
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
         problem = Problem(
             node.origin.mark,
             f"stage: this is a recipe for `posttrain {found.verb}`, not for `posttrain {wanted.verb}`",
-            hint=f"posttrain {found.verb} {where}",
+            hint=f"posttrain {found.verb} {shlex.quote(where)}",
         )
         raise RecipeError.of([problem, *problems])
     return found

@@ -37,16 +37,23 @@ def names(stage: str | None = None) -> list[str]:
     return found if stage is None else [name for name in found if preset(name).stage == stage]
 
 
+def of_stage(name: str, stage: str) -> Preset:
+    """The preset of that name. Raises RecipeError with the names that a recipe of this stage may write."""
+    found = preset(name) if name in names() else None
+    if found and found.stage == stage:
+        return found
+    known = names(stage)
+    near = None if found else nearest(name, known)
+    raise RecipeError(
+        f"`{name}` is a method of stage {found.stage}, not of {stage}" if found else f"unknown algorithm `{name}`",
+        allowed=f"known: {', '.join(known)}",
+        hint=f"did you mean `{near}`?" if near else "",
+    )
+
+
 @functools.cache
 def preset(name: str) -> Preset:
-    """The preset of that name. Raises RecipeError with the known names."""
+    """The preset of that name, one of `names()`."""
     path = FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        near = nearest(name, names())
-        raise RecipeError(
-            f"unknown algorithm `{name}`",
-            allowed=f"known: {', '.join(names())}",
-            hint=f"did you mean `{near}`?" if near else "",
-        )
     values = plain(read(path).tree)
     return Preset(name=name, **{key: value for key, value in values.items() if key != "name"})

@@ -26,15 +26,10 @@ def _preset_layer(node: Node, model: type[Stage], problems: list[Problem]) -> No
     """The choices of `algorithm: NAME`, or None where it names no preset of this stage."""
     if not isinstance(node.value, str):
         return None  # pydantic tells that it must be text
-    stage = model.model_fields["stage"].default
     try:
-        found = presets.preset(node.value)
+        found = presets.of_stage(node.value, model.model_fields["stage"].default)
     except RecipeError as error:
         problems.extend(Problem(node.origin.mark, f"algorithm: {p.what}", p.allowed, p.hint) for p in error.problems)
-        return None
-    if found.stage != stage:
-        what = f"algorithm: `{found.name}` is a method of stage {found.stage}, not of {stage}"
-        problems.append(Problem(node.origin.mark, what, f"known: {', '.join(presets.names(stage))}"))
         return None
     return from_plain(found.choices, Origin("preset", found.name))
 

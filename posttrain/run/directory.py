@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -169,11 +170,13 @@ def _refuse_unusable(path: Path, resume: bool) -> None:
     if path.exists() and not path.is_dir():
         raise UserError("the output is a file, not a directory", where=str(path))
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
+    if not resume and LOCK in names:
+        _lock(path).close()  # a run that is going on is neither resumed nor removed
     if not resume and names - {LOCK}:
         raise UserError(
             f"the output directory is in use: {path}",
             allowed="go on with it: --resume; start elsewhere: --output NEW_NAME; "
-            f"start anew: remove it first (rm -r {path})",
+            f"start anew: remove it first (rm -r {shlex.quote(str(path))})",
         )
     if resume and "resolved.json" not in names and names - _STARTED:
         raise UserError(f"not a run directory (it has no resolved.json): {path}", hint="give the directory of a run")

@@ -248,7 +248,11 @@ def skeleton(recipe: Recipe) -> Any:
 def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
     """All that `posttrain plan` prints, in GiB and plain numbers."""
     if not isinstance(recipe, RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe):
-        raise RecipeError(f"`plan` is for stages that train; this is a recipe for `{recipe.verb}`")
+        raise RecipeError(
+            f"`plan` is for recipes that train; this is one for `posttrain {recipe.verb}`",
+            allowed="allowed: recipes for rl, sft, dpo and reward-model",
+            hint="write a stage of the pipeline as a recipe of its own to plan it" if recipe.verb == "run" else "",
+        )
     machine = machine or Machine.here()
     shape = shape_of(skeleton(recipe), recipe.model.lora)
     counts, longest = arithmetic(recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.recipe.presets import preset
+from posttrain.recipe.presets import of_stage
 from posttrain.recipe.stages import RlRecipe
 
 _BARE = {"model": {"path": "tiny"}, "data": {"source": "none"}, "rewards": [{"use": "none"}]}  # of a recipe's objective
@@ -13,7 +13,7 @@ _BARE = {"model": {"path": "tiny"}, "data": {"source": "none"}, "rewards": [{"us
 
 def preset_recipe(name: str, **overrides: Any) -> RlRecipe:
     """A recipe of `algorithm: NAME` that has an objective and nothing to run; see `Objective.from_preset`."""
-    return RlRecipe.model_validate(_over(_over(_BARE, preset(name).choices), overrides))
+    return RlRecipe.model_validate(_over(_over(_BARE, of_stage(name, "rl").choices), overrides))
 
 
 def _over(lower: Any, upper: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.recipe.objective_checks import MARKS
-from posttrain.recipe.presets import preset
+from posttrain.recipe.presets import of_stage
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
 from posttrain.train.saved_rollouts import Saved
@@ -50,9 +50,7 @@ def compare(run: Mapping[str, Any], saved: Saved, algorithms: Sequence[str]) -> 
 
 def _instead(run: Mapping[str, Any], algorithm: str) -> RlRecipe:
     """The run's recipe with the objective of a preset in place of its own."""
-    found = preset(algorithm)
-    if found.stage != "rl":
-        raise UserError(f"`{algorithm}` is a method of stage {found.stage}", hint="`posttrain methods list` shows all")
+    found = of_stage(algorithm, "rl")
     kept = {key: value for key, value in run.items() if key not in OBJECTIVE}
     choices = {key: value for key, value in found.choices.items() if key in OBJECTIVE}
     return RlRecipe.model_validate({**kept, **choices, "algorithm": algorithm})

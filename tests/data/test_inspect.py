@@ -107,7 +107,7 @@ def test_the_command_prints_json_for_programs(tmp_path: Path, jsonl: Write) -> N
 
 
 def test_a_stage_without_data_is_refused(tiny: Any) -> None:
-    with pytest.raises(DataError, match="a recipe for `merge` has no data of its own"):
+    with pytest.raises(DataError, match="a recipe for `posttrain merge` has no data of its own"):
         inspect("merge", Data(source="x"), tiny, Path.cwd(), [2])
 
 

@@ -209,3 +209,11 @@ def test_keys_that_the_place_has_no_use_for(loaded: Load, plain: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ModelError, match="torch sees no GPU"):
             loaded(plain, device="cuda")
+
+
+def test_a_run_directory_as_a_model_is_told_where_its_model_is(loaded: Load, tmp_path: Path) -> None:
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds no model") as error:
+        loaded(tmp_path / "run")
+    assert f"name the model: {(tmp_path / 'run' / 'final').resolve()}" in str(error.value)

@@ -47,6 +47,14 @@ def test_a_used_directory_is_refused_with_three_ways_out(tmp_path):
     assert error.value.exit_code == 2
 
 
+def test_the_command_that_removes_a_run_is_safe_to_paste(tmp_path):
+    """Without quotes `rm -r runs/my rl` would remove `runs/my` and `rl`."""
+    open_(tmp_path / "my rl").close()
+    with pytest.raises(UserError) as error:
+        open_(tmp_path / "my rl")
+    assert f"rm -r '{tmp_path / 'my rl'}')" in str(error.value)
+
+
 def test_a_file_and_a_foreign_folder_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
@@ -101,6 +109,8 @@ def test_two_processes_cannot_work_in_one_directory(tmp_path):
         )
         assert other.returncode == 1
         assert "RunError: another process is working in" in other.stderr and "process" in other.stderr
+        with pytest.raises(RunError, match="another process is working in"):  # no hint to remove a run that goes on
+            open_(tmp_path / "run")
     open_(tmp_path / "run", resume=True).close()
 
 
