@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
 from posttrain.errors import ToolError
@@ -20,19 +21,21 @@ if TYPE_CHECKING:
     from posttrain.tools.load import LoadedTool
     from posttrain.tools.trial import Tried
 
-app = typer.Typer(no_args_is_help=True)
+app = App()
 SHOWN_CHARS = 400
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py[:name], or a shipped tool (calculator).")]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME=VALUE]...", help="Arguments of a call, or all of them as one JSON object."),
+    typer.Argument(metavar="NAME=VALUE", help="Arguments of a call, or all of them as one JSON object."),
 ]
 Params = Annotated[
     list[str] | None, typer.Option("--param", metavar="NAME=VALUE", help="What a recipe would write under `params`.")
 ]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.01, help="Seconds that a call may take.")]
-MaxChars = Annotated[int, typer.Option("--max-chars", min=1, help="Longest answer; the rest is cut and told.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.01, help="Seconds that a call may take.")]
+MaxChars = Annotated[
+    int, typer.Option("--max-chars", metavar="N", min=1, help="Longest answer; the rest is cut and told.")
+]
 
 
 @app.callback()
