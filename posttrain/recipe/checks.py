@@ -294,6 +294,18 @@ def _anchors(recipe: Any) -> Found:
             yield f"anchors.{key}", f"does nothing: {recipe.loss.use} does not read it", "remove it"
 
 
+def _online_kl(recipe: Any) -> Found:
+    """The policy answers with the weights that are trained, and is measured against those that it began with."""
+    if not isinstance(recipe, st.DpoRecipe) or recipe.online_kl is None:
+        return
+    if recipe.anchors.reference:
+        what = "the KL is to the policy as it is loaded, and the loss has another reference"
+        yield "online_kl", what, "remove it, or `anchors.reference`"
+    if recipe.model.shard:
+        what = "with `online_kl` each GPU samples with the whole model"
+        yield "model.shard", what, "use `lora`, or remove one of them"
+
+
 def _pairs(recipe: Any) -> Found:
     if isinstance(recipe, st.PairsRecipe):
         yield from building.problems(recipe)
@@ -323,6 +335,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _idle_turns,
     _objective,
     _anchors,
+    _online_kl,
     _pairs,
     _merge_inputs,
 )

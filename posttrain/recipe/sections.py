@@ -421,6 +421,23 @@ class PairLossSection(ComponentSection):
     use: str = "dpo"
 
 
+class OnlineKl(Section):
+    """The KL to the starting policy on the policy's own answers to the pairs' prompts, added to the preference loss."""
+
+    coef: Annotated[float, Field(gt=0)] = Field(1e-3, description="its weight; 1e-4 to 1e-2 is usual")
+    samples: Positive = Field(1, description="answers to a prompt, in each step")
+    baseline: Literal["none", "rloo"] = Field(
+        "none", description="rloo: less the mean KL of a prompt's other answers, which makes the estimate steadier"
+    )
+    max_new_tokens: Positive = Field(256, description="longest answer")
+
+    @model_validator(mode="after")
+    def _has_others(self) -> OnlineKl:
+        if self.baseline == "rloo" and self.samples == 1:
+            raise ValueError("`baseline: rloo` compares the answers to a prompt: write `samples` of 2 or more")
+        return self
+
+
 class PairRules(Section):
     """What becomes of pairs from which nothing can be learned. They are counted and told by row in any case."""
 

@@ -127,6 +127,7 @@ class DpoRecipe(Stage):
     model: s.Model
     data: s.Data
     loss: s.PairLossSection = Field(default_factory=lambda: s.PairLossSection.model_validate({}))
+    online_kl: s.OnlineKl | None = Field(None, description="a KL on the policy's own answers, besides the loss (hypo)")
     anchors: s.Anchors = Field(default_factory=s.Anchors)
     pairs: s.PairRules = Field(default_factory=s.PairRules)
     batch: s.TrainBatch = Field(default_factory=s.TrainBatch)

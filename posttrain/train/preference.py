@@ -35,9 +35,11 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
+from posttrain.seeds import derive
 from posttrain.train import anchors, distributed, hf_trainer, pair_columns, pair_packing, sharding
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
 from posttrain.train.quiet import quiet
 
 HUGE_GAP = 10  # a pair with such a difference in length teaches length
@@ -77,6 +79,9 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     pair_loss = functools.partial(component.function, **recipe.loss.params)
     trainer = make_trainer(job, prepared.items, pair_loss, columns, packed=packed)
     trainer.single = single
+    if recipe.online_kl is not None:
+        trainer.online = OnlinePolicy(loaded, recipe.online_kl, prepared.items)
+        trainer.train_dataset = trainer.train_dataset.add_column("pair", list(range(len(prepared.items))))
     missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
     if missing:
         trainer.use_reference(prepared.items, directory.path / "reference.safetensors", missing)
@@ -167,6 +172,8 @@ class Preference(RunLoop, DPOTrainer):
     single = False  # rows are answers with labels; the rejected side only says how far the policy is from its reference
     mean_chosen_length: float | None = None  # of the step
     kl_baseline: Tensor | None = None  # of the step, for single answers
+    online: OnlinePolicy | None = None  # what answers the prompts, for a KL on the policy's own answers
+    answers: Mapping[int, Answers] = {}  # of the step, by micro-batch
     train_dataset: Dataset
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
@@ -198,6 +205,13 @@ class Preference(RunLoop, DPOTrainer):
         self.mean_chosen_length = max(lengths, 1) / int(pairs)
         if self.single:
             self.kl_baseline = self._mismatched(batches)
+        if self.online is not None:
+            seed = derive(self.job.recipe.run.seed, "online_kl", self.job.state.step)
+            parts = [pairs_of(batch) for batch in batches]
+            self.watchdog.enter("rollout")
+            self.answers = self.online.answers(parts, distributed.share(len(parts)), seed)
+            self.watchdog.leave()
+            self.watchdog.enter("update")
         return batches, pairs
 
     def _mismatched(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
@@ -222,7 +236,13 @@ class Preference(RunLoop, DPOTrainer):
         if not isinstance(result, PairLoss) or result.losses.shape != batch.chosen_logp.shape:
             raise UserError("the pair loss must return a PairLoss with one loss a pair (posttrain.batch.PairLoss)")
         self._gather(batch, result, inputs)
-        return result.losses.sum() / num_items_in_batch
+        loss = result.losses.sum()
+        if self.online is not None:
+            with self.job.loaded.autocast():
+                term, kl = self.online.term(model, self.answers[self.done])
+            loss = loss + term
+            self.add("online_kl/kl", kl)
+        return loss / num_items_in_batch
 
     def _gather(self, batch: PairBatch, result: PairLoss, inputs: Mapping[str, Tensor]) -> None:
         self.add("pairs", len(batch.chosen_logp))

@@ -40,6 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name, "loss": SETTINGS.get(use, {})} for name, use in PRESETS.items()},
     **{use: {"loss": {"use": use, **SETTINGS.get(use, {})}} for use in LOSSES if use not in PRESETS.values()},
 }
+METHODS["hypo"]["online_kl"] = {"max_new_tokens": 8}
 # A reference by the starting policy; a mean over the step's tokens; a history by columns; single answers.
 FAMILIES = {
     "dpo": {"loss": "dpo"},
