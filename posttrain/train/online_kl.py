@@ -65,7 +65,9 @@ class OnlinePolicy:
             sequences, batch = sequences_of(rows), rollout_batch(rows).to(self.loaded.device)
             with self.reference() as model, self.loaded.autocast():
                 ref = completion_logprobs(model, sequences, batch.mask.shape[1])[0]
-            found[part] = Answers(sequences, batch.replace(ref_logp=ref))
+            # by place: where a pass over the data ends, a step may have a pair twice
+            groups = torch.arange(len(parts[part]), device=ref.device).repeat_interleave(n)
+            found[part] = Answers(sequences, batch.replace(ref_logp=ref, group_ids=groups))
         return found
 
     def term(self, model: nn.Module, answers: Answers) -> tuple[Tensor, Tensor]:
