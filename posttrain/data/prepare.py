@@ -147,8 +147,8 @@ def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | Non
         return EMPTY_COMPLETION
     if chosen == rejected or pair.chosen_ids == pair.rejected_ids:
         return SAME_SIDES
-    if not pair.prompt_ids:
-        return EMPTY_PROMPT
+    if not pair.prompt_ids or (isinstance(prompt := row.get("prompt"), str) and not prompt.strip()):
+        return EMPTY_PROMPT  # a template makes tokens of nothing, too
     lengths = len(pair.chosen_ids), len(pair.rejected_ids)
     if not single and rules.max_gap is not None and max(lengths) > rules.max_gap * min(lengths):
         return TOO_FAR_APART

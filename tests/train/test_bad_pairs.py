@@ -22,6 +22,7 @@ BAD = {
     "spaces": ({"chosen": "2", "rejected": " 2\n"}, prepare.SAME_SIDES),
     "empty": ({"rejected": ""}, prepare.EMPTY_COMPLETION),
     "blank": ({"chosen": " \n"}, prepare.EMPTY_COMPLETION),
+    "nothing asked": ({"prompt": " "}, prepare.EMPTY_PROMPT),
     "far": ({"rejected": "3" * 40}, prepare.TOO_FAR_APART),
     "long": ({"chosen": "2" * 200}, prepare.ANSWER_TOO_LONG),
 }
