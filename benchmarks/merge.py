@@ -51,14 +51,25 @@ MERGES: dict[str, dict[str, Any]] = {
         "weights": [0.6, 0.4],
         "parameters": {"density": 0.5, "normalize": False},
     },
+    "dare_ties": {
+        "merge_method": "dare_ties",
+        "weights": [0.6, 0.4],
+        "parameters": {"density": 0.5, "normalize": False},
+    },
+    "della": {
+        "merge_method": "della",
+        "weights": [0.6, 0.4],
+        "parameters": {"density": 0.7, "epsilon": 0.15, "normalize": False},
+    },
 }
+RANDOM = ("dare_linear", "dare_ties", "della")  # draws of its own on each side: compared by statistics
 EXPLAINED = {
     "ties": "of entries whose magnitude is exactly the threshold mergekit keeps others: its sort is not stable, "
     "posttrain keeps the first (tests/merge/test_deltas.py; docs/merging.md)",
     "breadcrumbs": "entries of equal magnitude at the borders, as for ties",
     "slerp": "mergekit sums norms and the cosine in chunks of 2^20 entries: rounding",
     "model_stock": "rounding: the cosine is computed from norms of the deltas in another order",
-    "dare_linear": "draws of its own on each side: which entries are dropped differs, by definition",
+    **dict.fromkeys(RANDOM, "draws of its own on each side, and mergekit rescales by L1 norms: see `statistics`"),
 }
 
 
@@ -157,7 +168,9 @@ def write_config(folder: Path) -> None:
 
 
 def measured(command: Sequence[str], log: Path) -> dict[str, float]:
-    """Seconds, peak RSS and peak anonymous memory in MB of a command; raises if it fails."""
+    """Seconds, peak RSS and peak anonymous memory in MB of a command, and the load before; raises if it fails."""
+    os.sync()  # what the other side left to be written must not be waited for by this one
+    load = os.getloadavg()[0]
     started = time.perf_counter()
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out)
@@ -171,7 +184,8 @@ def measured(command: Sequence[str], log: Path) -> dict[str, float]:
     if child.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text(errors='replace')[-2000:]}")
     cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": seconds, "cpu_seconds": cpu, "rss_mb": usage.ru_maxrss / 1e3, "anonymous_mb": anonymous / 1e3}
+    memory = {"rss_mb": usage.ru_maxrss / 1e3, "anonymous_mb": anonymous / 1e3}
+    return {"seconds": seconds, "cpu_seconds": cpu, **memory, "load": load}
 
 
 def anonymous_kb(pid: int) -> int:
@@ -210,6 +224,21 @@ def equality(ours: Path, theirs: Path) -> dict[str, Any]:
     }
 
 
+def statistics_of(base: Path, merged: Path) -> dict[str, float]:
+    """What a merge changed, over all entries: the share of them, the mean, and the root of the mean square."""
+    before, after = disk.scan(base), disk.scan(merged)
+    entries = changed = 0
+    total = squares = 0.0
+    with disk.reader(before) as old, disk.reader(after) as new:
+        for name in (name for name in before if name in after):
+            change = new(name).float() - old(name).float()
+            entries += change.numel()
+            changed += int(change.count_nonzero())
+            total += float(change.sum(dtype=torch.float64))
+            squares += float(change.square().sum(dtype=torch.float64))
+    return {"changed": changed / entries, "mean": total / entries, "root_mean_square": (squares / entries) ** 0.5}
+
+
 def compare(work: str, name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One merge on both sides, in turn."""
     dtype = "float32" if work == "smollm2" else "bfloat16"
@@ -231,10 +260,15 @@ def compare(work: str, name: str, folder: Path, options: argparse.Namespace) -> 
         side: {key: statistics.median(run[key] for run in rounds) for key in rounds[0]} for side, rounds in runs.items()
     }
     found["runs"] = runs
-    found["ratio"] = {key: found["posttrain"][key] / found["mergekit"][key] for key in found["posttrain"]}
+    found["ratio"] = {
+        key: found["posttrain"][key] / found["mergekit"][key] for key in found["posttrain"] if key != "load"
+    }
     found["equality"] = equality(outputs["posttrain"] / "final", outputs["mergekit"])
     if found["equality"]["unequal"]:
         found["why"] = EXPLAINED.get(name, "rounding: sums in another order")
+    if name in RANDOM:
+        sides = {"posttrain": outputs["posttrain"] / "final", "mergekit": outputs["mergekit"]}
+        found["statistics"] = {side: statistics_of(folder / "base", output) for side, output in sides.items()}
     for output in outputs.values():
         shutil.rmtree(output)
     return found
@@ -258,10 +292,15 @@ def versions(mergekit: Path) -> dict[str, dict[str, str]]:
 def line(work: str, name: str, found: Mapping[str, Any]) -> str:
     ours, theirs, same = found["posttrain"], found["mergekit"], found["equality"]
     share = f"{same['unequal'] / same['entries']:.2g} of the entries differ, by {same['largest_gap']:.1g} at most"
+    if "statistics" in found:
+        told = (found["statistics"][side] for side in ("posttrain", "mergekit"))
+        share = " / ".join(f"{one['changed']:.4f} changed, rms {one['root_mean_square']:.4g}" for one in told)
+    ratio = found["ratio"]
     return (
-        f"{work:8} {name:16} {ours['seconds']:6.1f} s / {theirs['seconds']:6.1f} s = {found['ratio']['seconds']:.2f}   "
-        f"RSS {ours['rss_mb']:6.0f} / {theirs['rss_mb']:6.0f} MB = {found['ratio']['rss_mb']:.2f}   "
-        f"anonymous {found['ratio']['anonymous_mb']:.2f}   {share if same['unequal'] else 'equal bit for bit'}"
+        f"{work:8} {name:16} {ours['seconds']:6.1f} s / {theirs['seconds']:6.1f} s = {ratio['seconds']:.2f}   "
+        f"CPU {ratio['cpu_seconds']:.2f}   "
+        f"RSS {ours['rss_mb']:6.0f} / {theirs['rss_mb']:6.0f} MB = {ratio['rss_mb']:.2f}   "
+        f"anonymous {ratio['anonymous_mb']:.2f}   {share if same['unequal'] else 'equal bit for bit'}"
     )
 
 

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
+from posttrain.merge.blocks import blocks, by_block
 from posttrain.merge.rules import raised
 from posttrain.registry import register
 
@@ -31,13 +33,23 @@ def slerp(
     del base, weights
     if len(models) != 2:
         raise MergeError(f"slerp is between exactly two models, not {len(models)}")
-    x, y = (raised(model) for model in models)
-    norms = float(x.norm()), float(y.norm())
-    cosine = float((x * y).sum()) / (norms[0] * norms[1]) if min(norms) > eps else 1.0
+    first, second = slerp_shares(*models, t=t, dot_threshold=dot_threshold, eps=eps)
+    dtype = torch.float64 if models[0].dtype == torch.float64 else torch.float32
+    return by_block(lambda x, y: first * raised(x) + second * raised(y), *models, dtype=dtype)
+
+
+def slerp_shares(x: Tensor, y: Tensor, *, t: float, dot_threshold: float, eps: float) -> tuple[float, float]:
+    """What slerp takes of each of two tensors."""
+    squares_x = squares_y = product = 0.0
+    for a, b in ((raised(a), raised(b)) for a, b in blocks(x, y)):
+        squares_x, squares_y = squares_x + float(torch.dot(a, a)), squares_y + float(torch.dot(b, b))
+        product += float(torch.dot(a, b))
+    norms = math.sqrt(squares_x), math.sqrt(squares_y)
+    cosine = product / (norms[0] * norms[1]) if min(norms) > eps else 1.0
     if abs(cosine) > dot_threshold:
-        return (1 - t) * x + t * y
+        return 1 - t, t
     angle = math.acos(cosine)
-    return (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
 
 @register("merge", "checkpoint_average", needs=("by_entry",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -20,7 +21,7 @@ from torch import Tensor
 from posttrain import registry
 from posttrain.errors import MergeError, ModelError, RunError
 from posttrain.merge.arguments import Arguments
-from posttrain.merge.lora import Factors, scaling
+from posttrain.merge.lora import Factors, distance, scaling
 from posttrain.merge.values import layer_count
 from posttrain.models import adapters
 from posttrain.models.load import load
@@ -32,6 +33,7 @@ from posttrain.run.durable import sync_file, told_when_full, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
+_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # ways to start that take the adapter's start out of the base
 _FACTOR = re.compile(r"\.lora_(embedding_)?A(\.weight)?$")
 
 
@@ -56,6 +58,9 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
     inputs = [open_adapter(model.model, recipe.base_dir) for model in recipe.models]
     check(inputs, directory.final)
     combined, shares = combine(recipe, inputs)
+    gap, norm = distance_from_sum(recipe, inputs, combined)
+    if norm == 0:
+        raise MergeError("the adapters add nothing together: their products are 0, or cancel")
     partial = directory.path / "final.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -78,6 +83,8 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
                 ],
                 "modules": len(combined),
                 "ranks": counts,
+                "norm": norm,
+                "relative_distance_from_sum": gap / norm,
                 "probe": probe,
                 "seconds": round(time.perf_counter() - started, 2),
             }
@@ -125,6 +132,13 @@ def _config(folder: Path) -> dict[str, Any]:
                 where=str(folder / CONFIG),
                 hint="merge each into its base with `merge_method: linear`, and combine the models",
             )
+    start = str(config.get("init_lora_weights"))
+    if start.startswith(_MOVES_THE_BASE):
+        raise MergeError(
+            f"init_lora_weights: {start} changed the base that this adapter fits",
+            where=str(folder / CONFIG),
+            hint="save it as plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
+        )
     return config
 
 
@@ -208,6 +222,18 @@ def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, F
             told = cause.problems[0]
             raise MergeError(f"{module_of(name)}: {told.what}", hint=told.hint) from cause
     return found, settings.weights(next(iter(inputs[0].modules)))
+
+
+def distance_from_sum(
+    recipe: MergeRecipe, inputs: Sequence[Adapter], combined: Mapping[str, Factors]
+) -> tuple[float, float]:
+    """Over all modules together: how far what was made is from the exact weighted sum, and the norm of that sum."""
+    settings = arguments(recipe, inputs)
+    found = [
+        distance([each.modules[name] for each in inputs], settings.weights(name), made)
+        for name, made in combined.items()
+    ]
+    return math.hypot(*(gap for gap, _ in found)), math.hypot(*(norm for _, norm in found))
 
 
 def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:

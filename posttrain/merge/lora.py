@@ -94,6 +94,18 @@ def lora_combine(
     return combine(adapters, weights, combination, rank=rank)
 
 
+def distance(parts: Sequence[Factors], weights: Sequence[float], made: Factors) -> tuple[float, float]:
+    """(|sum - made|, |sum|) in the Frobenius norm, for the sum of w_i s_i B_i A_i and what was made of it.
+
+    From small products of the factors, |B A|^2 = trace((B^T B)(A A^T)), in float64.
+    """
+    exact = combine(parts, weights, "cat")
+    a = torch.cat([exact.a, made.a]).double()
+    b = torch.cat([exact.b, -made.scaling * made.b], dim=1).double()
+    squares = [float(((y.T @ y) * (x @ x.T)).sum()) for x, y in ((a, b), (exact.a.double(), exact.b.double()))]
+    return math.sqrt(max(squares[0], 0.0)), math.sqrt(max(squares[1], 0.0))
+
+
 def combined_delta(
     adapters: Sequence[Factors],
     weights: Sequence[float],

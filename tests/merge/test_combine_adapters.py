@@ -73,6 +73,8 @@ def test_the_combined_adapter_adds_the_weighted_sum(
     assert not torch.equal(merged[LAYER], w[LAYER])
     assert summary["modules"] == 4 and [m["weight"] for m in summary["models"]] == [0.5, -2.0]
     assert summary["ranks"] == {"3": 1, "5": 3}
+    norm = sum(float((merged[name] - tensor).square().sum()) for name, tensor in w.items()) ** 0.5
+    assert summary["norm"] == pytest.approx(norm, rel=1e-4) and summary["relative_distance_from_sum"] < 1e-5
     assert summary["probe"]["logit_gap"] > 0
     assert json.loads((pair / "run/final/merge_report.json").read_text()) == summary
     assert all(file.read_bytes() == content for file, content in before.items())
@@ -85,6 +87,10 @@ def test_svd_of_a_lower_rank_is_the_best_approximation(pair: Path, base: Path, m
     u, s, v = torch.linalg.svd((a - w + b - w).double())
     best = (u[:, :2] * s[:2]) @ v[:2]
     torch.testing.assert_close(dense(base, pair / "run/final")[LAYER] - w, best.float(), rtol=1e-4, atol=1e-6)
+    plain, first, second = dense(base), dense(base, pair / "a"), dense(base, pair / "b")
+    cut = [torch.linalg.svdvals(first[n] - w + second[n] - w)[2:] for n, w in plain.items() if w.dim() == 2]
+    expected = float(torch.cat(cut).norm()) / summary["norm"]  # by Eckart and Young
+    assert summary["relative_distance_from_sum"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_linear_needs_equal_ranks_and_gives_one_adapter_back(tmp_path: Path, base: Path, merge: Merge) -> None:
@@ -122,6 +128,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another revision": (configured(revision="v2"), "different revisions"),
     "dora": (configured(use_dora=True), "use_dora: True is more than B A"),
     "whole modules": (configured(modules_to_save=["lm_head"]), "modules_to_save"),
+    "a changed base": (configured(init_lora_weights="pissa_niter_4"), "changed the base that this adapter fits"),
     "no lora": (configured(peft_type="IA3"), "only LORA is B A"),
     "B is missing": (spoil(lambda t: t.pop(FIRST.replace("_A", "_B"))), "lora_B.weight is missing"),
     "nan": (spoil(lambda t: t[FIRST].fill_(float("nan"))), "NaN or infinite"),
@@ -143,6 +150,12 @@ def test_what_is_refused(pair: Path, merge: Merge, fault: str) -> None:
     with pytest.raises(MergeError, match=match):
         merge(merge_method="lora_combine", models=listed(1, 1))
     assert not (pair / "run" / "final").exists() and not (pair / "run" / "final.tmp").exists()
+
+
+@pytest.mark.usefixtures("pair")
+def test_adapters_that_cancel(merge: Merge) -> None:
+    with pytest.raises(MergeError, match="add nothing together"):
+        merge(merge_method="lora_combine", models=listed(0, 0))
 
 
 @pytest.mark.usefixtures("pair")
