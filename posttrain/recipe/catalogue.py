@@ -15,6 +15,7 @@ from posttrain.recipe import presets
 from posttrain.recipe.objective_checks import (
     FROM_COMPONENTS,
     FROM_MODEL,
+    FROM_OPPONENT,
     FROM_ROLLOUTS,
     FROM_TURNS,
     MARKS,
@@ -60,6 +61,7 @@ OTHER_NAMES = {
     "dr_mas": "advantage/agent",
     "duration_aware": "factor/duration",
     "duration_weights": "factor/duration",
+    "egpo": "preset/online_ipo",
     "four_habits": "reward/countdown.expression",
     "grpo_norm": "advantage/group",
     "hybrid_reward": "group_reward/hybrid",
@@ -209,7 +211,7 @@ _CONFLICTS = {
 
 def _unusable(needs: list[str]) -> str:
     """Why a recipe cannot use it: it is for callers who have such batches."""
-    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | MARKS | {"mc_values"}
+    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | MARKS | {"mc_values"}
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -226,10 +228,16 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     shaped: dict[str, Any] = {place: {"one": section, "list": [section], "named": {"kl.coef": section}}[shape]}
     if "mc_values" in needs:
         shaped = {"environment": {"use": "my_game.py:Game", "simulations": 1000}, **shaped}
+    elif kind == "loss" and set(needs) & FROM_TURNS == {"turn_ids"}:
+        shaped = {"scoring": {"split": "lines"}, **shaped}
     elif set(needs) & FROM_TURNS:
         shaped = {"tools": [{"use": "calculator"}], **shaped}
     if set(needs) & {"token_rewards", "turn_scores"}:
         shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]
+    if "frozen_critic" in needs:
+        shaped["critic"] = {"path": "runs/critic/final"}
+    if set(needs) & FROM_OPPONENT:
+        shaped["opponent"] = {"ema": 0.01}
     if kind == "controller":
         shaped = {"kl": {"coef": 0.01}, **shaped}
     if "several_updates" in needs:

@@ -114,7 +114,7 @@ RL_LOSSES: dict[str, dict[str, Any]] = {
     "copg": {"algorithm": "copg"},
     "p3o": {"algorithm": "p3o"},
     "trpa": {"algorithm": "trpa"},
-    "gdc": {"loss": {"use": "gdc", "beta": 0.1}},
+    "gdc": {"algorithm": "gdc"},
 }
 
 
