@@ -92,7 +92,7 @@ _components: dict[tuple[str, str], Component] = {}
 OWN_WORDS = ("pair_loss", "token_weight", "merge")  # kinds whose `needs` speak of something else than a batch
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "selected", "step", "total_steps",
-    "truncated", "turn_rewards",
+    "truncated", "turn_rewards", "versions",
 )  # fmt: skip
 
 

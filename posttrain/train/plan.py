@@ -320,14 +320,17 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
 def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, int], int]:
     from posttrain.data import prepare
     from posttrain.train import hf_trainer
+    from posttrain.train.reward_rows import held_out
 
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     kind: Callable[..., Any] = prepare.prepare_pairs if of_pairs(recipe) else prepare.prepare_examples
     items = kind(recipe.data, tokenizer, recipe.base_dir).items
     lengths = [_length(item) for item in items]
-    cut = hf_trainer.plan(recipe, len(items))
+    share = recipe.objective.holdout if isinstance(recipe, RewardModelRecipe) else 0.0
+    rows = len(items) - len(held_out([item.uid for item in items], share, recipe.run.seed))
+    cut = hf_trainer.plan(recipe, rows)
     return {
-        "rows": len(items),
+        "rows": rows,
         "longest row": max(lengths),
         "steps": cut.steps,
         "rows a step": cut.size,

@@ -25,3 +25,10 @@ def test_what_trains_nothing_is_refused(call, folder):
     (folder / "merge.yaml").write_text("stage: merge\nmerge_method: linear\nmodels: [{model: a}]\n")
     done = call("plan", "merge.yaml")
     assert done.exit_code == 2 and "stages that train" in done.stderr
+
+
+def test_rows_that_a_reward_model_holds_out_are_not_trained_on(call):
+    found = json.loads(call("plan", "debug/reward_model", "--json").stdout)
+    whole = json.loads(call("plan", "debug/reward_model", "objective.holdout=0", "--json").stdout)
+    assert 0 < found["batch"]["rows"] < whole["batch"]["rows"]
+    assert found["batch"]["steps"] < whole["batch"]["steps"]
