@@ -24,7 +24,7 @@ def test_json_adds_up(call):
 def test_what_trains_nothing_is_refused(call, folder):
     (folder / "merge.yaml").write_text("stage: merge\nmerge_method: linear\nmodels: [{model: a}]\n")
     done = call("plan", "merge.yaml")
-    assert done.exit_code == 2 and "stages that train" in done.stderr
+    assert done.exit_code == 2 and "recipes that train" in done.stderr
 
 
 def test_rows_that_a_reward_model_holds_out_are_not_trained_on(call):
