@@ -7,7 +7,7 @@ uniform numbers a model as their fourth argument. A key that may differ between 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from posttrain.errors import MergeError
 from posttrain.merge import sparsify
-from posttrain.merge.blocks import by_block
+from posttrain.merge.blocks import blocks, by_block
 from posttrain.merge.rules import CANCELS, raised
 from posttrain.registry import register
 
@@ -221,31 +221,50 @@ def model_stock(
     """
     del weights
     start = required(base, "model_stock")
-    deltas = list(differences(models, start))
     if filter_wise and start.dim() > 1:
-        rows = [delta.flatten(1) for delta in deltas]
-        share = stock_share(rows, eps).view(-1, *[1] * (start.dim() - 1))
-    else:
-        share = stock_share([delta.reshape(1, -1) for delta in deltas], eps)[0]
-    mean = torch.stack([raised(model) for model in models]).mean(0)
-    return share * mean + (1 - share) * start
+        share = stock_share([delta.flatten(1) for delta in differences(models, start)], eps)
+        wide = share.view(-1, *[1] * (start.dim() - 1)).expand_as(start)
+        return by_block(_stocked, start, wide, *models, dtype=start.dtype)
+    share = stock_share_of_products(_products(models, start), len(models), eps)
+    return by_block(lambda x, *own: _stocked(x, share.to(x.dtype), *own), start, *models, dtype=start.dtype)
+
+
+def _stocked(start: Tensor, share: Tensor, *models: Tensor) -> Tensor:
+    return share * torch.stack([raised(model) for model in models]).mean(0) + (1 - share) * start
+
+
+def _products(models: Sequence[Tensor], start: Tensor) -> dict[tuple[int, int], Tensor]:
+    """Inner products of the differences, summed block by block in float64."""
+    pairs = list(itertools.combinations_with_replacement(range(len(models)), 2))
+    found = dict.fromkeys(pairs, 0.0)
+    for x, *own in blocks(start, *models):
+        deltas = [raised(model) - x for model in own]
+        for i, j in pairs:
+            found[i, j] += float(torch.dot(deltas[i], deltas[j]))
+    return {pair: torch.tensor(value, dtype=torch.float64) for pair, value in found.items()}
 
 
 def stock_share(deltas: Sequence[Tensor], eps: float) -> Tensor:
-    """model_stock's t from rows [R, n] of each model: N c / (1 + (N - 1) c), c the mean cosine of all pairs in [0, 1].
+    """model_stock's t [R] from rows [R, n] of each model."""
+    pairs = itertools.combinations_with_replacement(range(len(deltas)), 2)
+    return stock_share_of_products({(i, j): (deltas[i] * deltas[j]).sum(-1) for i, j in pairs}, len(deltas), eps)
 
-    A pair in which a row has a norm of at most eps counts as cosine 0.
+
+def stock_share_of_products(products: Mapping[tuple[int, int], Tensor], count: int, eps: float) -> Tensor:
+    """model_stock's t: N c / (1 + (N - 1) c), c the mean cosine of all pairs of N differences, held within [0, 1].
+
+    products: (i, j), i <= j -> inner product of the differences i and j. A pair in which one has a norm of at most eps
+    counts as cosine 0.
     """
-    if len(deltas) < 2:
+    if count < 2:
         raise MergeError("model_stock needs at least two models beside the base")
     cosines = []
-    for a, b in itertools.combinations(deltas, 2):
-        norms = a.norm(dim=-1), b.norm(dim=-1)
+    for i, j in itertools.combinations(range(count), 2):
+        norms = products[i, i].sqrt(), products[j, j].sqrt()
         there = (norms[0] > eps) & (norms[1] > eps)
-        product = torch.where(there, norms[0] * norms[1], torch.ones_like(norms[0]))
-        cosines.append(torch.where(there, (a * b).sum(-1) / product, torch.zeros_like(product)))
+        whole = torch.where(there, norms[0] * norms[1], torch.ones_like(norms[0]))
+        cosines.append(torch.where(there, products[i, j] / whole, torch.zeros_like(whole)))
     cosine = torch.stack(cosines).mean(0).clamp(0, 1)
-    count = len(deltas)
     return count * cosine / (1 + (count - 1) * cosine)
 
 
