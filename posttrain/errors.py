@@ -114,6 +114,6 @@ class NonFiniteError(RunError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` was most likely meant to be, or None."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name that `word` was most likely meant to be, or None: of close ones, one of the same letters first."""
+    found = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
+    return next((name for name in found if sorted(name) == sorted(word)), found[0] if found else None)
