@@ -17,12 +17,12 @@ from torch import Tensor
 
 from posttrain.errors import MissingExtra, RecipeError
 from posttrain.recipe.sections import Sampling, Server, Vllm
-from posttrain.rollout import weights, wire
+from posttrain.rollout import vllm_start, weights, wire
 from posttrain.rollout.client import Client
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.pushed import Done, PushedEngine, Request
-from posttrain.rollout.shared_memory import Memory, reaches
+from posttrain.rollout.shared_memory import Memory, lent, reaches
 from posttrain.run import ranks
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class ServerEngine(PushedEngine):
 
     def __init__(self, section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> None:
         assert section.server is not None
+        vllm_start.check_divisible(loaded.model.config, section.tensor_parallel)
         super().__init__(section, loaded, max_len=max_len)
         self.apart = True
         self.scratch = scratch
@@ -79,13 +80,12 @@ class ServerEngine(PushedEngine):
             "eos_ids": list(self.loaded.eos_ids),
         }
 
-        def start(client: Client, here: bool) -> None:
-            if not here:
-                send_folder(client, folder)
-            shared = str(folder.absolute()) if here else None
-            client.ask("POST", "/start", as_json({**settings, "folder": shared}))
+        def start(client: Client, ours: bool, shared: bool) -> None:
+            if not ours:
+                send_folder(client, folder, shared=shared)
+            client.ask("POST", "/start", as_json({**settings, "folder": str(folder.absolute()) if ours else None}))
 
-        self._everywhere(start, [n < len(self.processes) for n in range(len(self.clients))])
+        self._everywhere(start, [n < len(self.processes) for n in range(len(self.clients))], self.shared)
         if not self.processes:
             shutil.rmtree(folder)
 
@@ -121,9 +121,10 @@ class ServerEngine(PushedEngine):
     @property
     def route(self) -> str:
         """How weights get to the servers, for the run's log."""
-        ways = {True: "shared memory", False: "HTTP"}
+        lora = self.lora_rank is not None
+        ways = {True: "files of this machine" if lora else "shared memory", False: "HTTP"}
         named = [f"{client.url} by {ways[shared]}" for client, shared in zip(self.clients, self.shared, strict=True)]
-        return "an adapter goes over HTTP" if self.lora_rank is not None else "weights go to " + ", ".join(named)
+        return f"{'adapters' if lora else 'weights'} go to {', '.join(named)}"
 
     def pause(self) -> None:
         """See `PushedEngine.pause`."""
@@ -137,11 +138,11 @@ class ServerEngine(PushedEngine):
         self.pushes += 1
         folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}", self.dtype)
 
-        def send(client: Client) -> None:
-            send_folder(client, folder)
+        def send(client: Client, shared: bool) -> None:
+            send_folder(client, folder, shared=shared)
             client.ask("POST", "/adapter", as_json({"folder": folder.name, "version": version}))
 
-        self._everywhere(send)
+        self._everywhere(send, self.shared)
         shutil.rmtree(folder)
 
     def _push_all(self, model: Any) -> None:
@@ -211,10 +212,15 @@ def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:
     return list(enumerate(places))[ranks.rank() :: ranks.world()]
 
 
-def send_folder(client: Client, folder: Path) -> None:
-    """Every file of a flat folder, under the folder's name."""
+def send_folder(client: Client, folder: Path, *, shared: bool) -> None:
+    """Every file of a flat folder, under the folder's name. shared: the server is here and reads them itself."""
     for path in sorted(folder.iterdir()):
-        client.ask("PUT", f"/files/{folder.name}/{path.name}", path)
+        name = f"/files/{folder.name}/{path.name}"
+        if shared:
+            with lent(path) as place:
+                client.ask("PUT", f"{name}?memory={place}")
+        else:
+            client.ask("PUT", name, path)
 
 
 def as_json(values: dict[str, Any]) -> wire.Body:

@@ -319,8 +319,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put(self) -> None:
         self._belongs()
-        path = self.server.engine.place(self.path.removeprefix("/files/"))
+        asked = urlsplit(self.path)
+        path, query = self.server.engine.place(asked.path.removeprefix("/files/")), parse_qs(asked.query)
         path.parent.mkdir(exist_ok=True)
+        if "memory" in query:
+            shared_memory.copied(query["memory"][0], path)
+            self._line({})
+            return
         left = int(self.headers["Content-Length"])
         with path.open("wb") as file:
             while left:

@@ -1,4 +1,5 @@
-"""Weights for servers on the same machine: one copy into memory that they map, instead of a stream over HTTP.
+"""Weights for servers on the same machine: one copy into memory that they map, instead of a stream over HTTP. Adapters
+are files, which they copy from where they lie.
 
 The memory has no name in a file system: another process opens it as a file of ours under /proc. So it needs no room in
 /dev/shm, and it is gone when we and all that mapped it are, also after SIGKILL. Linux only.
@@ -6,11 +7,14 @@ The memory has no name in a file system: another process opens it as a file of o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import re
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -43,21 +47,40 @@ class Memory:
         os.close(self._fd)
 
 
-def mapped(place: str) -> mmap.mmap:
-    """What a `Memory` of that place holds, without a copy. Raises ValueError for another place, OSError if it cannot
-    be opened: it belongs to another machine, container or user."""
+@contextlib.contextmanager
+def lent(path: Path) -> Iterator[str]:
+    """The place of an open file, for `copied`. The other process need not see the folder that the file is in."""
+    with path.open("rb") as file:
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
+def known(place: str) -> Path:
+    """That place, to be opened. Raises ValueError if it is none; opening raises OSError for what belongs to another
+    machine, container or user."""
     if not PLACE.fullmatch(place):
         raise ValueError(f"no place of shared memory: {place}")
-    with Path(place).open("rb") as file:
+    return Path(place)
+
+
+def copied(place: str, to: Path) -> None:
+    """Copy the file that is `lent` there, inside the kernel."""
+    shutil.copyfile(known(place), to)
+
+
+def mapped(place: str) -> mmap.mmap:
+    """What a `Memory` of that place holds, without a copy."""
+    with known(place).open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants; nobody writes
 
 
 def reaches(client: Client) -> bool:
     """Whether that server can map our memory: it is asked to read a secret there."""
-    if not hasattr(os, "memfd_create"):
-        return False
     secret = secrets.token_hex(16)
-    with Memory([secret.encode()]) as memory:
+    try:
+        memory = Memory([secret.encode()])
+    except (AttributeError, OSError):  # not Linux, or a container that forbids it
+        return False
+    with memory:
         asked = [json.dumps({"place": memory.place}).encode()]
         return bool(client.ask("POST", "/shared", asked)["found"] == secret)
 

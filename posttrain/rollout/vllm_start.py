@@ -83,6 +83,28 @@ def check_settings(section: Vllm) -> None:
         )
     if section.share == 0:
         raise RecipeError("rollout.vllm.gpu_memory must be above 0")
+    if torch.cuda.is_available() and (count := torch.cuda.device_count()) < section.tensor_parallel:
+        raise RecipeError(
+            f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees {count} GPUs",
+            hint="`posttrain serve` takes those in its CUDA_VISIBLE_DEVICES",
+        )
+
+
+def check_divisible(config: Any, size: int) -> None:
+    """Refuse a model whose attention `size` GPUs cannot divide. config: of transformers.
+
+    KV heads may be fewer than the GPUs: vLLM then gives several GPUs the same one.
+    """
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv_heads, n) % min(kv_heads, n) == 0]
+    if size not in fitting:
+        raise RecipeError(
+            f"rollout.vllm.tensor_parallel: {size} GPUs cannot divide the model's {heads} attention heads and"
+            f" {kv_heads} KV heads",
+            allowed=f"for this model: {', '.join(map(str, fitting))}",
+        )
 
 
 def arguments(

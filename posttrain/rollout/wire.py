@@ -30,7 +30,7 @@ from posttrain.recipe.sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
 
-PROTOCOL = 2  # rises with every change that an older side would misread
+PROTOCOL = 3  # rises with every change that an older side would misread
 SESSION = "X-Session"
 BUCKET_BYTES = 256 << 20
 ALIGNED = 64

@@ -18,6 +18,7 @@ from posttrain.models import load as models
 from posttrain.recipe import checks
 from posttrain.recipe.sections import Lora
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
+from posttrain.rollout import vllm_start
 from posttrain.train import distributed
 from posttrain.train.head import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
@@ -254,7 +255,10 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
             hint="write a stage of the pipeline as a recipe of its own to plan it" if recipe.verb == "run" else "",
         )
     machine = machine or Machine.here()
-    shape = shape_of(skeleton(recipe), recipe.model.lora)
+    model = skeleton(recipe)
+    if isinstance(recipe, RlRecipe):
+        vllm_start.check_divisible(model.config, recipe.rollout.vllm.tensor_parallel)
+    shape = shape_of(model, recipe.model.lora)
     counts, longest = arithmetic(recipe)
     found = predicted(recipe, shape, longest, machine)
     return {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from transformers import LlamaConfig
 
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.sections import EngineSection, Vllm
@@ -112,6 +113,29 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be(size: int, server: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         section(size, **server)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fitting"),
+    [(9, 3, "1, 3, 9"), (8, 2, "1, 2, 4, 8"), (12, 8, "1, 2, 4"), (6, None, "1, 2, 3, 6")],
+)
+def test_attention_that_cannot_be_divided(heads: int, kv_heads: int | None, fitting: str) -> None:
+    """Of 12 heads with 8 KV heads, 3, 6 and 12 GPUs divide the former alone."""
+    config = LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    for size in range(1, 13):
+        if str(size) in fitting.split(", "):
+            vllm_start.check_divisible(config, size)
+        else:
+            with pytest.raises(RecipeError, match=f"(?s){size} GPUs cannot divide the model's {heads} .*: {fitting}$"):
+                vllm_start.check_divisible(config, size)
+
+
+def test_a_server_with_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    vllm_start.check_settings(Vllm())
+    with pytest.raises(RecipeError, match="tensor_parallel is 2, but the server sees 1 GPUs"):
+        vllm_start.check_settings(Vllm(tensor_parallel=2))
 
 
 def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,11 +118,18 @@ def test_a_request_is_told_once_and_as_soon_as_it_is_finished(
     assert ended - heard[0][1] > 0.05 * (len(prompts) - 1) * 0.8
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("reached", [True, False], ids=["memory", "http"])
 def test_weights_go_through_memory_where_it_can_be_mapped(
-    serving: ModuleType, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: bool
+    serving: ModuleType,
+    loaded: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reached: bool,
+    lora: bool,
 ) -> None:
-    """Bytes of weights over HTTP: none, or all. Either way the probe finds them, and no file stays open."""
+    """Bytes of weights and files over HTTP: none, or all. Either way the probe finds them, and no file stays open."""
+    loaded = lora_of(loaded) if lora else loaded
     monkeypatch.setattr(wire, "BUCKET_BYTES", 20_000)
     if not reached:
         monkeypatch.setattr(shared_memory, "found", lambda _: "")  # another machine
@@ -130,15 +137,16 @@ def test_weights_go_through_memory_where_it_can_be_mapped(
     ask = client.Client.ask
 
     def asking(self: Any, method: str, path: str, body: Any = ()) -> Any:
-        if path.startswith("/weights"):
-            sent.append(sum(len(part) for part in body))
+        if path.startswith(("/weights", "/files")):
+            sent.append(body.stat().st_size if isinstance(body, Path) else sum(len(part) for part in body))
         return ask(self, method, path, body)
 
     monkeypatch.setattr(client.Client, "ask", asking)
     opened = len(list(Path("/proc/self/fd").iterdir()))
     with serving.served() as one:
         engine = engine_at(loaded, tmp_path, one.url)
-        assert engine.route == f"weights go to {one.url} by {'shared memory' if reached else 'HTTP'}"
+        way = {True: "files of this machine" if lora else "shared memory", False: "HTTP"}[reached]
+        assert engine.route == f"{'adapters' if lora else 'weights'} go to {one.url} by {way}"
         disturb(loaded.model)
         engine.sync(loaded.model, 1)
         assert engine.gap < 1e-5 and len(sent) > 4
@@ -155,6 +163,26 @@ def test_only_memory_of_a_process_is_mapped() -> None:
     assert shared_memory.found(memory.place) == "" == shared_memory.found("/proc/self/environ")
     with pytest.raises(ValueError, match="no place of shared memory"):
         shared_memory.mapped("/proc/1/fd/../environ")
+
+
+def test_a_file_is_copied_from_where_it_is_open(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_bytes(b"adapter")
+    with shared_memory.lent(tmp_path / "a file") as place:
+        (tmp_path / "a file").unlink()  # as for one who does not see the folder
+        shared_memory.copied(place, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"adapter"
+    with pytest.raises(ValueError, match="no place of shared memory"):
+        shared_memory.copied("/etc/passwd", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("cause", [AttributeError(), PermissionError()])
+def test_where_memory_cannot_be_had_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
+    def refuse(parts: Any) -> Any:
+        del parts
+        raise cause
+
+    monkeypatch.setattr(shared_memory, "Memory", refuse)
+    assert not shared_memory.reaches(None)  # type: ignore[arg-type]
 
 
 def test_a_sync_that_is_lost_stops_the_run(serving: ModuleType, loaded: LoadedModel, tmp_path: Path) -> None:
