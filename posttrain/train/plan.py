@@ -85,20 +85,23 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         weighted = isinstance(recipe, SftRecipe) and recipe.objective.use != "ce"
         plain = isinstance(recipe, SftRecipe | DpoRecipe) and not weighted
         tokens = rows * pair * longest
-        return Settings(micro_tokens=tokens, full_logits=weighted, trl_logits=plain, **common)
+        online = isinstance(recipe, DpoRecipe) and recipe.online_kl is not None
+        copied = online and not shape.adapter
+        return Settings(micro_tokens=tokens, full_logits=weighted, trl_logits=plain, reference_copy=copied, **common)
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
+    copied = 4 * (shape.adapter or shape.parameters) if recipe.opponent else 0  # float32 weights that follow the policy
     settings = Settings(
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),
         reference_offloaded=model.offload_reference,
         plain_head="vocab_mean_logp" not in needs,
-        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden),
+        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + copied,
         **common,
     )
-    if rollout.engine == "vllm" and rollout.vllm.server is not None:
-        return settings  # the engine is elsewhere
+    if rollout.engine == "stored" or (rollout.engine == "vllm" and rollout.vllm.server is not None):
+        return settings  # there is no engine, or it is elsewhere
     if rollout.engine == "vllm":
         return replace(settings, engine=int(rollout.vllm.share * card), engine_sleeps=rollout.vllm.sleep)
     rows = min(rollout.batch_size, rows)  # decoded together; with them, three float32 copies of their logits
