@@ -91,13 +91,15 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size
-    copied = 4 * (shape.adapter or shape.parameters) if recipe.opponent else 0  # float32 weights that follow the policy
+    follower = (
+        4 * (shape.adapter or shape.parameters) if recipe.opponent else 0
+    )  # float32 weights that follow the policy
     settings = Settings(
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),
         reference_offloaded=model.offload_reference,
         plain_head="vocab_mean_logp" not in needs,
-        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + copied,
+        measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + follower,
         **common,
     )
     if rollout.engine == "stored" or (rollout.engine == "vllm" and rollout.vllm.server is not None):
