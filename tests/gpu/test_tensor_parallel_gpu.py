@@ -2,12 +2,18 @@
 
     pytest tests/gpu/test_tensor_parallel_gpu.py
 
-Both GPUs serve; the small trainer shares the first, which a recipe could not ask for.
+Both GPUs serve, and the small trainer shares the first: `server.devices` refuses that, a server at a url does not.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +29,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import EngineSection, Sampling
 from posttrain.rollout import local_server
 from posttrain.rollout.engine import make_engine
+from posttrain.run.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,3 +105,35 @@ def test_two_gpus_hold_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 assert float((mine - torch.tensor(r.logps))[new].abs().mean()) < 0.1
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_three_steps(tmp_path: Path, lora: bool) -> None:
+    """`posttrain rl` with `posttrain serve` on both GPUs. Every sync is probed: a stale engine would end the run."""
+    loaded = model_of(lora=False)
+    loaded.model.save_pretrained(tmp_path / "model")
+    loaded.tokenizer.save_pretrained(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "posttrain"]
+    with (tmp_path / "serve.log").open("wb") as log:
+        serving = subprocess.Popen([*command, "serve", "--port", str(port)], stdout=log, stderr=log)
+    try:
+        done = subprocess.run(
+            [
+                *(*command, "rl", "debug/rl", f"model.path={tmp_path / 'model'}", "rollout.engine=vllm"),
+                *(f"rollout.vllm.server.urls=[http://127.0.0.1:{port}]", "rollout.vllm.tensor_parallel=2"),
+                *("rollout.vllm.gpu_memory=0.2", "rollout.vllm.enforce_eager=true", "run.steps=3"),
+                *(["model.lora.rank=4"] if lora else []),
+                *("--output", str(tmp_path / "run"), "--json"),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=tmp_path, timeout=240,
+        )  # fmt: skip
+    finally:
+        serving.send_signal(signal.SIGINT)
+        serving.wait(30)
+    assert done.returncode == 0, done.stderr[-3000:] + (tmp_path / "serve.log").read_text()[-3000:]
+    assert json.loads(done.stdout)["steps"] == 3
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 3 and all(row["mismatch/mean"] < 0.1 for row in rows)
+    assert ("files of this machine" if lora else "shared memory") in done.stderr
