@@ -18,8 +18,8 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
     """Rows of prompt and completion from the run directory of an `eval`, in the order of its problems.
 
     params: pick (shortest, longest or first), max_per_prompt, max_pass_rate: problems that are solved more often give
-    none. Truncated and unjudged completions are never kept. Raises DataError for a directory without an evaluation or
-    parameters that do not fit.
+    none. Truncated and unjudged completions are never kept. Raises DataError for a directory without an evaluation,
+    parameters that do not fit, or where nothing is kept.
     """
     _check(params)
     folder = find(run, base_dir, "evaluation", DataError)
@@ -38,7 +38,25 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
         [[r["finish"] == "length" for r in samples] for samples in found],
         **params,
     )
+    if not kept:
+        raise DataError(
+            "no completion can be trained on",
+            where=str(folder),
+            allowed=_account(found, params.get("max_pass_rate")),
+            hint="sample more (eval.samples), allow longer answers (sampling.max_new_tokens), or raise max_pass_rate",
+        )
     return [{"prompt": problems[p]["prompt"], "completion": found[p][i]["completion"]} for p, i in kept]
+
+
+def _account(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> str:
+    """Why nothing is left of an evaluation's completions."""
+    right = [record for samples in found for record in samples if record["correct"]]
+    cut = sum(record["finish"] == "length" for record in right)
+    text = f"of {sum(map(len, found))} completions {len(right)} are right, {cut} of these truncated"
+    if max_pass_rate is None or not right:
+        return text
+    solved = sum(any(record["correct"] for record in samples) for samples in found)
+    return f"{text}; of {solved} problems solved, those solved in more than {max_pass_rate:.0%} of samples are left out"
 
 
 def _check(params: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ class Settings:
     checkpointing: bool = False
     optimizer: str = "adamw"  # optim.use
     reference_copy: bool = False  # full training with a term that needs the reference
+    teacher: Shape | None = None  # the reference where it is another model
     reference_offloaded: bool = False  # it waits in the host's memory
     full_logits: bool = False  # sft with weights of tokens
     trl_logits: bool = False  # sft and dpo else
@@ -141,7 +142,11 @@ def kv_bytes(shape: Shape, s: Settings) -> int:
 
 
 def reference(shape: Shape, s: Settings) -> int:
-    """The frozen copy of full training: matrices of the blocks in the precision of products, the rest in float32."""
+    """The frozen copy of full training, or a teacher: matrices of the blocks in the precision of products, the rest in
+    float32. A teacher is in 4 bits where the policy is."""
+    shape = s.teacher or shape
+    if s.quantized:
+        return int(NF4 * shape.linear) + (2 if s.half else 4) * (shape.parameters - shape.linear)
     return 4 * shape.parameters - (2 * shape.linear if s.half else 0)
 
 

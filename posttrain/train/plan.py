@@ -5,9 +5,11 @@ Weights are never loaded: the model is built without storage, from its configura
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
 from posttrain.recipe import checks
-from posttrain.recipe.sections import Lora
+from posttrain.recipe.sections import Lora, Model
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
 from posttrain.train import distributed
@@ -97,6 +99,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         micro_tokens=min(max(recipe.batch.micro_tokens, row), math.ceil(rows / recipe.batch.minibatches) * row),
         reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),
         reference_offloaded=model.offload_reference,
+        teacher=teacher_shape(recipe),
         plain_head="vocab_mean_logp" not in needs,
         measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + follower,
         **common,
@@ -109,6 +112,19 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
     engine = rows * (row * kv_bytes(shape, settings) + 12 * shape.vocabulary)
     engine += 4 * shape.parameters if model.shard else 0  # a copy of its own
     return replace(settings, engine=engine, engine_sleeps=True)
+
+
+def teacher_shape(recipe: RlRecipe) -> Shape | None:
+    """The shape of the model `kl.reference`; None without. Raises ModelError where its configuration cannot be read."""
+    if recipe.kl.reference is None:
+        return None
+    section = recipe.model.model_copy(update={"path": recipe.kl.reference, "revision": None, "lora": None})
+    return _frozen_shape(section.model_dump_json(), recipe.base_dir)
+
+
+@functools.lru_cache(maxsize=4)
+def _frozen_shape(section: str, base_dir: Path) -> Shape:
+    return shape_of(_skeleton(Model.model_validate_json(section), base_dir), None)
 
 
 def of_pairs(recipe: Recipe) -> bool:
@@ -193,7 +209,8 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
     elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
     if vllm is not None and not elsewhere and not vllm.sleep:
         changes.append(("rollout.vllm.sleep", True))
-    if isinstance(recipe, RlRecipe) and not (shape.adapter or recipe.model.offload_reference or recipe.model.shard):
+    own = isinstance(recipe, RlRecipe) and not (shape.adapter and recipe.kl.reference is None)  # not the frozen base
+    if own and not (recipe.model.offload_reference or recipe.model.shard):
         changes.append(("model.offload_reference", True))
     if vllm is not None and not elsewhere:
         changes.append(("rollout.vllm.gpu_memory", round(vllm.share / 2, 3)))
@@ -243,11 +260,15 @@ def out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: st
 
 def skeleton(recipe: Recipe) -> Any:
     """The recipe's model without storage. Raises ModelError where its configuration cannot be read."""
+    return _skeleton(recipe.model, recipe.base_dir)
+
+
+def _skeleton(section: Model, base_dir: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    config = models.config_of(recipe.model, recipe.base_dir)
+    config = models.config_of(section, base_dir)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=recipe.model.trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
 
 
 def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:

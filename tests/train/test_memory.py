@@ -28,6 +28,7 @@ from posttrain.train.plan import (
     settings_of,
     shape_of,
     skeleton,
+    teacher_shape,
 )
 
 SHAPE = Shape(parameters=1000, linear=800, layers=2, hidden=10, heads=10, kv_heads=5, intermediate=30, vocabulary=50)
@@ -82,6 +83,31 @@ def test_an_offloaded_reference_is_there_while_it_is_read() -> None:
     assert away.host == {"reference copy": 2400} and not here.host
     assert away.parts["measure"]["reference copy"] == 2400 and "reference copy" not in away.parts["update"]
     assert here.peak - away.peak == 2400 and away.peak_phase == "update"
+
+
+def test_a_teacher_has_its_own_size() -> None:
+    """Twice the student, 1600 of 2000 in matrices: 2 bytes there, 4 elsewhere; 0.53 and 2 in 4 bits."""
+    teacher = replace(SHAPE, parameters=2000, linear=1600)
+    settings = Settings(micro_tokens=1, reference_copy=True, teacher=teacher)
+    assert phases(SHAPE, settings, chunk_cells=CHUNK).parts["update"]["reference copy"] == 2 * 1600 + 4 * 400
+    four_bit = phases(replace(SHAPE, adapter=10), replace(settings, quantized=True), chunk_cells=CHUNK)
+    assert four_bit.parts["update"]["reference copy"] == 848 + 2 * 400
+
+
+def test_the_plan_reads_the_teachers_configuration(recipe: Any, tmp_path: Path) -> None:
+    """A teacher of ten times the layers, of which only the configuration is there."""
+    config = tiny.build()[0].config
+    config.num_hidden_layers *= 10
+    config.save_pretrained(tmp_path / "teacher")
+    kl = {"use": "k1_straight_through", "coef": 1.0, "reference": "teacher"}
+    asked = recipe(kl=kl)
+    shape = shape_of(skeleton(asked), None)
+    found = teacher_shape(asked)
+    assert found is not None and found.linear == 10 * shape.linear
+    assert teacher_shape(recipe()) is None
+    counted = settings_of(asked, shape, half=True, longest=8, card=GIB)
+    assert counted.reference_copy and counted.teacher == found
+    assert settings_of(recipe(model={"path": "tiny", "lora": {}}, kl=kl), shape, half=True, longest=8, card=GIB).teacher
 
 
 def test_a_divided_model_by_hand() -> None:
