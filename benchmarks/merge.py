@@ -68,7 +68,8 @@ EXPLAINED = {
     "posttrain keeps the first (tests/merge/test_deltas.py; docs/merging.md)",
     "breadcrumbs": "entries of equal magnitude at the borders, as for ties",
     "slerp": "mergekit sums norms and the cosine in chunks of 2^20 entries: rounding",
-    "model_stock": "rounding: the cosine is computed from norms of the deltas in another order",
+    "model_stock": "a mean cosine below 0 counts as 0 in posttrain, which gives the base; mergekit goes on past it. "
+    "Else rounding",
     **dict.fromkeys(RANDOM, "draws of its own on each side, and mergekit rescales by L1 norms: see `statistics`"),
 }
 
