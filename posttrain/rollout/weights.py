@@ -106,6 +106,7 @@ def write_adapter(model: Any, folder: Path, dtype: torch.dtype) -> Path:
     flat = torch.cat([parameter.detach().to(dtype).flatten() for parameter in trained.values()]).cpu()
     parts = flat.split([parameter.numel() for parameter in trained.values()])
     state = {name: part.view(of.shape).clone() for (name, of), part in zip(trained.items(), parts, strict=True)}
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that broke, where this one goes on from
     folder.mkdir(parents=True)
     save_file(state, folder / "adapter_model.safetensors")
     config.save_pretrained(folder)

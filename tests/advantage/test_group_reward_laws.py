@@ -36,6 +36,7 @@ def batch(garbage: float = 0.0, rewards: Any = (1, 0, 0, 1, 1, 1, 0, 0, 0), dtyp
         correct=torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0], dtype=dtype),
         components={name: numbers.to(dtype) for name in ("mode", "tag", "tool_calls", "a", "b")},
         columns={name: (numbers + 1).to(dtype) for name in ("difficulty", "easiness", "tool_seconds")},
+        opponent_rewards=torch.tensor([[0, 1], [1, 0], [0, float("nan")]] * 3, dtype=dtype),
         lengths=LENGTHS,
         truncated=LENGTHS == 6,
         old_logp=torch.where(MASK, -0.5, garbage).to(dtype),

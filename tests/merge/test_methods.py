@@ -65,7 +65,8 @@ def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
     anchor = base if "base_model" in rule.needs else None
     weights = [parameters.get("weight", 1.0)] * len(inputs)
     expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)
-    torch.testing.assert_close(written(models / "run/final"), expected, rtol=0, atol=0)
+    rounding = 1e-7 if method == "model_stock" else 0  # its norms are sums, whose order depends on where memory lies
+    torch.testing.assert_close(written(models / "run/final"), expected, rtol=0, atol=rounding)
 
 
 def test_a_share_of_the_whole_model(models: Path, merge: Merge) -> None:

@@ -30,6 +30,7 @@ def adapted(loaded: LoadedModel) -> Any:
 
 def test_an_adapter_is_what_peft_writes(adapted: Any, tmp_path: Path) -> None:
     adapted.save_pretrained(tmp_path / "peft", selected_adapters=["default"], save_embedding_layers=False)
+    (tmp_path / "ours").mkdir()  # left by a run that broke
     ours = write_adapter(adapted, tmp_path / "ours", torch.float32)
     expected = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     found = load_file(ours / "adapter_model.safetensors")
