@@ -63,7 +63,7 @@ main()
         assert len(names) == 2
         assert [process.stderr.readline() for _ in range(2)] == ["the run has gone; ready again\n"] * 2
         process.send_signal(signal.SIGINT)
-        assert process.wait(15) == 0 and "stopped" in process.stderr.read()
+        assert process.wait(60) == 0 and "stopped" in process.stderr.read()
     finally:
         process.kill()
         process.communicate()
