@@ -127,6 +127,28 @@ class Completion:
     versions: tuple[int, ...] | None = None
 
 
+class Weightless:
+    """What an Engine does that holds no weights: there is nothing to push, to compare or to give back."""
+
+    version = 0
+    gap = 0.0
+    apart = False
+
+    def sync(self, model: Any, version: int) -> None:
+        del model
+        self.version = version
+
+    def probe(self, model: Any) -> float:
+        del model
+        return 0.0
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def as_rollouts(
     prompts: Sequence[Prompt],
     n: int,

@@ -8,12 +8,12 @@ from typing import Any
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.recipe.sections import Sampling
-from posttrain.rollout.engine import Completion, as_rollouts
+from posttrain.rollout.engine import Completion, Weightless, as_rollouts
 
 Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
 
 
-class ScriptedEngine:
+class ScriptedEngine(Weightless):
     """An Engine whose completions are written beforehand.
 
     script: completions by prompt uid (sample i of a prompt is text i, modulo their number), or a function of
@@ -26,9 +26,6 @@ class ScriptedEngine:
         self.tokenizer = tokenizer
         self.logp = logp
         self.window = window
-        self.version = 0
-        self.gap = 0.0
-        self.apart = False
         self.calls: list[dict[str, Any]] = []
 
     def generate(
@@ -64,17 +61,3 @@ class ScriptedEngine:
             raise EngineError(f"the script has no completion for prompt {prompt.uid}")
         texts = self.script[prompt.uid]
         return texts[sample % len(texts)]
-
-    def sync(self, model: Any, version: int) -> None:
-        del model
-        self.version = version
-
-    def probe(self, model: Any) -> float:
-        del model
-        return 0.0
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -4,11 +4,11 @@ others wrote (`oreo`, `direct_advantage`), through the same scoring, passes and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.sections import Sampling
-from posttrain.rollout.engine import Completion, as_rollouts
+from posttrain.rollout.engine import Completion, Weightless, as_rollouts
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
 Tokens = Mapping[str, tuple[int, ...]]  # uid of a prompt -> its completion
 
 
-class StoredEngine:
+class StoredEngine(Weightless):
     """An Engine that gives back what is written: it holds no weights, and knows no log-probs of who wrote it."""
 
     def __init__(self, loaded: LoadedModel, completions: Tokens) -> None:
         self.tokenizer = loaded.tokenizer
         self.completions = completions
-        self.version = 0
-        self.gap = 0.0
-        self.apart = False
         self.window = 1 << 30
 
     def generate(
@@ -47,17 +44,3 @@ class StoredEngine:
         return as_rollouts(
             prompts, n, written, self.tokenizer, first_group=first_group, version=self.version, share=share
         )
-
-    def sync(self, model: Any, version: int) -> None:
-        del model
-        self.version = version
-
-    def probe(self, model: Any) -> float:
-        del model
-        return 0.0
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...

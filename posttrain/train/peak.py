@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-GIB = 1 << 30
+from posttrain.train.memory import GIB
 
 
 def peak_memory() -> dict[str, float]:
