@@ -194,6 +194,7 @@ def pieces(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
         steps=1,
         reference=reference_policy(loaded),
         critic=None,
+        opponent=None,
         packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
         watchdog=Watchdog(Path(spec["folder"]), None),
         dump=Path(spec["folder"]),
