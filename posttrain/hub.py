@@ -7,6 +7,7 @@ import os
 import socket
 from urllib.parse import urlparse
 
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy")
 
 
@@ -15,10 +16,29 @@ def host() -> str:
     return urlparse(os.environ.get("HF_ENDPOINT", "")).hostname or "huggingface.co"
 
 
+def offline() -> str:
+    """The variable that forbids asking the hub, as it is set (`HF_HUB_OFFLINE=1`); empty where none does."""
+    name = next((name for name in _OFFLINE if os.environ.get(name)), "")  # the first that is set decides
+    value = os.environ.get(name, "")
+    return f"{name}={value}" if value.lower() in ("1", "true", "yes", "on") else ""
+
+
+def why_silent() -> str:
+    """Why the hub does not answer, as a clause; empty where it can be reached."""
+    if said := offline():
+        return f"{said} is set, so the hub is not asked"
+    return "" if reachable() else f"{host()} cannot be reached from here"
+
+
+def way_out() -> str:
+    """What to do where the hub is silent because somebody asked for it; else empty."""
+    return f"name a local path, or unset {said.partition('=')[0]} to ask the hub" if (said := offline()) else ""
+
+
 @functools.cache
 def reachable(timeout: float = 4.0) -> bool:
     """Whether a connection to the hub can be opened, through a proxy taken on trust. False in offline mode."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if offline():
         return False
     if any(os.environ.get(name) for name in _PROXIES):
         return True

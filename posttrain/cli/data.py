@@ -50,7 +50,10 @@ def inspect(
     from posttrain.data.inspect import inspect as look
     from posttrain.models.load import load_eos_ids, load_tokenizer
     from posttrain.recipe.load import load
+    from posttrain.run.directory import read_resolved
 
+    if rollouts is not None:
+        read_resolved(rollouts, "rl")
     if rollouts is not None and recipe is None:
         _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
         return
@@ -202,9 +205,10 @@ def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None
     from posttrain.data.inspect import sampled_parts
     from posttrain.run.jsonl import read_rows
 
-    records = [r for r in read_rows(run / "samples.jsonl") if r.get("segments")] if run.is_dir() else []
+    records = [r for r in read_rows(run / "samples.jsonl") if r.get("segments")]
     if not records:
-        raise UserError(f"{run} holds no sampled rollouts", hint="name the run directory of an `rl` run")
+        hint = "`run.samples_per_step` says how many are written at the end of each step"
+        raise UserError(f"{run} holds no sampled rollouts yet", hint=hint)
     newest = [r for r in records if r["step"] == records[-1]["step"]][:count]
     samples = [sampled_parts(record, tokenizer) for record in newest]
     if as_json:

@@ -10,7 +10,6 @@ import typer
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
-from posttrain.errors import UserError
 
 
 def register(app: typer.Typer) -> None:
@@ -32,11 +31,9 @@ def whatif(
     Nothing is generated and no model is loaded: rewards, lengths and log-probs are those that the run has kept
     (run.keep_rollouts). With one update a step the policy is the one that sampled, and nothing can be clipped.
     """
-    from posttrain.run.durable import read_json
+    from posttrain.run.directory import read_resolved
 
-    resolved = read_json(run / "resolved.json")
-    if resolved is None or resolved.get("stage") != "rl":
-        raise UserError(f"{run} is no directory of an `rl` run", hint="give the folder that holds its resolved.json")
+    resolved = read_resolved(run, "rl")
     names = list(dict.fromkeys(name.strip() for name in algorithm.split(",") if name.strip()))
 
     from posttrain.train import saved_rollouts

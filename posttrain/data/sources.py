@@ -231,10 +231,11 @@ def _from_hub(section: Source, name: str, searched: str, stop: int | None) -> li
         with _no_retries():
             data = datasets.load_dataset(name, section.config, split=section.split)
     except (OSError, ValueError) as cause:  # ConnectionError, DatasetNotFoundError, unknown split or configuration
-        where = "" if hub.reachable() else f"; {hub.host()} cannot be reached from here"
+        where = f"; {silent}" if (silent := hub.why_silent()) else ""
         raise DataError(
             f"data not found: {name}",
             allowed=f"no file or directory {searched}{where}; the hub library says: {str(cause).splitlines()[0]}",
+            hint=hub.way_out(),
         ) from cause
     return _arrow(data, name, stop)
 

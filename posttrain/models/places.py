@@ -55,13 +55,13 @@ def locate(name: str, base_dir: Path | None) -> Place:
 def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelError:
     """The error for a hub id that could not be loaded: says what was tried before, and whether the hub answered."""
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(place.name, base_dir)))
-    where = (
-        f"the hub answered: {str(cause).splitlines()[0]}"
-        if hub.reachable()
-        else f"{hub.host()} cannot be reached from here and its local cache does not hold it"
-    )
+    silent = hub.why_silent()
+    answer = f"the hub answered: {str(cause).splitlines()[0]}"
+    where = f"{silent}, and its local cache does not hold it" if silent else answer
     return ModelError(
-        f"model not found: {place.name}", allowed=f"no directory {searched}; {where}", hint=_hint(place.name)
+        f"model not found: {place.name}",
+        allowed=f"no directory {searched}; {where}",
+        hint=_hint(place.name) or hub.way_out(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -13,6 +13,16 @@ PER_MODEL = ("weight", "density", "gamma", "epsilon")  # keys that each model ma
 ARGUMENTS = {"lambda_": "lam"}  # recipe key -> argument of the rule, where they differ
 UNWEIGHTED = ("slerp", "checkpoint_average", "model_stock", "ram", "reasoning_vector", "update_selective")
 IDLE = ("int8_mask",)  # of mergekit's files: a matter of its memory, not of the result
+# Recipe key -> whether a number may stand there, and the same in words; other keys take every number.
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "density": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
+    "gamma": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
+    "epsilon": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "t": (lambda x: 0 <= x <= 1, "from 0 (the first model) to 1 (the second)"),
+    "decay": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    "dot_threshold": (lambda x: 0 <= x < 1, "a cosine, at least 0 and below 1"),
+    "eps": (lambda x: x >= 0, "at least 0"),
+}
 _TYPED = {"one_model": "one model", "two_models": "two models", "several_models": "at least two models"}
 
 
@@ -77,8 +87,23 @@ def problems(recipe: Any) -> Iterator[tuple[str, str, str]]:
                 yield f"{place}.{_shown(key)}", what, "put it under the top-level `parameters`"
             elif place != "parameters" and "float | list" not in str(described["params"].get(key, "float | list")):
                 yield f"{place}.{_shown(key)}", f"{method} takes one {key} for all", "put it under `parameters`"
+            else:
+                yield from _outside(f"{place}.{_shown(key)}", key, getattr(block, key, None))
     if recipe.parameters.granularity == "global" and isinstance(recipe.parameters.density, list):
         yield "parameters.density", "one share of the whole model is wanted", "write a number"
+
+
+def _outside(path: str, key: str, setting: Any) -> Iterator[tuple[str, str, str]]:
+    """The numbers of a setting, in lists and behind filters too, that their key does not take."""
+    if isinstance(setting, list):
+        if not setting:
+            yield path, "the list is empty", "write a number, or one for the first and one for the last layer"
+        for position, entry in enumerate(setting):
+            yield from _outside(f"{path}.{position}", key, entry)
+    elif hasattr(setting, "filter"):
+        yield from _outside(f"{path}.value", key, setting.value)
+    elif key in RANGES and isinstance(setting, int | float) and not RANGES[key][0](setting):
+        yield path, f"must be {RANGES[key][1]}, not {setting:g}", ""
 
 
 def _counts(recipe: Any, needs: list[str]) -> Iterator[tuple[str, str, str]]:

@@ -64,9 +64,12 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     if kind == "value_error":
         return Problem(place.mark, f"{head}{item['ctx']['error']}")
     if kind in _BOUNDS:
-        return Problem(place.mark, f"{head}{_BOUNDS[kind](item)}")
+        hint = _addition(path) if kind == "too_short" and not item["input"] else ""
+        return Problem(place.mark, f"{head}{_BOUNDS[kind](item)}", hint=hint)
     return Problem(
-        place.mark, f"{head}must be {_expected(item)}, not {shown(item['input'])}", hint=_type_hint(item, node)
+        place.mark,
+        f"{head}must be {_expected(item)}, not {shown(item['input'])}",
+        hint=_addition(path) if item["input"] is None else _type_hint(item, node),
     )
 
 
@@ -149,7 +152,26 @@ def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stag
     if key == "use" and model and issubclass(model, ComponentSection):
         about = f"known: {', '.join(sorted(model.known()))}; or path/file.py:function"
     full = f"{shown_path}.{key}" if shown_path else key
-    return Problem(node.at_key.mark, f"{full}: is missing", about or "")
+    return Problem(node.at_key.mark, f"{full}: is missing", about or "", _addition((*path, key)))
+
+
+# What to write where a section is missing or empty: the shortest lines that are right.
+ADDITIONS = {
+    "model": ("model:", "  path: tiny  # or a directory, a hub id, a .gguf file"),
+    "data": ("data:", "  source: rows.jsonl  # or a hub id, gym:TASK, file.py:function"),
+    "rewards": ("rewards:", "  - use: math.accuracy  # a shipped one; your own: path/file.py:function"),
+    "models": ("models:", "  - model: path/of/the/first", "  - model: path/of/the/second"),
+    "merge_method": ("merge_method: linear  # others: `posttrain methods list`",),
+    "stages": ("stages:", "  - {name: train, stage: sft, model: {path: tiny}, data: {source: rows.jsonl}}"),
+    "completions": ("completions: runs/NAME/completions.jsonl",),
+}
+
+
+def _addition(path: Sequence[str | int]) -> str:
+    """A hint with the lines to write at a path; empty where nothing short is right."""
+    key = str(path[-1]) if path else ""
+    lines = ADDITIONS.get(key, ()) if len(path) == 1 or key == "rewards" else ()
+    return "".join(["write", *(f"\n    {line}" for line in lines)]) if lines else ""
 
 
 def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:

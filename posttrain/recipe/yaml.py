@@ -168,7 +168,8 @@ class _Builder:
                 self.problem(key, f"`{key.value}` is given twice; first at {entries[key.value].at_key.mark}")
                 continue
             if _is_empty(value):
-                hint = f"write `{key.value}: {{}}` for its defaults, `{key.value}: null` for none, or remove the line"
+                section = f"`{key.value}: {{}}` for a section with its defaults"
+                hint = f"write the value, {section}, `{key.value}: null` for none, or remove the line"
                 self.problem(key, f"`{key.value}` has no value", hint=hint)
                 self.bad.add(self.origin(value).mark)
             below = self.node(value)

@@ -222,6 +222,25 @@ def refuse_other_recipe(
         )
 
 
+def read_resolved(path: Path, stage: str) -> dict[str, Any]:
+    """The values of a run of that stage. Raises UserError that says what `path` is instead."""
+    if not path.is_dir():
+        what = f"{path} is a file, not a run directory" if path.exists() else f"there is no directory {path}"
+        raise UserError(
+            what, hint=f"name the directory of an `{stage}` run: runs/RECIPE/TIME-HASH, or what --output said"
+        )
+    found = read_json(path / "resolved.json")
+    if found is None:
+        hint = f"name the directory of an `{stage}` run, which holds that file"
+        raise UserError(f"{path} is no run directory: it has no resolved.json", hint=hint)
+    if found.get("stage") != stage:
+        inside = (p.parent for p in sorted(path.glob("seed-*/*/resolved.json")) if read_json(p).get("stage") == stage)
+        better = next(inside, None)
+        hint = f"name its stage: {shlex.quote(str(better))}" if better else f"name the directory of an `{stage}` run"
+        raise UserError(f"{path} is a run of stage {found.get('stage')}, not of {stage}", hint=hint)
+    return dict(found)
+
+
 def _is_under(key: str, allowed: set[str]) -> bool:
     return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in allowed)
 

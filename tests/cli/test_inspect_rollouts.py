@@ -22,6 +22,7 @@ def test_replies_carry_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str
             ("model", "4"),
         )
     ]
+    (tmp_path / "resolved.json").write_text('{"stage": "rl"}')
     row = {"step": 1, "uid": "a", "segments": segments}
     (tmp_path / "samples.jsonl").write_text(json.dumps({**row, "segments": segments[:1]}) + "\n")
     with (tmp_path / "samples.jsonl").open("a") as file:
@@ -48,6 +49,23 @@ def test_neither_a_recipe_nor_a_run() -> None:
         inspect()
 
 
-def test_a_folder_without_samples_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no sampled rollouts"):
-        inspect("debug/tools", rollouts=tmp_path / "nowhere")
+def test_what_is_no_rl_run_is_told(tmp_path: Path) -> None:
+    def told(run: Path) -> str:
+        with pytest.raises(UserError) as error:
+            inspect(rollouts=run)
+        return str(error.value)
+
+    assert told(tmp_path / "nowhere").startswith(
+        f"there is no directory {tmp_path}/nowhere\n  hint: name the directory"
+    )
+    assert f"{tmp_path} is no run directory: it has no resolved.json" in told(tmp_path)
+    rl = tmp_path / "seed-0" / "my rl"
+    rl.mkdir(parents=True)
+    (rl / "resolved.json").write_text('{"stage": "rl"}')
+    with pytest.raises(UserError, match="holds no sampled rollouts yet"):
+        inspect("debug/tools", rollouts=rl)
+    (tmp_path / "resolved.json").write_text('{"stage": "pipeline"}')
+    assert f"is a run of stage pipeline, not of rl\n  hint: name its stage: '{rl}'" in told(tmp_path)
+    (tmp_path / "resolved.json").write_text('{"stage": "sft"}')
+    (rl / "resolved.json").write_text('{"stage": "sft"}')
+    assert "is a run of stage sft, not of rl\n  hint: name the directory of an `rl` run" in told(tmp_path)

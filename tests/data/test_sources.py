@@ -112,12 +112,17 @@ def test_a_missing_file_names_the_places_searched(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_without_network_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub, "reachable", lambda: False)
     start = time.perf_counter()
     with pytest.raises(DataError, match="data not found: nobody/nothing") as error:
         load_rows(Data(source="nobody/nothing"), tmp_path)
     assert "cannot be reached from here" in str(error.value)
     assert time.perf_counter() - start < 10
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
+    with pytest.raises(DataError, match="TRANSFORMERS_OFFLINE=1 is set, so the hub is not asked"):
+        load_rows(Data(source="nobody/nothing"), tmp_path)
 
 
 def test_a_column_map_renames_and_an_unknown_column_suggests(tmp_path: Path) -> None:

@@ -136,9 +136,20 @@ def test_a_chat_template_from_the_recipe(loaded: Load, tmp_path: Path) -> None:
         loaded(chat_template="nope.jinja")
 
 
+def test_offline_mode_is_not_called_a_broken_network(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="model not found: nobody/nothing") as error:
+        loaded("nobody/nothing")
+    assert "HF_HUB_OFFLINE=1 is set, so the hub is not asked" in str(error.value)
+    assert "hint: name a local path, or unset HF_HUB_OFFLINE to ask the hub" in str(error.value)
+    assert "cannot be reached" not in str(error.value)
+
+
 def test_an_unknown_model_names_what_was_tried_at_once(
     loaded: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub, "reachable", lambda: False)
     start = time.perf_counter()
     with pytest.raises(ModelError, match="model not found: nobody/nothing") as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from posttrain.errors import RecipeError
 from posttrain.recipe import keys
@@ -101,9 +102,18 @@ def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
     text = "stage: sft\nmodel:\n  dtype: auto\nrun: {steps: 1}\n"
     assert errors(text) == (
         "r.yaml:1:1  data: is missing\n  Rows, how they become tokens, and which tokens are trained on.\n"
+        "  hint: write\n    data:\n      source: rows.jsonl  # or a hub id, gym:TASK, file.py:function\n"
         "r.yaml:2:1  model.path: is missing\n"
         "  a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline"
     )
+
+
+@pytest.mark.parametrize("written", ["", "rewards: []\n", "rewards: null\n"])
+def test_rewards_that_are_missing_are_shown(written: str, errors: Errors) -> None:
+    """The lines to write are right as they stand."""
+    told = errors(RL.replace("rewards: [{use: math.accuracy}]\n", written))
+    lines = told.partition("hint: write\n")[2]
+    assert yaml.safe_load(lines) == {"rewards": [{"use": "math.accuracy"}]}
 
 
 def test_a_component_without_a_name(errors: Errors) -> None:
@@ -188,6 +198,35 @@ def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., 
 )  # fmt: skip
 def test_values_that_cannot_work_together(text: str, told: str, errors: Errors) -> None:
     assert told in errors(text)
+
+
+MERGE = "stage: merge\nmerge_method: {}\nbase_model: c\nmodels: [{{model: a}}, {{model: b}}]\nparameters: {{{}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "written", "told"),
+    [
+        ("ties", "density: 2", "r.yaml:5:23  parameters.density: must be a share from 0 to 1, not 2"),
+        ("ties", "density: [0.5, -0.1]", "parameters.density.1: must be a share from 0 to 1, not -0.1"),
+        ("ties", "density: []", "parameters.density: the list is empty"),
+        ("ties", "density: [{filter: mlp, value: [0.2, 20]}, {value: 0.5}]", "parameters.density.0.value.1: must be a"),
+        ("breadcrumbs", "gamma: 1.5", "parameters.gamma: must be a share from 0 to 1, not 1.5"),
+        ("della", "epsilon: -0.1", "parameters.epsilon: must be from 0 to 1, not -0.1"),
+        ("slerp", "t: 5", "parameters.t: must be from 0 (the first model) to 1 (the second), not 5"),
+        ("slerp", "dot_threshold: 1", "parameters.dot_threshold: must be a cosine, at least 0 and below 1, not 1"),
+        ("checkpoint_average", "mode: ema, decay: 1", "parameters.decay: must be at least 0 and below 1, not 1"),
+        ("ram", "eps: -1e-9", "parameters.eps: must be at least 0, not -1e-09"),
+        ("checkpoint_average", "k: 0", "parameters.k: must be greater than 0"),
+    ],
+)
+def test_merge_numbers_have_a_range(method: str, written: str, told: str, errors: Errors) -> None:
+    """In lists over the layers and behind filters too."""
+    assert told in errors(MERGE.format(method, written))
+
+
+def test_a_model_s_own_number_has_the_same_range(errors: Errors) -> None:
+    text = "stage: merge\nmerge_method: ties\nbase_model: c\nmodels: [{model: a, parameters: {density: 3}}]\n"
+    assert "models.0.parameters.density: must be a share from 0 to 1, not 3" in errors(text)
 
 
 def test_what_a_preset_chose_is_no_mistake_of_the_user(loads: Callable[..., Loaded]) -> None:

@@ -87,7 +87,8 @@ def test_all_faults_of_a_text_are_collected(monkeypatch: pytest.MonkeyPatch) -> 
     text = "a: 1\nb:\na: 2\nc: ${NOPE}\nd:\n  -\n  - !odd 1\ne: &x [*x]\n"
     told = [str(problem) for problem in parse(text, "x.yaml").problems]
     assert told == [
-        "x.yaml:2:1  `b` has no value\n  hint: write `b: {}` for its defaults, `b: null` for none, or remove the line",
+        "x.yaml:2:1  `b` has no value\n"
+        "  hint: write the value, `b: {}` for a section with its defaults, `b: null` for none, or remove the line",
         "x.yaml:3:1  `a` is given twice; first at x.yaml:1:1",
         "x.yaml:4:4  the environment variable NOPE is not set\n"
         "  hint: set it, write a default `${NOPE:-value}`, or `$${NOPE}` for this text itself",
