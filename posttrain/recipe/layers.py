@@ -1,7 +1,8 @@
 """Layers of a recipe, merged: preset <- extended recipes <- the file <- command line. The later one wins.
 
 Mappings merge key by key; lists and scalars are replaced whole. When a later layer names another component in `use`,
-the arguments that an earlier layer gave to the former component go with it.
+the arguments that an earlier layer gave to the former component go with it; so does a key whose rival a later layer
+writes (`run.steps` for `run.epochs`).
 """
 
 from __future__ import annotations
@@ -18,22 +19,48 @@ from posttrain.recipe.yaml import Document, parse_value, read, shown
 
 Components = dict[str, type[ComponentSection]]
 
+# Section -> two keys of it that say the same in two ways, of which a recipe gives one. "": a stage.
+RIVALS = {
+    "": ("tools", "environment"),
+    "data": ("source", "mix"),
+    "run": ("steps", "epochs"),
+    "server": ("urls", "devices"),
+    "tools": ("use", "command"),  # of each entry
+}
 
-def merge(lower: Node, upper: Node, components: Components | None = None) -> Node:
-    """`upper` over `lower`. `components` are the keys that hold component sections."""
+
+def merge(lower: Node, upper: Node, components: Components | None = None, section: str = "") -> Node:
+    """`upper` over `lower`. `components` are the keys that hold component sections; `section` is the key of both."""
     if not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
         return upper
-    entries = dict(lower.value)
+    entries = _without_rival(lower.value, upper.value, RIVALS.get(section, ()))
     for key, above in upper.value.items():
         below = entries.get(key)
-        section = (components or {}).get(key)
-        if section is not None:
+        component = (components or {}).get(key)
+        if component is not None:
             above = spelt_out(above)
-            below = _without_former_params(spelt_out(below), above, section) if below else None
-        entries[key] = merge(below, above) if below else above
+            below = _without_former_params(spelt_out(below), above, component) if below else None
+        entries[key] = merge(below, above, section=key) if below else above
     if upper.origin.kind == "command line":  # an override of one key does not move the section
         return Node(entries, lower.origin, lower.key_origin)
     return Node(entries, upper.origin, upper.key_origin or lower.key_origin)
+
+
+def _without_rival(lower: dict[str, Node], upper: dict[str, Node], rivals: Sequence[str]) -> dict[str, Node]:
+    """`lower` without the key whose rival `upper` writes. Two that stand on one command line both stay, to be told."""
+
+    def says(entries: dict[str, Node], key: str) -> bool:
+        return key in entries and entries[key].value is not None
+
+    written = [key for key in rivals if says(upper, key)]
+    if len(written) != 1:
+        return dict(lower)
+    typed = upper[written[0]].origin.kind == "command line"
+    return {
+        key: node
+        for key, node in lower.items()
+        if key not in rivals or key in written or (typed and node.origin.kind == "command line")
+    }
 
 
 def spelt_out(node: Node) -> Node:
@@ -125,7 +152,9 @@ def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[s
         position = _position(node, parts[0], value.origin, above)
         entry = spelt_out(node.value[position]) if len(parts) > 1 else node.value[position]
         layer = _nested(entry, parts[1:], value, (*above, position))
-        entries = [*node.value[:position], merge(entry, layer, keys.components_in(entry)), *node.value[position + 1 :]]
+        section = "" if above[-1] == "stages" else str(above[-1])
+        below = merge(entry, layer, keys.components_in(entry), section)
+        entries = [*node.value[:position], below, *node.value[position + 1 :]]
         return Node(entries, node.origin, node.key_origin)
     if node is not None and node.value is not None and not isinstance(node.value, dict):
         what = f"{dotted([*above, *parts])}: `{dotted(above)}` is a single value and has no keys"

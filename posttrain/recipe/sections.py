@@ -615,7 +615,7 @@ class Run(Section):
     @model_validator(mode="after")
     def _one_length(self) -> Run:
         if self.steps and self.epochs:
-            raise ValueError("give either `steps` or `epochs`")
+            raise ValueError("give either `steps` or `epochs`: remove one of them, or write null for it")
         return self
 
 

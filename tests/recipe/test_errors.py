@@ -87,7 +87,6 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
          "  allowed: auto, float32, bfloat16, float16\n  hint: did you mean `bfloat16`?"),
         ("model.dtype=float16", "model.dtype: training in float16 needs a scaled loss, which only rl has\n"
          "  hint: write `bfloat16`, or `auto`"),
-        ("run.epochs=1", "run: give either `steps` or `epochs`"),
         ("batch.micro_size=5", "batch: micro_size 5 does not divide size 32"),
         ("batch.packin=true", "batch.packin: unknown key\n  known here: size, micro_size, packing\n"
          "  hint: did you mean `packing`?"),

@@ -76,6 +76,36 @@ def test_a_later_override_wins(loads: Loads) -> None:
     assert loads(SFT, "run.steps=4", "run.steps=5").recipe.run.steps == 5
 
 
+@pytest.mark.parametrize(
+    ("override", "stays", "goes"),
+    [("run.epochs=2", "run.epochs", "run.steps"), ("data.mix=[{source: a.jsonl}]", "data.mix", "data.source")],
+)
+def test_an_override_takes_the_place_of_its_rival(loads: Loads, override: str, stays: str, goes: str) -> None:
+    """What the file says in the other way would otherwise have to be taken back by hand."""
+    loaded = loads(SFT, override)
+    section, key = goes.split(".")
+    assert loaded.resolved[section][key] is None and loaded.origins[goes].kind == "default"
+    assert any(origin.kind == "command line" for name, origin in loaded.origins.items() if name.startswith(stays))
+
+
+def test_rivals_of_one_layer_are_both_told(loads: Loads, errors: Errors) -> None:
+    assert "run: give either `steps` or `epochs`: remove one" in errors(SFT.replace("steps: 3", "steps: 3, epochs: 1"))
+    assert "run: give either `steps` or `epochs`" in errors(SFT, "run.steps=2", "run.epochs=1")
+    assert loads(SFT, "run.steps=null", "run.epochs=1").recipe.run.epochs == 1
+
+
+def test_a_stage_s_length_takes_the_place_of_the_defaults(loads: Loads) -> None:
+    text = """
+stage: pipeline
+defaults: {model: {path: tiny}, data: {source: rows.jsonl}, run: {epochs: 2}}
+stages:
+  - {name: a, stage: sft, run: {steps: 5}}
+  - {name: b, stage: sft}
+"""
+    found = loads(text, "stages.b.run.steps=7").resolved["stages"]
+    assert [(s["run"]["steps"], s["run"]["epochs"]) for s in found] == [(5, None), (7, None)]
+
+
 def test_overrides_that_do_not_fit_are_told_together(errors: Errors) -> None:
     assert errors(RL, "run.steps", "seed.x=1", "model.path.x=1", "rewards.3.weight=1", "run.seed=") == "\n".join(
         [
