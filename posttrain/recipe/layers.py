@@ -153,8 +153,8 @@ def _nested(node: Node | None, parts: Sequence[str], value: Node, above: tuple[s
         entry = spelt_out(node.value[position]) if len(parts) > 1 else node.value[position]
         layer = _nested(entry, parts[1:], value, (*above, position))
         section = "" if above[-1] == "stages" else str(above[-1])
-        below = merge(entry, layer, keys.components_in(entry), section)
-        entries = [*node.value[:position], below, *node.value[position + 1 :]]
+        merged = merge(entry, layer, keys.components_in(entry), section)
+        entries = [*node.value[:position], merged, *node.value[position + 1 :]]
         return Node(entries, node.origin, node.key_origin)
     if node is not None and node.value is not None and not isinstance(node.value, dict):
         what = f"{dotted([*above, *parts])}: `{dotted(above)}` is a single value and has no keys"
