@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,16 +88,17 @@ def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
 def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides: list[str], as_json: bool) -> None:
     """Complete prompts given in code and print the texts (or JSON lines). Nothing is kept."""
     from posttrain.recipe.load import load_dict
+    from posttrain.scratch import scratch
 
-    with tempfile.TemporaryDirectory(prefix="posttrain-generate-") as folder:
-        rows = Path(folder) / "prompts.jsonl"
+    with scratch("generate") as folder:
+        rows = folder / "prompts.jsonl"
         rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
         recipe = {"stage": "generate", "model": {"path": model}, "data": {"source": str(rows)}, **values}
         loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
         from posttrain.pipeline import run_stage
         from posttrain.run.directory import RunDirectory
 
-        run = Path(folder) / "run"
+        run = folder / "run"
         with RunDirectory.open(run, name="generate", text=json.dumps(recipe), resolved=loaded.resolved) as directory:
             try:
                 summary = run_stage(loaded.recipe, directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from posttrain.models.places import Place, locate, not_found
 from posttrain.models.precision import keep_master_weights
 from posttrain.places import find
 from posttrain.recipe.sections import Model
+from posttrain.scratch import scratch
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,9 @@ def _quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
     if base.kind not in ("tiny", "gguf"):
         return _from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
     # Only checkpoints in safetensors are quantised while they load, so these two go through one.
-    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
-        dense(section, base, base_dir, seed).save_pretrained(scratch)
-        return _from_pretrained(
-            AutoModelForCausalLM, section, Place("directory", base.name, Path(scratch)), None, **options
-        )
+    with scratch("quantize") as folder:
+        dense(section, base, base_dir, seed).save_pretrained(folder)
+        return _from_pretrained(AutoModelForCausalLM, section, Place("directory", base.name, folder), None, **options)
 
 
 def _attention(section: Model) -> dict[str, str]:

@@ -19,7 +19,6 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -38,6 +37,7 @@ from posttrain.rollout import shared_memory, wire
 from posttrain.rollout.client import BUSY
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
+from posttrain.scratch import Scratch
 
 PIECE = 1 << 20
 GONE = (ConnectionError, TimeoutError)  # whoever asked is not there any more
@@ -86,7 +86,8 @@ class EngineServer:
         self, listener: socket.socket, make_core: MakeCore = vllm_core, on_end: Callable[[], None] = lambda: None
     ) -> None:
         self.make_core, self.on_end = make_core, on_end
-        self.folder = Path(tempfile.mkdtemp(prefix="posttrain-engine-"))
+        self._scratch = Scratch("engine")
+        self.folder = self._scratch.path
         self.core: Core | None = None
         self.session, self.who, self.state = "", "", "idle"
         self.loading: _Loading | None = None
@@ -151,7 +152,7 @@ class EngineServer:
 
     def clean(self) -> None:
         """Remove the files that were sent."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.close()
 
     # --- what can be asked for ---
 

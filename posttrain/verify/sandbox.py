@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from posttrain.scratch import scratch
+
 Isolation = Literal["namespaces", "limits"]
 Status = Literal["ended", "timeout", "memory", "processes", "output"]
 
@@ -141,11 +143,11 @@ def _run(code: str, stdin: str, limits: Limits, level: Isolation) -> Finished:
     started = time.monotonic()
     give_up = started + limits.seconds + GRACE_SECONDS
     with (
-        tempfile.TemporaryDirectory(prefix="posttrain-") as root,
+        scratch("sandbox") as root,
         tempfile.TemporaryFile() as spec,
         tempfile.TemporaryFile() as report,
     ):
-        spec.write(json.dumps(_spec(code, root, limits, level)).encode())
+        spec.write(json.dumps(_spec(code, str(root), limits, level)).encode())
         spec.seek(0)
         process = _start_jail(spec.fileno(), report.fileno())
         out = err = b""

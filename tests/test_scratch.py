@@ -1,0 +1,61 @@
+"""Temporary folders: gone at the end, and after a kill at the next start; those of living processes stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from posttrain.scratch import Scratch, remove_left, scratch
+
+HOLD = "from posttrain.scratch import Scratch; print(Scratch('engine').path, flush=True); input()"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    remove_left.cache_clear()
+    yield tmp_path
+    remove_left.cache_clear()
+
+
+def holder() -> tuple[subprocess.Popen[str], Path]:
+    """A process with a folder of its own."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_folder_is_gone_at_the_end(temporary: Path) -> None:
+    with scratch("engine") as folder:
+        (folder / "file").write_text("x")
+        assert folder.parent == temporary and folder.name.startswith(f"posttrain-{os.getuid()}-engine-")
+    assert list(temporary.iterdir()) == []
+    again = Scratch("engine")
+    again.close()
+    again.close()
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(temporary: Path) -> None:
+    dead, left = holder()
+    living, kept = holder()
+    try:
+        (left / "weights").write_text("x")
+        dead.kill()
+        dead.wait()
+        others = [temporary / "posttrain-engine-old", temporary / f"posttrain-{os.getuid()}-judge"]
+        for folder in others:
+            folder.mkdir()
+        (temporary / f"posttrain-{os.getuid()}-engine-link").symlink_to(others[0])
+        assert left.is_dir()
+        with scratch("engine") as mine:
+            assert not left.exists()
+            assert all(folder.is_dir() for folder in (kept, mine, *others))
+    finally:
+        living.communicate("\n")
