@@ -31,9 +31,10 @@ import rl_trl
 import sides
 from rl_work import setting, specification
 
-TRL_MICRO = {  # rows a forward pass, largest first, by work and sleep
+TRL_MICRO = {  # rows a forward pass, largest first, by work and sleep: twice the first is far over 80 GB
     "A": {"off": (64, 32, 16, 8), "on": (128, 64, 32, 16, 8)},
-    "B": {"off": (16, 8, 4), "on": (32, 16, 8, 4)},
+    "B lora": {"off": (16, 8, 4), "on": (16, 8, 4)},
+    "B": {"off": (8, 4), "on": (16, 8, 4)},
 }
 
 
@@ -106,8 +107,9 @@ def trl_tries(
     args: argparse.Namespace, work: str, spec: dict[str, Any], folder: Path, lib: Any
 ) -> Iterator[dict[str, Any]]:
     """For each way of sleeping, the largest micro-batch that fits; attempts that ran out of memory are told as well."""
+    sizes = TRL_MICRO[work + " lora" * (work == "B" and args.lora)]
     for sleep in ("off",) if args.smoke else ("off", "on") if args.trl_sleep == "both" else (args.trl_sleep,):
-        for micro in args.trl_micro or ((8,) if args.smoke else TRL_MICRO[work][sleep]):
+        for micro in args.trl_micro or ((8,) if args.smoke else sizes[sleep]):
             settings = {
                 "micro": micro,
                 "sleep": sleep == "on",
