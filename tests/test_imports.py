@@ -8,7 +8,7 @@ from pathlib import Path
 import posttrain
 
 ROOT = Path(posttrain.__file__).parent
-FOUNDATION = {"errors", "places", "registry", "recipe"}
+FOUNDATION = {"errors", "places", "registry", "recipe", "whereabouts"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "batch": set(),
@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "places": {"errors"},
     "options": set(),
     "scratch": set(),
+    "whereabouts": set(),
     "seeds": set(),
     "registry": {"errors", "places"},
     "recipe": {"errors", "places", "registry", "options"},

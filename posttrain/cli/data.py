@@ -225,8 +225,10 @@ def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None
 def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
     from rich.text import Text
 
+    from posttrain import whereabouts
+
     coloured = console.color_system is not None and not console.no_color
-    console.rule(f"row {sample['uid']}", align="left", characters="-", style="dim")
+    console.rule(whereabouts.row(sample["uid"]), align="left", characters="-", style="dim")
     for name, part in sample["parts"].items():
         text = Text()
         if len(sample["parts"]) > 1:
@@ -254,8 +256,10 @@ def _show_lengths(console: Console, lengths: Mapping[str, Mapping[str, int]]) ->
 
 
 def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
+    from posttrain import whereabouts
+
     found = [
-        (fate, cause, str(len(uids)), ", ".join(uids[:3]) + (" ..." if len(uids) > 3 else ""))
+        (fate, cause, str(len(uids)), whereabouts.rows(uids))
         for fate in ("dropped", "cut")
         for cause, uids in report[fate].items()
     ]

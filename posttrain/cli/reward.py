@@ -269,6 +269,8 @@ def _try(
 
 
 def _print_trial(what: str, trial: Trial) -> None:
+    from posttrain import whereabouts
+
     typer.echo(f"\n{what}: {trial.rows} rows, gold written as {trial.writer}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
@@ -286,7 +288,7 @@ def _print_trial(what: str, trial: Trial) -> None:
     else:
         typer.echo(f"gold scores best on {trial.rows - len(trial.bad_gold)} of {trial.rows} rows ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
-            typer.echo(f"  row {uid}: {wrong}")
+            typer.echo(f"  {whereabouts.row(uid)}: {wrong}")
         tricks = [f"{name} pays on {paid} of {rows} rows" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
         typer.echo(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")

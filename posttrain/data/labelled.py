@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from posttrain import whereabouts
 from posttrain.errors import DataError
 
 Row = dict[str, Any]
@@ -27,7 +28,7 @@ def _answers(row: Mapping[str, Any]) -> Iterator[Row]:
         for side, label in (("chosen", 1), ("rejected", 0)):
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}
         return
-    where = f"row {row['uid']}"
+    where = whereabouts.row(row["uid"])
     if row.get("prompt") is None or not isinstance(row.get("completion"), str):
         raise DataError(
             "no prompt and completion text", where=where, hint="this loss takes prompt, completion and label, or pairs"
@@ -43,4 +44,4 @@ def _mismatched(answers: Sequence[Row], place: int) -> Any:
     for other in following:
         if other["chosen"] != own["chosen"] and other.get("prompt") != own.get("prompt"):
             return other["chosen"]
-    raise DataError("no row with another prompt and another answer", where=f"row {own['uid']}")
+    raise DataError("no row with another prompt and another answer", where=whereabouts.row(own["uid"]))

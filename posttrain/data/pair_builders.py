@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from posttrain import whereabouts
 from posttrain.data import pairs
 from posttrain.errors import DataError
 from posttrain.recipe.building import Builder
@@ -230,7 +231,7 @@ def _score(record: Record, key: str) -> Any:
     if key not in record:
         raise DataError(
             f"this builder needs `{key}` of every completion",
-            where=f"row {record['uid']}",
+            where=whereabouts.row(record["uid"]),
             hint="those of `posttrain eval` have it; those of `generate` are graded by a pairs stage with rewards",
         )
     return record[key]

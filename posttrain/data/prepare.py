@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from posttrain import whereabouts
 from posttrain.data import render
 from posttrain.data.account import told
 from posttrain.data.labelled import labelled
@@ -103,7 +104,9 @@ def prepare_pairs(
         pair = render.join_pair(str(row["uid"]), chosen, rejected)
         cause = _bad_pair(row, pair, rules, single)
         if cause and rules.bad == "error":
-            raise DataError(cause, where=f"row {pair.uid}", hint="write `pairs: {bad: drop}` to leave such rows out")
+            raise DataError(
+                cause, where=whereabouts.row(pair.uid), hint="write `pairs: {bad: drop}` to leave such rows out"
+            )
         fitted = _drop(prepared, cause, pair.uid) if cause else _fit_pair(pair, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
@@ -170,7 +173,7 @@ def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]
     if section.overlong == "error":
         raise DataError(
             f"{prompt + answer} tokens, over data.max_length {limit}",
-            where=f"row {uid}",
+            where=whereabouts.row(uid),
             hint="overlong: drop | truncate_prompt | keep",
         )
     if section.overlong == "keep":

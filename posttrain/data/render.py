@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from posttrain import chat
+from posttrain import chat, whereabouts
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -75,7 +75,8 @@ def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
     found = render_examples(row, tokenizer, section)
     if len(found) > 1:
         raise DataError(
-            "the chat template rewrites earlier turns: this row makes several sequences", where=found[0].uid
+            "the chat template rewrites earlier turns: this row makes several sequences",
+            where=whereabouts.row(found[0].uid),
         )
     return found[0]
 
@@ -97,7 +98,7 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
     """Two sequences of one prompt as a pair. Raises DataError where the sides see different prompt tokens."""
     prompts = {tuple(i for i, t in zip(e.ids, e.trained, strict=True) if not t) for e in (chosen, rejected)}
     if len(prompts) != 1:
-        raise DataError("the sides begin with different prompt tokens", where=uid)
+        raise DataError("the sides begin with different prompt tokens", where=whereabouts.row(uid))
     sides = [tuple(i for i, t in zip(e.ids, e.trained, strict=True) if t) for e in (chosen, rejected)]
     return Pair(uid, prompts.pop(), sides[0], sides[1])
 
@@ -127,7 +128,9 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not turns:
         raise DataError(
-            "no assistant message to train on", where=uid, hint="this stage needs `completion` or `messages`"
+            "no assistant message to train on",
+            where=whereabouts.row(uid),
+            hint="this stage needs `completion` or `messages`",
         )
     if section.train_on == "assistant":
         return _all_turns(uid, messages, turns, [wanted[i] for i in turns], tokenizer, tools(row))
@@ -141,7 +144,9 @@ def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     """[chosen, rejected] in pieces."""
     uid = str(row["uid"])
     if row.get("chosen") is None:
-        raise DataError("no `chosen` and `rejected`", where=uid, hint="preference stages need both columns")
+        raise DataError(
+            "no `chosen` and `rejected`", where=whereabouts.row(uid), hint="preference stages need both columns"
+        )
     if not section.chat:
         prompt = _plain(row, "prompt", section)
         return [_plain_text(uid, prompt, _plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
@@ -157,7 +162,9 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     completion = row.get("completion")
     if completion is None:
         raise DataError(
-            "no `completion` to train on", where=str(row["uid"]), hint="write e.g. columns: {completion: answer}"
+            "no `completion` to train on",
+            where=whereabouts.row(row["uid"]),
+            hint="write e.g. columns: {completion: answer}",
         )
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     return [*prompt_messages(row, section), *chat.clean_messages(answer)]
@@ -177,7 +184,7 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
             prompt.pop()
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat.clean_messages(prompt)
     if not messages:
-        raise DataError("the prompt is empty", where=str(row["uid"]))
+        raise DataError("the prompt is empty", where=whereabouts.row(row["uid"]))
     return _with_system(messages, section.system)
 
 
@@ -195,7 +202,9 @@ def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dic
 
 def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
     if section.train_on != "all":
-        raise DataError("a row of plain `text` has no prompt to leave out", where=uid, hint="write `train_on: all`")
+        raise DataError(
+            "a row of plain `text` has no prompt to leave out", where=whereabouts.row(uid), hint="write `train_on: all`"
+        )
     return Text(uid, (Piece(row["text"], True),), _eos(tokenizer))
 
 
@@ -204,10 +213,12 @@ def _plain(row: Row, column: str, section: Data) -> str:
     value = row.get(column)
     if value is None:
         raise DataError(
-            f"no `{column}`", where=str(row["uid"]), hint="`chat: false` needs prompt (and completion) texts"
+            f"no `{column}`",
+            where=whereabouts.row(row["uid"]),
+            hint="`chat: false` needs prompt (and completion) texts",
         )
     if not isinstance(value, str):
-        raise DataError(f"`{column}` is messages, which `chat: false` cannot write", where=str(row["uid"]))
+        raise DataError(f"`{column}` is messages, which `chat: false` cannot write", where=whereabouts.row(row["uid"]))
     if column == "prompt" and section.system:
         return f"{section.system}\n\n{value}"
     return value
@@ -273,14 +284,16 @@ def _written_by_hand(uid: str, prompt: str, before: list[dict[str, Any]], turn: 
     """Prompt, content, end of turn put behind each other: for templates that write a finished turn differently from how
     it is generated (thinking cut out; a `<think>` that the generation prompt already opened)."""
     if turn.get("tool_calls"):
-        raise DataError("the chat template writes a tool call differently from how it is generated", where=uid)
+        raise DataError(
+            "the chat template writes a tool call differently from how it is generated", where=whereabouts.row(uid)
+        )
     content = str(turn["content"])
     if chat.prefilled_think(prompt):
         content = content.lstrip().removeprefix("<think>").lstrip("\n")
         if "</think>" not in content:
             raise DataError(
                 "the chat template opens <think> before the model's turn, but the answer never closes it",
-                where=uid,
+                where=whereabouts.row(uid),
                 hint="give answers with their thinking, or another `model.chat_template`",
             )
     end = chat.turn_end(tokenizer, before)

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from posttrain import whereabouts
 from posttrain.data import shapes, sources
 from posttrain.data.identity import row_uid
 from posttrain.errors import DataError
@@ -39,6 +40,7 @@ def _rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
     for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
         row = shapes.normalise(_renamed(record, source.columns, where), where, section.prompt_template)
         uid = row_uid(record, _stable_name(str(source.source)), position)
+        whereabouts.note(uid, where)
         rows.append({**row, "uid": uid})
     return rows
 

@@ -122,6 +122,8 @@ def grade(
                 print(
                     f"reward {name}: {count} of {len(rollouts)} calls {what}; they count as unscored", file=sys.stderr
                 )
+    if scores.first_traceback:
+        print(f"the first error, {scores.first_traceback}", file=sys.stderr)
     return [
         {
             "scores": {name: column[i] for name, column in scores.components.items()},

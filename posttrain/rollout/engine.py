@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from posttrain import whereabouts
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
 from posttrain.errors import DataError
 from posttrain.recipe.sections import EngineSection, Sampling
@@ -107,7 +108,7 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int) -> No
     raise DataError(
         f"prompt of {len(worst.ids)} tokens + {sampling.max_new_tokens} new ones exceed the window of {window} tokens"
         + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
-        where=f"row {worst.uid}",
+        where=whereabouts.row(worst.uid),
         allowed=f"prompts up to {max(room, 0)} tokens",
         hint="set data.max_length to drop long prompts, or lower max_new_tokens",
     )

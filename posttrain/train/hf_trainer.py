@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PrinterCallback, TrainingArguments
 
+from posttrain import whereabouts
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
@@ -421,6 +422,7 @@ def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
     window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if window is not None and length > window:
         raise DataError(
-            f"row {uid} has {length} tokens; the model's window is {window}",
+            f"{length} tokens; the model's window is {window}",
+            where=whereabouts.row(uid),
             hint=f"set data.max_length to {window} or less",
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain import whereabouts
 from posttrain.batch import Prompt
-from posttrain.data.account import named
 from posttrain.data.render import render_example
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
@@ -26,7 +26,7 @@ def stored_completions(prompts: Sequence[Prompt], tokenizer: Any, section: Data,
         if example.ids[:start] != prompt.ids or example.ids[start : start + len(ids)] != ids or not ids:
             raise DataError(
                 "the row is not a prompt and one completion of it",
-                where=f"row {prompt.uid}",
+                where=whereabouts.row(prompt.uid),
                 hint="rollout.engine stored reads columns `prompt` and `completion`",
             )
         found[prompt.uid] = ids
@@ -35,7 +35,7 @@ def stored_completions(prompts: Sequence[Prompt], tokenizer: Any, section: Data,
         longest = max(len(found[uid]) for uid in long)
         raise DataError(
             f"{len(long)} of {len(found)} completions are longer than rollout.max_new_tokens {limit}",
-            where=named(long),
+            where=whereabouts.rows(long),
             hint=f"write `rollout.max_new_tokens: {longest}`, or take long rows out: a cut trace has no outcome",
         )
     return found

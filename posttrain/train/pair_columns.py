@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain import registry
-from posttrain.data.account import named
+from posttrain import registry, whereabouts
 from posttrain.errors import DataError
 from posttrain.places import split_function
 from posttrain.recipe.sections import Anchors
@@ -75,7 +74,7 @@ def _refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> No
             if lacking and (there or (need in GIVEN and need in wanted)):
                 raise DataError(
                     f"pair loss `{use}` needs the column `{field}`; {len(lacking)} of {len(rows)} rows lack it",
-                    where=named([str(row["uid"]) for row in lacking]),
+                    where=whereabouts.rows([str(row["uid"]) for row in lacking]),
                     allowed=f"columns of the first: {', '.join(k for k in lacking[0] if k != 'uid')}",
                     hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
                 )
@@ -86,7 +85,7 @@ def _number(row: Row, field: str) -> Any:
     value: Any = row.get(field)
     numbers = value if field.startswith("history") else [value]
     if not isinstance(numbers, list) or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
-        raise DataError(f"`{field}` is {str(value)[:40]!r}, not a finite number", where=f"row {row['uid']}")
+        raise DataError(f"`{field}` is {str(value)[:40]!r}, not a finite number", where=whereabouts.row(row["uid"]))
     return [float(n) for n in numbers] if field.startswith("history") else float(value)
 
 

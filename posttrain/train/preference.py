@@ -23,9 +23,8 @@ from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
-from posttrain import registry
+from posttrain import registry, whereabouts
 from posttrain.batch import PairBatch, PairLoss
-from posttrain.data.account import named
 from posttrain.data.prepare import prepare_pairs
 from posttrain.data.render import Pair
 from posttrain.errors import RecipeError, UserError
@@ -370,7 +369,8 @@ def lengths(pairs: Sequence[Pair]) -> str:
     apart = [pair.uid for pair, c, r in zip(pairs, chosen, rejected, strict=True) if max(c, r) > HUGE_GAP * min(c, r)]
     if not apart:
         return told
-    return f"{told}; LOOK: in {len(apart)} one side is over {HUGE_GAP} times as long as the other ({named(apart)})"
+    which = whereabouts.rows(apart)
+    return f"{told}; LOOK: in {len(apart)} one side is over {HUGE_GAP} times as long as the other ({which})"
 
 
 def pair_length(pair: Pair) -> int:

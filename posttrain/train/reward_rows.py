@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain import whereabouts
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
 from posttrain.errors import DataError
 from posttrain.recipe.stages import RewardModelRecipe
@@ -101,13 +102,13 @@ def _number(row: Row, column: str) -> float | None:
         raise _missing(row, column)
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
-    raise DataError(f"`{column}` is {str(value)[:40]!r}, not a finite number", where=f"row {row['uid']}")
+    raise DataError(f"`{column}` is {str(value)[:40]!r}, not a finite number", where=whereabouts.row(row["uid"]))
 
 
 def _missing(row: Row, column: str) -> DataError:
     return DataError(
         f"the reward model learns from the column `{column}`, which this row lacks",
-        where=f"row {row['uid']}",
+        where=whereabouts.row(row["uid"]),
         allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
         hint=f"name it, e.g. data.columns: {{{column}: THEIR_NAME}}",
     )

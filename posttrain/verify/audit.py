@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain import whereabouts
 from posttrain.errors import Problem, RewardError
 from posttrain.verify.load import check_columns, load_script
 from posttrain.verify.score import Scorer, score_of
@@ -81,7 +82,7 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
     if all(result.kind == "timeout" for result in results):
         reward, section = scorer.rewards[scorer.correctness], scorer.sections[scorer.correctness]
         raise RewardError(
-            f"every gold answer of row {row.get('uid', 0)} takes longer than {reward.limit(section):g} s",
+            f"every gold answer of {whereabouts.row(row.get('uid', 0))} takes longer than {reward.limit(section):g} s",
             where=f"reward {reward.name}",
             hint="make it faster, or raise its `timeout_s`",
         )
@@ -131,7 +132,7 @@ def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
 
 
 def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
-    shown = [Problem(f"row {uid}", what) for uid, what in list(audit.bad.items())[:SHOWN]]
+    shown = [Problem(whereabouts.row(uid), what) for uid, what in list(audit.bad.items())[:SHOWN]]
     head = Problem(
         f"reward {name}",
         f"gold does not score best on {len(audit.bad)} of {audit.checked} rows (scoring.max_bad_gold {limit:g})",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from posttrain import whereabouts
 from posttrain.errors import RewardError
 from posttrain.recipe.section import OnNone
 
@@ -60,9 +61,9 @@ def combine(
             else:
                 policy = on_none[name]
                 if policy == "error":
-                    row = uids[i] if uids else str(i)
+                    row = whereabouts.row(uids[i] if uids else i)
                     raise RewardError(
-                        f"reward {name} returned None for row {row}",
+                        f"reward {name} returned None for {row}",
                         hint="its `on_none` is `error`; see the row, or change it",
                     )
                 if policy == "zero":

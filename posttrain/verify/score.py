@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from posttrain import whereabouts
 from posttrain.errors import RewardError, RunError, nearest
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.batches import calls_of, rows_of, target_of
@@ -108,7 +109,7 @@ class Scorer:
         component than scoring.max_error_rate failed or timed out."""
         started = time.monotonic()
         results = self.results(samples, step) if results is None else results
-        self._limit_failures(results)
+        self._limit_failures(samples, results)
         components = {
             name: values
             for reward, column in zip(self.rewards, results, strict=True)
@@ -126,7 +127,7 @@ class Scorer:
                 name: sum(r.kind == "value" and score_of(r) is None for r in column)
                 for name, column in zip(names, results, strict=True)
             },
-            first_traceback=_first_traceback(results),
+            first_traceback=_first_traceback(samples, results),
             seconds=time.monotonic() - started,
             call_seconds={
                 name: math.fsum(r.seconds for r in column) / max(1, len(column))
@@ -221,9 +222,9 @@ class Scorer:
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
             if result.kind == "broken":
                 row, reward = call.number % len(samples), self.rewards[pooled[call.number // len(samples)]]
-                which_row = f"{'batch from ' if len(call.completion) > 1 and reward.batched else ''}row"
+                batch = "batch from " if len(call.completion) > 1 and reward.batched else ""
                 where = f"reward {reward.name}"
-                raise RewardError(f"{which_row} {_uid(samples[row], row)}: {result.value}", where=where)
+                raise RewardError(f"{batch}{whereabouts.row(_uid(samples[row], row))}: {result.value}", where=where)
             results += rows_of(call, result)
         n = len(samples)
         found = {i: results[k * n : (k + 1) * n] for k, i in enumerate(pooled)}
@@ -249,11 +250,11 @@ class Scorer:
         scores = [score_of(r) for r in results]
         return [None if x is None else x >= self.scoring.correct_at for x in scores]
 
-    def _limit_failures(self, results: Sequence[Sequence[Result]]) -> None:
+    def _limit_failures(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> None:
         limit = self.scoring.max_error_rate
         for reward, column in zip(self.rewards, results, strict=True):
             if sum(r.kind != "value" for r in column) > limit * len(column):
-                raise _too_many(reward, column, limit)
+                raise _too_many(reward, samples, column, limit)
 
 
 def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | None) -> dict[str, Any]:
@@ -370,18 +371,28 @@ def _count(names: Sequence[str], results: Sequence[Sequence[Result]], kind: str)
     return {name: sum(r.kind == kind for r in column) for name, column in zip(names, results, strict=True)}
 
 
-def _first_traceback(results: Sequence[Sequence[Result]]) -> str | None:
-    return next((r.value for column in results for r in column if r.kind == "error"), None)
+def _first_traceback(samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> str | None:
+    """The first error with the row that it was met on."""
+    return next((told for column in results if (told := _first_failure(samples, column, "error"))), None)
 
 
-def _too_many(reward: LoadedReward, column: Sequence[Result], limit: float) -> RunError:
+def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: str) -> str:
+    """`on ROW:` and the traceback, if there is one; empty where no call of the column ended so."""
+    place = next((i for i, result in enumerate(column) if result.kind == kind), None)
+    if place is None:
+        return ""
+    where = whereabouts.row(_uid(samples[place], place))
+    return f"on {where}:\n{column[place].value}" if kind == "error" else f"on {where}"
+
+
+def _too_many(reward: LoadedReward, samples: Sequence[Sample], column: Sequence[Result], limit: float) -> RunError:
     errors, timeouts = (sum(r.kind == kind for r in column) for kind in ("error", "timeout"))
-    trace = next((r.value for r in column if r.kind == "error"), None)
+    trace, late = (_first_failure(samples, column, kind) for kind in ("error", "timeout"))
     return RunError(
         f"reward {reward.name}: {errors} errors and {timeouts} time-outs in {len(column)} calls,"
         f" more than scoring.max_error_rate {limit:g}",
         where=reward.target,
-        allowed=f"the first error:\n{trace}" if trace else "",
+        allowed=f"the first error, {trace}" if trace else f"the first time-out, {late}" if late else "",
         hint="try it with `posttrain reward test`" if errors else "raise `timeout_s` of this reward or make it faster",
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from posttrain import whereabouts
 from posttrain.data import prepare
 from posttrain.data import rows as rows_module
 from posttrain.data.prepare import prepare_pairs
@@ -39,6 +40,7 @@ def tiny() -> Any:
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are called by their column `name`, not by a hash."""
     monkeypatch.setattr(rows_module, "row_uid", lambda record, *_: record["name"])
+    monkeypatch.setattr(whereabouts, "_places", {})  # such uids mean nothing to other tests
 
 
 def data(tmp_path: Path, *rows: dict[str, Any]) -> Data:
@@ -55,14 +57,14 @@ def test_it_is_left_out_and_told_by_row(name: str, tmp_path: Path, tiny: Any) ->
     prepared = prepare_pairs(section, tiny, tmp_path, rules=rules)
     assert [pair.uid for pair in prepared.items] == ["good"]
     assert prepared.dropped == {cause: [name]}
-    assert hf_trainer.rows_note(prepared, "pairs").endswith(f"; {cause}: 1 (row {name})")
+    assert hf_trainer.rows_note(prepared, "pairs").endswith(f"; {cause}: 1 ({tmp_path}/pairs.jsonl:2)")
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name != "long"])
 def test_it_is_an_error_where_the_recipe_says_so(name: str, tmp_path: Path, tiny: Any) -> None:
     changes, cause = BAD[name]
     section = data(tmp_path, GOOD, {**GOOD, **changes, "name": name})
-    with pytest.raises(DataError, match=f"row {name}  {cause}"):
+    with pytest.raises(DataError, match=rf"pairs\.jsonl:2 \(row {name}\)  {cause}"):
         prepare_pairs(section, tiny, tmp_path, rules=PairRules(bad="error", max_gap=10))
 
 
@@ -70,13 +72,13 @@ def test_too_long_is_an_error_where_the_recipe_says_so(tmp_path: Path, tiny: Any
     section = data(tmp_path, GOOD, {**GOOD, "chosen": "2" * 200, "name": "long"}).model_copy(
         update={"overlong": "error"}
     )
-    with pytest.raises(DataError, match=r"row long .* over data.max_length 120"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl:2 \(row long\)  .* over data.max_length 120"):
         prepare_pairs(section, tiny, tmp_path)
 
 
 def test_when_all_are_too_long_every_row_is_counted(tmp_path: Path, tiny: Any) -> None:
     rows = [{**GOOD, "chosen": "2" * 200, "name": str(n)} for n in range(5)]
-    told = r"no row is left of 5: trained part alone longer than max_length: 5 \(rows 0, 1, 2, ...\)"
+    told = r"no row is left of 5: trained part alone longer than max_length: 5 \(.*/pairs\.jsonl:1, 2, 3, \.\.\.\)"
     with pytest.raises(DataError, match=told):
         prepare_pairs(data(tmp_path, *rows), tiny, tmp_path)
 
@@ -84,7 +86,7 @@ def test_when_all_are_too_long_every_row_is_counted(tmp_path: Path, tiny: Any) -
 def test_a_huge_gap_is_told_where_it_is_kept(tmp_path: Path, tiny: Any) -> None:
     section = data(tmp_path, GOOD, {**GOOD, "rejected": "3" * 40, "name": "far"})
     told = preference.lengths(prepare_pairs(section, tiny, tmp_path).items)
-    assert told.endswith("; LOOK: in 1 one side is over 10 times as long as the other (row far)")
+    assert told.endswith(f"; LOOK: in 1 one side is over 10 times as long as the other ({tmp_path}/pairs.jsonl:2)")
 
 
 def test_missing_columns_are_counted() -> None:
