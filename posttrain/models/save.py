@@ -75,7 +75,7 @@ def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return probe_logits(loaded.model, loaded.tokenizer, state)  # as a reload computes them: autocast keeps sums in float32
+    return probe_logits(loaded.model, loaded.tokenizer, state)  # as a reload computes: autocast keeps sums in float32
 
 
 def _base_is_elsewhere(loaded: LoadedModel) -> bool:
@@ -132,7 +132,7 @@ def merged_state(peft: Any, adapter: str = "default") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def probe_logits(model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None) -> Tensor:
-    """Logits [T, vocabulary] of a fixed text, float32 on the CPU; with `state`, those of the model with these weights."""
+    """Logits [T, vocabulary] of a fixed text, float32 on the CPU; with `state`, of the model with these weights."""
     was_training = model.training
     ids = _probe_ids(tokenizer).to(next(model.parameters()).device)
     model.eval()
