@@ -122,6 +122,7 @@ def make_pairs(
     from posttrain.data.rows import load_rows
     from posttrain.recipe.building import Builder
     from posttrain.recipe.load import load
+    from posttrain.recipe.stages import EvalRecipe
     from posttrain.run.jsonl import read_rows
 
     if builder not in typing.get_args(Builder):
@@ -129,8 +130,8 @@ def make_pairs(
         near = nearest(builder, known)
         hint = f"did you mean `{near}`?" if near else ""
         raise UserError(f"no builder `{builder}`", allowed=f"known: {', '.join(known)}", hint=hint)
-    loaded: Any = load(recipe, overrides or [], stage="eval").recipe
-    sources = {row["uid"]: row for row in load_rows(loaded.data, loaded.base_dir)}
+    given = load(recipe, overrides or [], stage="eval").require(EvalRecipe)
+    sources = {row["uid"]: row for row in load_rows(given.data, given.base_dir)}
     before = [row for path in earlier or [] for row in read_rows(path)]
     records = read_rows(completions)
     found = pair_rows(

@@ -38,12 +38,13 @@ def sweep(
     from posttrain.cli import preflight
     from posttrain.cli.stage import report
     from posttrain.recipe.load import load
+    from posttrain.recipe.stages import MergeRecipe
     from posttrain.recipe.sweeping import parse, points
     from posttrain.run.directory import RunDirectory
 
     axes = [parse(text) for text in asked]
-    start: Any = load(recipe, overrides, stage="merge")
-    found = points(axes, start.recipe)
+    start = load(recipe, overrides, stage="merge")
+    found = points(axes, start.require(MergeRecipe))
     merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
     measure = load(evaluation, stage="eval")
     preflight.check(measure)

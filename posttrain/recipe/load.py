@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, nearest
 from posttrain.places import known_files
@@ -18,6 +18,8 @@ from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, Origin, from_plain
 from posttrain.recipe.validate import check, origins, resolved, with_preset
 from posttrain.recipe.yaml import Document, shown
+
+S = TypeVar("S", bound=Stage)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ class Loaded:
     name: str
     text: str
     resolved: dict[str, Any]
+
+    def require(self, kind: type[S]) -> S:
+        """The recipe as one of its stage, e.g. `RlRecipe`. Raises RecipeError if it is for another."""
+        if not isinstance(self.recipe, kind):
+            raise RecipeError(
+                f"this is a recipe for `posttrain {self.recipe.verb}`, not for `posttrain {kind.verb}`",
+                where=shown(self.path),
+            )
+        return self.recipe
 
 
 def locate(path_or_name: str) -> Path:

@@ -13,6 +13,7 @@ import pytest
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import Loaded, load, load_dict
 from posttrain.recipe.presets import names, preset
+from posttrain.recipe.stages import RlRecipe, SftRecipe
 
 from .conftest import RL, SFT
 
@@ -218,6 +219,13 @@ def test_load_dict(tmp_path: Path) -> None:
     assert str(loaded.origins["model.path"]) == "stage first"
     with pytest.raises(RecipeError, match=r"^stage first  model.pth: unknown key"):
         load_dict(values | {"model": {"path": "tiny", "pth": 1}}, base_dir=tmp_path, where="stage first")
+
+
+def test_a_recipe_as_one_of_its_stage(loads: Loads) -> None:
+    loaded = loads(RL)
+    assert loaded.require(RlRecipe) is loaded.recipe
+    with pytest.raises(RecipeError, match=r"r.yaml.*this is a recipe for `posttrain rl`, not for `posttrain sft`"):
+        loaded.require(SftRecipe)
 
 
 def test_a_recipe_that_is_not_there() -> None:

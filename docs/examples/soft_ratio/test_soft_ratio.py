@@ -8,6 +8,7 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.recipe.load import load
+from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
 
 HERE = Path(__file__).parent
@@ -16,7 +17,7 @@ HERE = Path(__file__).parent
 def objective(**changes: object) -> Objective:
     """That of recipe.yaml; keyword arguments change keys of its loss."""
     overrides = [f"loss.{key}={value}" for key, value in changes.items()]
-    return Objective.from_recipe(load(str(HERE / "recipe.yaml"), overrides, stage="rl").recipe)
+    return Objective.from_recipe(load(str(HERE / "recipe.yaml"), overrides).require(RlRecipe))
 
 
 def two_rows(ratio: float) -> tuple[RolloutBatch, torch.Tensor]:
