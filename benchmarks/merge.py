@@ -22,12 +22,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from folders import smollm2
+from sides import write
 
 from posttrain.merge import tensors as disk
 
@@ -77,9 +79,11 @@ EXPLAINED = {
 def recipe(merge: Mapping[str, Any], folder: Path, dtype: str) -> dict[str, Any]:
     """mergekit's file; posttrain takes the same without `out_dtype`."""
     method = merge["merge_method"]
-    models = [{"model": str(folder / name)} for name in (("base", "a") if method == "slerp" else ("a", "b"))]
+    models: list[dict[str, Any]] = [
+        {"model": str(folder / name)} for name in (("base", "a") if method == "slerp" else ("a", "b"))
+    ]
     for model, weight in zip(models, merge.get("weights", ()), strict=False):
-        model["parameters"] = {"weight": weight}  # type: ignore[assignment]
+        model["parameters"] = {"weight": weight}
     values: dict[str, Any] = {"merge_method": method, "models": models, "dtype": "float32", "out_dtype": dtype}
     if "parameters" in merge:
         values["parameters"] = merge["parameters"]
@@ -101,7 +105,7 @@ def small(folder: Path) -> None:
         draw = torch.Generator().manual_seed(seed)
         specs = disk.scan(folder / "base")
         with disk.reader(specs) as read:
-            disk.write(folder / name, plain(specs), lambda n, d=draw, r=read: moved(r(n), d))  # type: ignore[misc]
+            disk.write(folder / name, plain(specs), partial(moved, read=read, draw=draw))
 
 
 def large(folder: Path) -> None:
@@ -113,11 +117,11 @@ def large(folder: Path) -> None:
         write_config(folder / name)
         draw = torch.Generator().manual_seed(seed)
         if name == "base":
-            disk.write(folder / name, large_specs(), lambda n, d=draw: random(n, d), SHARD)  # type: ignore[misc]
+            disk.write(folder / name, large_specs(), partial(random, draw=draw), SHARD)
         else:
             specs = disk.scan(folder / "base")
             with disk.reader(specs) as read:
-                disk.write(folder / name, large_specs(), lambda n, d=draw, r=read: moved(r(n), d), SHARD)  # type: ignore[misc]
+                disk.write(folder / name, large_specs(), partial(moved, read=read, draw=draw), SHARD)
 
 
 def random(name: str, draw: torch.Generator) -> torch.Tensor:
@@ -128,8 +132,9 @@ def random(name: str, draw: torch.Generator) -> torch.Tensor:
     return (torch.randn(spec.shape, generator=draw) * 0.02).to(spec.dtype)
 
 
-def moved(tensor: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """A third of the entries plus noise of a hundredth of the spread."""
+def moved(name: str, read: Callable[[str], torch.Tensor], draw: torch.Generator) -> torch.Tensor:
+    """What is read, a third of its entries plus noise of a hundredth of the spread."""
+    tensor = read(name)
     noise = torch.randn(tensor.shape, generator=draw)
     chosen = torch.rand(tensor.shape, generator=draw) < 1 / 3
     scale = 0.01 * float(tensor.float().std()) if tensor.dim() > 1 else 0.01
@@ -287,7 +292,7 @@ def versions(mergekit: Path) -> dict[str, dict[str, str]]:
     return {
         "mergekit's": json.loads(told.stdout),
         "ours": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }  # type: ignore[dict-item]
+    }
 
 
 def line(work: str, name: str, found: Mapping[str, Any]) -> str:
@@ -331,9 +336,7 @@ def main() -> None:
             record["results"].setdefault(work, {})[name] = found
             print(line(work, name, found), flush=True)
             record["load_after"] = os.getloadavg()[0]
-            if options.out:  # after each merge: a run that is stopped keeps what it has measured
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(record, indent=1) + "\n")
+            write(record, options.out)  # after each merge: a run that is stopped keeps what it has measured
 
 
 if __name__ == "__main__":

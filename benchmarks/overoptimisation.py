@@ -50,9 +50,7 @@ def main() -> None:
     settings = {k: getattr(args, k) for k in ("groups", "pairs", "steps", "noise", "harm", "prompts", "answers")}
     record = {"work": "overoptimisation", **sides.environment(None, 0), "setting": settings, "rows": study(settings)}
     record["seconds"] = round(time.perf_counter() - started, 1)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    sides.write(record, args.out)
     print(table(record))
 
 
@@ -174,9 +172,9 @@ class World:
 
 def trained(world: World, folder: Path, name: str, seed: int) -> str:
     """A reward model of the world's pairs; seed: of its weights and of the order of the pairs."""
+    from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
-    from posttrain.train import reward_model
 
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in world.rows))
@@ -191,7 +189,7 @@ def trained(world: World, folder: Path, name: str, seed: int) -> str:
     }
     loaded = load_dict(recipe, base_dir=folder, where="benchmark")
     with RunDirectory.open(folder / name, name=name, text="", resolved=loaded.resolved) as directory:
-        reward_model.run(loaded.recipe, directory)
+        run_stage(loaded.recipe, directory)
     return str(folder / name / "final")
 
 

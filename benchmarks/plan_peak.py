@@ -23,6 +23,7 @@ from typing import Any
 import rl_posttrain
 import rl_work
 import sides
+from clocks import replaced
 
 # name -> (work of rl_step.py, with LoRA, batch.micro_tokens, vllm.gpu_memory)
 WORKS = {
@@ -47,9 +48,7 @@ def main() -> None:
             spec = specification(args, name, Path(scratch))
             record["works"][name] = sides.run_side(__file__, "posttrain", spec, Path(scratch), lib, args.gpu)
         print(table(name, record["works"][name]), flush=True)
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
+        sides.write(record, args.out)
     found = [ratio(work) for work in record["works"].values()]
     sys.exit(not all(r is not None and (args.smoke or abs(r - 1) <= args.tolerance) for r in found))
 
@@ -93,10 +92,12 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
     import torch
 
     from posttrain.recipe.load import load_dict
+    from posttrain.recipe.stages import RlRecipe
     from posttrain.run.watchdog import Watchdog
     from posttrain.train import plan
 
-    recipe: Any = load_dict(rl_posttrain.posttrain_recipe(spec), base_dir=rl_work.HERE, where="benchmark").recipe
+    loaded = load_dict(rl_posttrain.posttrain_recipe(spec), base_dir=rl_work.HERE, where="benchmark")
+    recipe = loaded.require(RlRecipe)
     _, longest = plan.arithmetic(recipe)
     shape = plan.shape_of(plan.skeleton(recipe), recipe.model.lora)
     found = plan.predicted(recipe, shape, longest, plan.Machine.here())
@@ -114,8 +115,8 @@ def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:
             peak = round(torch.cuda.max_memory_allocated() / sides.GIB, 3)
             result["allocated_gib"][name] = max(peak, result["allocated_gib"].get(name, 0.0))
 
-    Watchdog.phase = noted  # type: ignore[method-assign]
-    rl_posttrain.run_posttrain(spec, result)
+    with replaced(Watchdog, "phase", noted):
+        rl_posttrain.run_posttrain(spec, result)
 
 
 def ratio(work: dict[str, Any]) -> float | None:

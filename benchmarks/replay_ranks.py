@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import folders
 import sides
@@ -25,6 +25,11 @@ from even import even_share
 from rl_work import GROUP, seeded_lengths
 
 from posttrain.run import ranks
+
+if TYPE_CHECKING:  # torch is imported once a process has its GPU
+    from posttrain.batch import Rollout, RolloutBatch
+    from posttrain.train.logprobs import Sequences
+    from posttrain.train.pieces import Pieces
 
 UPDATES = 5
 
@@ -44,9 +49,7 @@ def main() -> None:
     for count, found in record["ranks"].items():
         print(f"{count} ranks  loss {numbers(found['loss'])}  gradient norm {numbers(found['grad_norm'])}")
     print(f"largest gap {record['largest_gap']:.2e} of the value, {args.tolerance:.0e} allowed")
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    sides.write(record, args.out)
     flat = not any(record["ranks"][str(counts[0])]["loss"])
     sys.exit(flat or not record["largest_gap"] <= args.tolerance)
 
@@ -162,10 +165,11 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-def pieces(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
+def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
     """What an update works with, the scored batch, and its tokens."""
     from posttrain.models import load as models
     from posttrain.recipe.load import load_dict
+    from posttrain.recipe.stages import RlRecipe
     from posttrain.run.watchdog import Watchdog
     from posttrain.train import distributed, optim
     from posttrain.train.attention import use_packed_attention
@@ -175,7 +179,7 @@ def pieces(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
     from posttrain.train.pieces import Pieces
     from posttrain.train.reference import reference_policy
 
-    recipe: Any = load_dict(spec["recipe"], base_dir=Path(__file__).parent, where="benchmark").recipe
+    recipe = load_dict(spec["recipe"], base_dir=Path(__file__).parent, where="benchmark").require(RlRecipe)
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     distributed.same_weights(loaded.model)
     rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
@@ -202,10 +206,10 @@ def pieces(spec: dict[str, Any]) -> tuple[Any, Any, Any]:
     return p, rollout_batch(rollouts).to(loaded.device), sequences_of(rollouts)
 
 
-def scored(rows: list[dict[str, Any]]) -> list[Any]:
+def scored(rows: list[dict[str, Any]]) -> list[Rollout]:
     from posttrain.batch import Prompt, Rollout, Segment
 
-    prompts: dict[int, Any] = {}
+    prompts: dict[int, Prompt] = {}
     rollouts = []
     for row in rows:
         prompt = prompts.setdefault(row["group"], Prompt(str(row["group"]), {}, "", tuple(row["prompt"])))

@@ -15,7 +15,6 @@ beside the loop's, says more. Last, one row that never ends is put among others:
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import random
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from sides import write
 
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
@@ -193,8 +194,7 @@ def main() -> None:
     print("a row that never ends costs {with_it:.2f} s at a limit of {its_limit:g} s".format(**found["endless_row"]))
     found["load_after"] = os.getloadavg()[0]
     print(f"load of the machine {found['load_before']:.1f} before, {found['load_after']:.1f} after (1 minute)")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, options.out)
 
 
 if __name__ == "__main__":

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_work import GROUP, HERE, LR, random_ids, synchronise
+from clocks import metric_times, posttrain_steps, replaced
+from rl_work import GROUP, HERE, LR, random_ids
 
 
 def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     """The product's own loop from a recipe; the step's clock is the time from one line of metrics to the next."""
+    from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
-    from posttrain.run.metrics import MetricsLog, read_metrics
+    from posttrain.run.metrics import read_metrics
     from posttrain.train import distributed, rl
 
-    times: list[float] = []
-    write = MetricsLog.write
-
-    def timed(self: MetricsLog, step: int, values: Any) -> None:
-        write(self, step, values)
-        synchronise()
-        times.append(time.perf_counter())
-
-    MetricsLog.write = timed  # type: ignore[method-assign]
-    make = rl.make_engine
-    rl.make_engine = lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)  # type: ignore[assignment]
     loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
 
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
 
-    with distributed.open_directory(open_it) as directory:
-        rl.run(loaded.recipe, directory)
+    make = rl.make_engine
+    with (
+        distributed.open_directory(open_it) as directory,
+        replaced(rl, "make_engine", lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)),
+        metric_times() as times,
+    ):
+        run_stage(loaded.recipe, directory)
         rows = read_metrics(directory.path)
-    counts = [row["num_tokens"] for row in rows]
-    phases = sorted({key for row in rows for key in row if key.startswith("time/")} - {"time/step"})
-    result |= {
-        "step_s": [rows[0]["time/step"], *(b - a for a, b in itertools.pairwise(times))],
+    keys = {key for row in rows for key in row if key.startswith("time/") and key.count("/") == 1}
+    phases = sorted(keys - {"time/step"})  # less what each reward took within its phase
+    result |= posttrain_steps(rows, times) | {
         "phases": {PHASES.get(key, key[5:]): [row.get(key, 0.0) for row in rows] for key in phases},
-        "tokens": [b - a for a, b in itertools.pairwise([0, *counts])],
         "reward": [row["reward"] for row in rows],
         "grad_norm": [row["grad_norm"] for row in rows],
         "gap": [row.get("mismatch/mean") for row in rows],
@@ -156,15 +149,15 @@ def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
 
 
 def random_rollouts(engine: Any, steps: Any) -> Callable[..., Any]:
-    """`Engine.generate` that gives random ids of the lengths of each step."""
+    """`Engine.generate` that gives random ids of the lengths of each step, the same however the prompts are shared."""
     from posttrain.rollout.engine import Completion, as_rollouts
 
     def generate(prompts: Any, n: int, sampling: Any, *, first_group: int = 0, share: Any = None, **_: Any) -> Any:
         del sampling
-        of_step = next(steps)
+        every = random_ids(next(steps))
         numbers = range(len(prompts)) if share is None else share
-        lengths = [of_step[p * n + i] for p in numbers for i in range(n)]
-        found = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in random_ids(lengths)]
+        ours = [every[p * n + i] for p in numbers for i in range(n)]
+        found = [Completion(tuple(ids), (-1.0,) * len(ids), "length") for ids in ours]
         return as_rollouts(
             prompts, n, found, engine.loaded.tokenizer, first_group=first_group, version=engine.version, share=share
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_work import GROUP, LR, random_ids, request, synchronise
+import trl_side
+from clocks import replaced
+from rl_work import GROUP, LR, random_ids, request
 
 
 def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
@@ -20,39 +21,25 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     os.environ.setdefault("MASTER_PORT", str(free_port()))  # else TRL takes 29500, whoever uses it
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.extras.profiling import ProfilingContext
 
     current: dict[str, float] = {}
-    steps: list[float] = []
     phases: list[dict[str, float]] = []
+    steps: list[float] = []
     tokens: list[int] = []
-    logs: list[dict[str, float]] = []
+    logged: list[dict[str, Any]] = []
 
     def note(self: Any, duration: float) -> None:
         name = self.name.removeprefix("GRPOTrainer.")
         current[name] = current.get(name, 0.0) + duration
 
-    ProfilingContext._log_metrics = note
+    def next_step() -> None:
+        phases.append(dict(current))
+        current.clear()
 
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.last = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronise()
-            now = time.perf_counter()
-            steps.append(now - self.last)
-            self.last = now
-            phases.append(dict(current))
-            current.clear()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
-            if logs and "loss" in logs:
-                result.setdefault("logs", []).append({k: v for k, v in logs.items() if isinstance(v, int | float)})
-
-    tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     rows = [json.loads(line)["prompt"] for line in Path(spec["rows"]).read_text().splitlines()]
     prompts = [[{"role": "user", "content": q}] for q in rows]
     rendered = [
@@ -61,7 +48,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     longest = max(map(len, rendered)) + spec["new"]
     per_step = spec["prompts"]
 
-    def even_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def even_share(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         of_step = rendered[len(tokens) * per_step : (len(tokens) + 1) * per_step]
         tokens.append(sum(map(len, completion_ids)) + GROUP * sum(map(len, of_step)))
         return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
@@ -80,11 +67,11 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
         args=GRPOConfig(**trl_arguments(spec, longest)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         peft_config=lora,
-        callbacks=[Clock()],
+        callbacks=[trl_side.clock(steps, logged, next_step)],
         rollout_func=trl_rollouts(spec, rendered) if spec["lengths"] else None,
     )
-    trainer.train()
-    logs = result.pop("logs", [])
+    with replaced(ProfilingContext, "_log_metrics", note):
+        trainer.train()
     names = {"vLLM.generate": "generate", "transformers.generate": "generate", "sync_weights": "sync"}
     names |= {"_calculate_rewards": "score"}
     found = {
@@ -98,9 +85,9 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
         "step_s": steps,
         "phases": found,
         "tokens": tokens,
-        "reward": [one.get("reward") for one in logs],
-        "grad_norm": [one.get("grad_norm") for one in logs],
-        "gap": [one.get("sampling/sampling_logp_difference/mean") for one in logs],
+        "reward": [one.get("reward") for one in logged],
+        "grad_norm": [one.get("grad_norm") for one in logged],
+        "gap": [one.get("sampling/sampling_logp_difference/mean") for one in logged],
     }
 
 
@@ -113,29 +100,15 @@ def free_port() -> int:
 
 def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:
     settings, smoke = spec["trl"], spec["smoke"]
-    rows = spec["prompts"] * GROUP
     values: dict[str, Any] = {
-        "output_dir": spec["run"],
-        "per_device_train_batch_size": settings["micro"],
-        "gradient_accumulation_steps": rows // settings["micro"],
+        **trl_side.arguments(spec, lr=LR, rows=spec["prompts"] * GROUP, micro=settings["micro"]),
         "num_generations": GROUP,
         "max_completion_length": spec["new"],
         "temperature": 1.0,
         "loss_type": "grpo",
         "beta": 0.0,
-        "learning_rate": LR,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 1.0,
-        "weight_decay": 0.0,
-        "max_steps": spec["steps"],
         "shuffle_dataset": False,
         "gradient_checkpointing": settings["checkpointing"],
-        "bf16": not smoke,
-        "use_cpu": smoke,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "vllm_importance_sampling_correction": spec["correction"] == "tis",
     }
     if spec["correction"] == "tis":

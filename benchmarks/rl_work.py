@@ -98,10 +98,3 @@ def random_ids(lengths: Sequence[int]) -> list[list[int]]:
     """Stand-ins for generated tokens in the smoke test: ids that every tokenizer here has."""
     draw = random.Random(0)
     return [[draw.randrange(20, 100) for _ in range(length)] for length in lengths]
-
-
-def synchronise() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

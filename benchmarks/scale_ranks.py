@@ -43,14 +43,8 @@ def main() -> None:
         for n in counts:
             of_n = rl_work.specification(args, "B", Path(scratch), times=n) if args.weak else spec
             record["ranks"][str(n)] = measured(of_n, n, Path(scratch))
-            write(record, args.out)  # after each: what was measured stays if the next is cut off
-
-
-def write(record: dict[str, Any], out: Path | None) -> None:
-    print(table(record), flush=True)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+            print(table(record), flush=True)
+            sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
 
 
 def arguments() -> argparse.Namespace:

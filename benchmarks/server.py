@@ -48,9 +48,7 @@ def main() -> None:
         record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
             record["runs"][name] = measured(spec, name, Path(scratch), args)
-            if args.out is not None:  # after each: what was measured stays if the next is cut off
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(record, indent=1) + "\n")
+            sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
             print(table(record), flush=True)
 
 

@@ -220,7 +220,12 @@ def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] |
 def finish(
     record: dict[str, Any], out: Path | None, floor: Callable[[dict[str, Any]], list[str]] | None = None
 ) -> None:
+    write(record, out)
+    print(table(record, floor))
+
+
+def write(record: dict[str, Any], out: Path | None) -> None:
+    """The record as JSON, where it is wanted."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record, floor))

@@ -135,9 +135,7 @@ def main() -> None:
 def keep(record: dict[str, Any], name: str, out: Path | None, found: dict[str, Any]) -> None:
     """Put a task's results into the record and the file: what was measured stays if the rest is cut off."""
     record[name] = found
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(record, indent=1) + "\n")
+    sides.write(record, out)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from posttrain.rollout import wire
 from posttrain.rollout.client import Client
 from posttrain.rollout.remote import ServerEngine
-from posttrain.rollout.server import EngineServer
+from posttrain.rollout.server import EngineServer, MakeCore
 
 
 class Taking:
@@ -40,7 +40,7 @@ class Taking:
 
 def serve(listener: socket.socket) -> None:
     torch.set_num_threads(1)
-    EngineServer(listener, Taking).serve()  # type: ignore[arg-type]
+    EngineServer(listener, cast(MakeCore, Taking)).serve()
 
 
 def pushing(client: Client, *, shared: bool) -> ServerEngine:

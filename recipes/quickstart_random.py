@@ -8,4 +8,4 @@ def coin(completion: str) -> float:
     return float(zlib.crc32(completion.encode()) % 2)
 
 
-EXAMPLES = [("a", {}, 1.0), ("b", {}, 1.0), ("c", {}, 1.0), ("d", {}, 0.0)]
+EXAMPLES: list[tuple[str, dict[str, object], float]] = [("a", {}, 1.0), ("b", {}, 1.0), ("c", {}, 1.0), ("d", {}, 0.0)]

@@ -6,6 +6,7 @@ rewards:
 Rows for it come from `recipes/data/referee.py`.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -27,8 +28,8 @@ def order(completion: str, truth: Sequence[float], *, low: float = 0.0, high: fl
     for number, score in LINE.findall(after_think(completion)):
         if said.setdefault(int(number), float(score)) != float(score):
             return 0.0
-    scores = [said.get(n + 1) for n in range(len(truth))]
-    if any(score is None or not low <= score <= high for score in scores):
+    scores = [said.get(n + 1, math.nan) for n in range(len(truth))]  # nan is not within anything
+    if not all(low <= score <= high for score in scores):
         return 0.0
     signs = [_sign(scores[i] - scores[j]) * _sign(truth[i] - truth[j]) for i, j in ordered]
     return sum(signs) / len(ordered)

@@ -14,6 +14,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked slow run where they are asked for."""
+    if os.environ.get("POSTTRAIN_SLOW") != "1":
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="minutes: make test-slow"))
+
+
 @pytest.fixture(scope="session")
 def serving() -> ModuleType:
     """tests/serving.py: the real engine server around a stand-in for vLLM."""

@@ -1,9 +1,14 @@
-"""The benchmarks' arithmetic: ratios come from the steps in the JSON. That the sides run is `--smoke`, by hand."""
+"""The benchmarks' arithmetic: ratios come from the steps in the JSON. With `make test-slow` the scripts run, on tiny
+models, and what they call equal is equal."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,3 +136,151 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     assert engine.closed and len(result["generate_alone_s"]) == 2
     assert engine.calls[1] == [(n, False, True) for n in range(16, 32)]
     assert engine.calls[2:] == [[(n, False, False) for n in range(16, 32)]] * 2
+
+
+# --- the scripts as commands, on tiny models ---
+
+TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    """Runs a script from a folder of its own; its JSON and what it printed. An exit code that is not 0 is an error."""
+
+    def run(script: str, *flags: str) -> tuple[dict[str, Any], str]:
+        out = tmp_path / "the results" / f"{script}.json"
+        command = [sys.executable, str(BENCHMARKS / script), *flags, "--out", str(out)]
+        threads = {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **threads})
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return json.loads(out.read_text()), done.stdout
+
+    return run
+
+
+def same(one: dict[str, Any], other: dict[str, Any], *curves: str) -> None:
+    """The two sides saw the same tokens, and these figures of each step are equal but for rounding."""
+    assert one["tokens"] == other["tokens"] and min(one["tokens"]) > 0
+    for curve in curves:
+        assert one[curve] == pytest.approx(other[curve], rel=1e-4, abs=1e-5), curve
+        assert len({round(value, 5) for value in one[curve]}) > 1, f"{curve} never changes: it shows nothing"
+
+
+@pytest.mark.slow
+@TRL
+def test_sft_and_trl_have_the_same_losses(smoke):
+    """Padded and padding-free TRL see the rows of each step; packed, it puts them in lines of its own."""
+    record, printed = smoke("sft.py", "--smoke")
+    tries = {one["settings"]["way"]: one for one in record["trl_tries"]}
+    for way in ("padding_free", "padded"):
+        same(record["posttrain"], tries[way], "loss", "grad_norm")
+        assert f"trl {way} at 4: " in printed
+    assert printed.splitlines()[-2].endswith("largest gap of the loss 0.0000, mean loss 4.7431 and 4.7431")
+    assert tries["packing"]["tokens"] != record["posttrain"]["tokens"]
+    assert tries["packing"]["loss"] == pytest.approx(record["posttrain"]["loss"], abs=0.1)
+    assert record["trl"] in tries.values() and record["setting"] == {"steps": 4, "rows_a_step": 8}
+
+
+@pytest.mark.slow
+@TRL
+def test_dpo_and_trl_have_the_same_losses(smoke):
+    """As it comes, TRL sees the pairs of each step; grouped by length, all of them in another order."""
+    record, printed = smoke("dpo.py", "--smoke")
+    same(record["posttrain"], record["trl_tries"][0], "loss", "grad_norm", "margins")
+    ways = [one["settings"]["way"] for one in record["trl_tries"]]
+    assert ways == ["as_it_comes", "group_by_length"] and "error" not in record["trl_tries"][1]
+    assert record["posttrain"]["reference_s"] > 0 and "reference pass, once: " in printed
+    assert printed.count("largest gap of the loss 0.0000") == 2  # in two tables, of the first way alone
+
+
+@pytest.mark.slow
+@TRL
+def test_an_rl_step_is_that_of_trl(smoke):
+    """Work B: the same tokens on both sides, so the same rewards and gradients. Work A samples: both sides run."""
+    record, printed = smoke("rl_step.py", "--smoke")
+    assert record["work"] == "B"
+    same(record["posttrain"], record["trl"], "reward", "grad_norm")
+    assert {"generate", "score", "sync", "update"} <= record["posttrain"]["phases"].keys()
+    assert "work A" in printed and "failed" not in printed
+    assert all(line.split()[-1] != "0.000" for line in printed.splitlines() if line.startswith("seconds a step"))
+
+
+@pytest.mark.slow
+def test_replayed_updates_do_not_depend_on_the_ranks(smoke):
+    record, printed = smoke("replay_ranks.py", "--smoke")
+    assert record["largest_gap"] < 1e-5 and "2 ranks  loss " in printed
+    for curve in ("loss", "grad_norm"):
+        assert len(set(record["ranks"]["1"][curve])) == 5
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_on_all_numbers_of_ranks(smoke):
+    record, printed = smoke("scale_ranks.py", "--smoke")
+    assert list(record["ranks"]) == ["1", "2"]
+    same(record["ranks"]["1"], record["ranks"]["2"], "reward", "grad_norm")
+    assert [line.split()[:2] for line in printed.splitlines()[-2:]] == [["1", "ranks"], ["2", "ranks"]]
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_with_an_engine_elsewhere(smoke):
+    """`server` samples what the others sample, and has its log-probs corrected: another gradient, the same rewards."""
+    record, printed = smoke("server.py", "--smoke")
+    one, both, server = (record["runs"][name] for name in ("one", "both", "server"))
+    same(one, both, "reward", "grad_norm")
+    same(one, server, "reward")
+    assert server["settings"]["staleness"] == 1 and "ahead_rollout" in server["phases"]
+    assert "failed" not in printed
+
+
+@pytest.mark.slow
+def test_peaks_are_predicted_and_measured_by_phase(smoke):
+    record, printed = smoke("plan_peak.py", "--smoke")
+    assert list(record["works"]) == ["A", "B_lora", "B_full"]
+    for work in record["works"].values():
+        assert {"rollout", "update", "sync"} <= work["predicted"].keys()
+        assert work["predicted_peak_gib"] > 0 and work["peak_gib"] > 0.2  # a process with torch
+    assert printed.count("  peak: predicted ") == 3
+
+
+@pytest.mark.slow
+def test_best_of_n_by_reward_models(smoke):
+    """One answer is one drawn at random, in deviations from their mean 0; what picks likes its picks more and more."""
+    record, _ = smoke("overoptimisation.py", "--smoke")
+    assert {row["way"] for row in record["rows"]} == {
+        "one model", "mean of 5", "wco of 5", "uwo of 5, 0.1", "uwo of 5, 0.5"
+    }  # fmt: skip
+    assert len(record["rows"]) == 2 * (5 + 4)
+    for row in record["rows"]:
+        assert row["gold"]["1"] == pytest.approx(0, abs=1e-6)
+        assert all(fewer < more for fewer, more in pairwise(row["proxy"].values()))
+
+
+@pytest.mark.slow
+@TRL
+def test_rl_with_tools_runs_all_its_stages(smoke):
+    record, _ = smoke("tools_rl.py", "--smoke")
+    for task in ("calculator", "search"):
+        assert list(record[task]["evaluations"]) == ["start", "sft", "rl", "otc"]
+        for found in record[task]["evaluations"].values():
+            assert 0 <= found["correct"] <= 1 and found["calls"] >= 0
+        assert {len(curve) for run in record[task]["curves"].values() for curve in run.values()} == {2}
+        assert record[task]["seconds"].keys() >= {"sft", "rl", "otc", "eval-start"}
+
+
+@pytest.mark.slow
+@TRL
+def test_rewards_are_those_of_a_plain_loop(smoke):
+    record, printed = smoke("rewards.py", "--n", "200", "--workers", "2")
+    for kind, rows in (("grouped", 200), ("distinct", 40)):
+        assert record[kind]["rows"] == rows and record[kind]["agreement_with_the_loop"] == 1.0
+    assert 0 <= record["endless_row"]["beyond_its_limit"] < 5
+    assert "same scores as the loop on 100.0%" in printed
+
+
+@pytest.mark.slow
+def test_weights_arrive_by_both_ways():
+    command = [sys.executable, str(BENCHMARKS / "transfer.py"), "--gib", "0.07", "--repeats", "1"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["gib"] == 2 / 32 and found["gib_per_s"].keys() == {"shared memory", "HTTP"}
+    assert found["ratio"] == pytest.approx(found["gib_per_s"]["shared memory"] / found["gib_per_s"]["HTTP"])
+    assert all(len(times) == 2 and min(times) > 0 for times in found["seconds"].values())

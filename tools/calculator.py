@@ -3,8 +3,12 @@
 import ast
 import math
 import operator
+from collections.abc import Callable
+from typing import Any
 
-_BINARY = {
+Number = Any  # int, float or complex, as Python's operators make them
+
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -12,8 +16,15 @@ _BINARY = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-_FUNCTIONS = {"sqrt": math.sqrt, "abs": abs, "round": round, "min": min, "max": max, "log": math.log}
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
+    "sqrt": math.sqrt,
+    "abs": abs,
+    "round": round,
+    "min": min,
+    "max": max,
+    "log": math.log,
+}
 LARGEST_POWER = 1000  # bits of a result at most, about 300 digits
 
 
@@ -29,7 +40,7 @@ def calculator(expression: str) -> str:
     return str(value)
 
 
-def _value(node):
+def _value(node: ast.AST) -> Number:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -43,7 +54,7 @@ def _value(node):
     raise ValueError("not arithmetic: numbers, + - * / // % ** ( ) and a few functions")
 
 
-def _power(base, exponent):
+def _power(base: Number, exponent: Number) -> Number:
     if abs(base) > 1 and exponent * math.log2(abs(base)) > LARGEST_POWER:
         raise ValueError("the result is too large")
     return base**exponent

@@ -36,7 +36,6 @@ class JudgeError(RuntimeError):
 class Settings(TypedDict, total=False):
     """How a recipe writes an endpoint; `Endpoint` says what each means."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]  # noqa: RUF012  (read by pydantic, if it is there)
     url: Required[str]
     model: Required[str]
     key_env: str | None
@@ -46,6 +45,10 @@ class Settings(TypedDict, total=False):
     retries: int
     budget: int | None
     cache: str
+
+
+# What pydantic reads, where it is there. Written in the class, type checkers would take it for a key.
+setattr(Settings, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
 
 
 @dataclass(frozen=True)

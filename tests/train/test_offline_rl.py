@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from posttrain.places import shipped
 F64 = torch.float64
 
 
-def slow(test: Any) -> Any:
-    """Only where it is asked for: make test-slow."""
-    asked = os.environ.get("POSTTRAIN_SLOW") == "1"
-    return pytest.mark.slow(pytest.mark.skipif(not asked, reason="make test-slow")(test))
-
-
 LEVELS = {
     "token": [],
     "response": ["loss.level=response"],
@@ -31,7 +24,7 @@ LEVELS = {
 }
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_oreo_trains_twenty_steps(cli: Any, level: str, tmp_path: Path) -> None:
     """Right traces become likelier than wrong ones; going on from a checkpoint changes nothing."""
@@ -120,7 +113,7 @@ def by_advantages(folder: Path, critic: Path) -> list[str]:
     return ["rl", str(recipe)]
 
 
-@slow
+@pytest.mark.slow
 def test_direct_advantages_train_twenty_steps(cli: Any, tmp_path: Path) -> None:
     critic = critic_of(cli, tmp_path, 20)
     errors = [row["critic/error"] for row in cli.rows_of(critic)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,7 @@ F64 = torch.float64
 COMMAND = ["rl", "rl/nash_mp_tiny"]
 
 
-def slow(test: Any) -> Any:
-    """Only where it is asked for: make test-slow."""
-    asked = os.environ.get("POSTTRAIN_SLOW") == "1"
-    return pytest.mark.slow(pytest.mark.skipif(not asked, reason="make test-slow")(test))
-
-
-@slow
+@pytest.mark.slow
 def test_nash_mirror_prox_trains_twenty_steps(cli: Any, tmp_path: Path) -> None:
     """The policy gets ahead of an opponent that follows it."""
     rows = cli.resumed(tmp_path / "a run", *COMMAND)

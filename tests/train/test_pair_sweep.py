@@ -8,7 +8,6 @@ in every loss. Five steps of each loss are in test_pair_losses.py.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,6 @@ FAMILIES = {
     "mnpo": {"loss": {"use": "mnpo", "eta": 0.5}},
     "kto": {"loss": "kto"},
 }
-
-
-def slow(test: Any) -> Any:
-    """Minutes: only where it is asked for."""
-    asked = os.environ.get("POSTTRAIN_SLOW") == "1"
-    return pytest.mark.slow(pytest.mark.skipif(not asked, reason="minutes: make test-slow")(test))
 
 
 @pytest.fixture
@@ -100,7 +93,7 @@ def test_one_method_a_family_trains_and_resumes_exactly(name: str, folder: Path)
     assert len(trained(folder, FAMILIES[name], 4)) == 4
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_twenty_steps(name: str, folder: Path) -> None:
     rows = trained(folder, METHODS[name], 20)
@@ -118,7 +111,7 @@ RL_LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RL_LOSSES)
 def test_twenty_steps_on_samples(name: str, folder: Path) -> None:
     """The pair losses that run on the policy's own samples, in rl: the reward grows."""

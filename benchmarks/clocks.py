@@ -1,0 +1,74 @@
+"""What a side's steps are timed with: clocks around code that is not the benchmarks' own."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+def synchronise() -> None:
+    """Wait for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    """Meanwhile `owner.name`, of a module or class, is `by`."""
+    original = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def clocked(owner: Any, name: str, result: dict[str, Any], key: str) -> Iterator[None]:
+    """Meanwhile the seconds of the last call of `owner.name` are put into the result."""
+    original = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        found = original(*args, **kwargs)
+        synchronise()
+        result[key] = time.perf_counter() - started
+        return found
+
+    with replaced(owner, name, timed):
+        yield
+
+
+@contextmanager
+def metric_times() -> Iterator[list[float]]:
+    """posttrain's clock: the times at which lines of metrics were written, one a step."""
+    from posttrain.run.metrics import MetricsLog
+
+    times: list[float] = []
+    write = MetricsLog.write
+
+    def timed(self: MetricsLog, step: int, values: Any) -> None:
+        write(self, step, values)
+        synchronise()
+        times.append(time.perf_counter())
+
+    with replaced(MetricsLog, "write", timed):
+        yield times
+
+
+def posttrain_steps(rows: Sequence[dict[str, Any]], times: Sequence[float]) -> dict[str, Any]:
+    """`step_s` and `tokens` by step, of the lines of metrics and their times."""
+    return {
+        "step_s": [rows[0]["time/step"], *(b - a for a, b in itertools.pairwise(times))],
+        "tokens": by_step([row["num_tokens"] for row in rows]),
+    }
+
+
+def by_step(totals: Sequence[int]) -> list[int]:
+    """What each step added to a running total."""
+    return [b - a for a, b in itertools.pairwise([0, *totals])]
