@@ -31,7 +31,9 @@ import rl_trl
 import sides
 from rl_work import setting, specification
 
-TRL_MICRO = {  # rows a forward pass, largest first, by work and sleep: twice the first is far over 80 GB
+TRL_MICRO: dict[
+    str, dict[str, tuple[int, ...]]
+] = {  # rows a forward pass, largest first, by work and sleep: twice the first is far over 80 GB
     "A": {"off": (64, 32, 16, 8), "on": (128, 64, 32, 16, 8)},
     "B lora": {"off": (16, 8, 4), "on": (16, 8, 4)},
     "B": {"off": (8, 4), "on": (16, 8, 4)},
