@@ -12,7 +12,7 @@ from posttrain.evaluate.compare import compare
 from posttrain.evaluate.efficiency import Efficiency, accuracy_capability, efficiency_metrics
 from posttrain.evaluate.sampling import PROBLEMS
 from posttrain.evaluate.summary import Record, verdict
-from posttrain.recipe.sections import EvalSettings
+from posttrain.recipe.eval_sections import EvalSettings
 from posttrain.run.jsonl import read_rows
 
 

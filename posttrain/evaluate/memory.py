@@ -10,7 +10,8 @@ from posttrain.data.render import encode_prompts
 from posttrain.evaluate.contamination import contamination_check, shown_and_hidden
 from posttrain.evaluate.sampling import Record, sample
 from posttrain.models.load import load_tokenizer
-from posttrain.recipe.sections import Contamination, Data
+from posttrain.recipe.eval_sections import Contamination
+from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.run.directory import RunDirectory
 

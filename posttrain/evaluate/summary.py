@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from posttrain.evaluate.estimators import Interval, avg_at_k, bootstrap_ci, cons_at_k, pass_contributions, scored
-from posttrain.recipe.sections import EvalSettings
+from posttrain.recipe.eval_sections import EvalSettings
 
 Record = Mapping[str, Any]
 

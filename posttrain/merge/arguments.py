@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.merge.values import value_at
+from posttrain.recipe.merge_sections import MergeModel, MergeParameters
 from posttrain.recipe.merging import PER_MODEL, given
-from posttrain.recipe.sections import MergeModel, MergeParameters
 from posttrain.registry import Component
 
 _SCALES = ("lam", "scale", "alpha", "t")  # 0 means that the result is the anchor

@@ -16,7 +16,7 @@ from posttrain.merge.sources import Source, open_source
 from posttrain.merge.tensors import Spec
 from posttrain.merge.values import layer_count
 from posttrain.recipe import merging
-from posttrain.recipe.sections import MergeModel
+from posttrain.recipe.merge_sections import MergeModel
 from posttrain.recipe.stages import MergeRecipe
 
 

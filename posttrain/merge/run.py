@@ -20,8 +20,8 @@ from posttrain.merge.blocks import one_thread
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Plan, make_plan
 from posttrain.merge.stream import Changes, Tally, check_written, write_merged
+from posttrain.recipe.merge_sections import Filtered
 from posttrain.recipe.merging import ARGUMENTS
-from posttrain.recipe.sections import Filtered
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from posttrain.recipe.sections import Filtered
+from posttrain.recipe.merge_sections import Filtered
 
 Setting = float | Sequence[float] | Sequence[Filtered]
 

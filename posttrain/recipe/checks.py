@@ -13,7 +13,8 @@ from posttrain.errors import Problem
 from posttrain.places import split_function
 from posttrain.recipe import building, merging, objective_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.sections import Critic, EngineSection, EvalSettings, Reward, Scoring
+from posttrain.recipe.eval_sections import EvalSettings
+from posttrain.recipe.sections import Critic, EngineSection, Reward, Scoring
 from posttrain.recipe.tree import Node, dotted, follow
 
 Found = Iterator[tuple[str, str, str]]

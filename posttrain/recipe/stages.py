@@ -11,6 +11,8 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 from posttrain.recipe import merging
 from posttrain.recipe import sections as s
 from posttrain.recipe.building import Builder
+from posttrain.recipe.eval_sections import BestOf, EvalSettings, Search
+from posttrain.recipe.merge_sections import MergeModel, MergeParameters
 from posttrain.recipe.section import ComponentSection, Section, registered
 
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
@@ -235,9 +237,9 @@ class MergeRecipe(Stage):
     merge_method: Annotated[str, AfterValidator(partial(registered, "merge"))] = Field(
         description="see `posttrain methods list`"
     )
-    models: list[s.MergeModel] = Field(min_length=1)
+    models: list[MergeModel] = Field(min_length=1)
     base_model: str | None = None
-    parameters: s.MergeParameters = Field(default_factory=s.MergeParameters)
+    parameters: MergeParameters = Field(default_factory=MergeParameters)
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the first model's")
     tokenizer_source: str | None = Field(None, description="base, or one of the models; default: base or the first")
     _layers: int | None = PrivateAttr(None)
@@ -268,7 +270,7 @@ class EvalRecipe(Acting):
     engine: s.EngineSection = Field(default_factory=s.EngineSection)
     rewards: list[s.Reward] = Field(min_length=1)
     scoring: s.Scoring = Field(default_factory=s.Scoring)
-    eval: s.EvalSettings = Field(default_factory=s.EvalSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
 
 
 class GenerateRecipe(Acting):
@@ -282,11 +284,9 @@ class GenerateRecipe(Acting):
     sampling: s.Sampling = Field(default_factory=s.Sampling)
     engine: s.EngineSection = Field(default_factory=s.EngineSection)
     samples: s.Positive = Field(1, description="completions a prompt")
-    best_of: s.BestOf | None = Field(
-        None, description="score the samples of a prompt, and write the best to best.jsonl"
-    )
+    best_of: BestOf | None = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
 
-    search: s.Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
+    search: Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
 
     @model_validator(mode="after")
     def _search_finds_one(self) -> GenerateRecipe:

@@ -9,8 +9,8 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from posttrain.errors import RecipeError, nearest
+from posttrain.recipe.merge_sections import MergeParameters
 from posttrain.recipe.merging import UNWEIGHTED, given
-from posttrain.recipe.sections import MergeParameters
 from posttrain.recipe.stages import MergeRecipe
 
 _HINT = "write `--sweep weight=0:1:0.1` or `--sweep weight=0.25,0.5,1`"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from posttrain.batch import Prompt, Rollout
-from posttrain.recipe.sections import Sampling, Search
+from posttrain.recipe.eval_sections import Search
+from posttrain.recipe.sections import Sampling
 from posttrain.rollout.engine import Completion, Engine, as_rollouts
 from posttrain.seeds import derive
 

@@ -17,7 +17,7 @@ from posttrain.merge.rules import merge_state
 from posttrain.merge.stream import draws
 from posttrain.merge.values import value_at
 from posttrain.recipe.load import load
-from posttrain.recipe.sections import Filtered
+from posttrain.recipe.merge_sections import Filtered
 
 Merge = Callable[..., dict[str, Any]]
 AB = [{"model": "a"}, {"model": "b"}]

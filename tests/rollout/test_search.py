@@ -11,8 +11,9 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import RecipeError
 from posttrain.evaluate import generate
 from posttrain.models import tiny
+from posttrain.recipe.eval_sections import Search
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Reward, Sampling, Search
+from posttrain.recipe.sections import Reward, Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.scripted import ScriptedEngine
 from posttrain.rollout.search import SearchEngine, beam_step, step_labels

@@ -1,0 +1,72 @@
+"""The sections of evaluation: what is measured, and how one of several answers is found. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from posttrain.recipe.section import Section
+from posttrain.recipe.sections import NonNegative, Positive, Reward, Scoring, Share
+
+
+class Contamination(Section):
+    """Show the model the first part of each problem, without a chat template, and see whether it writes the rest."""
+
+    ratios: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+        default_factory=lambda: [0.8, 0.6, 0.4], min_length=1, description="shares of a problem that are shown"
+    )
+    max_new_tokens: Positive = Field(512, description="greedy continuation")
+    unit: Literal["word", "char"] = Field("word", description="what is compared; char for scripts without blanks")
+
+
+class EvalSettings(Section):
+    """What is measured."""
+
+    samples: Positive = Field(1, description="completions a prompt")
+    k: list[Positive] = Field(default_factory=lambda: [1], description="pass@k and cons@k for these k <= samples")
+    bootstrap: Positive = Field(10000, description="resamples of the interval")
+    level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
+    baseline: str | None = Field(
+        None,
+        description="run directory of an evaluation of the same problems (the start model) to compare with; in a "
+        "pipeline stage:NAME/problems.jsonl",
+    )
+    aes: list[NonNegative] = Field(
+        default_factory=lambda: [1.0, 3.0, 5.0],
+        min_length=3,
+        max_length=3,
+        description="accuracy-efficiency score against the baseline: weights of shortening, gain and loss of accuracy",
+    )
+    edges: list[Share] = Field(
+        default_factory=lambda: [0.25, 0.5, 0.75], description="borders of the difficulty buckets by baseline accuracy"
+    )
+    contamination: Contamination | None = Field(None, description="probe whether the problems were seen in training")
+    best_of: str | None = Field(
+        None,
+        description="name of a reward, or `reward` for their weighted sum: how right is the best-scored of n samples",
+    )
+    habits: bool = Field(False, description="count verification, backtracking, subgoals, backward chaining by patterns")
+
+
+class BestOf(Section):
+    """What scores the completions of a prompt; the best one of each goes to best.jsonl."""
+
+    rewards: list[Reward] = Field(min_length=1, description="e.g. a reward_model")
+    scoring: Scoring = Field(default_factory=Scoring)
+
+
+class Search(Section):
+    """Step-wise decoding: traces grow a step at a time, rewards score each, the best go on."""
+
+    beam: Positive = Field(4, description="traces of a prompt that go on")
+    branch: Positive = Field(4, description="next steps tried for each")
+    ends: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=lambda: ["\n\n"], min_length=1, description="texts that end a step, besides EOS"
+    )
+    step_tokens: Positive = Field(256, description="longest step")
+    max_steps: Positive = 32
+    mean: bool = Field(False, description="compare traces by the mean of their steps' rewards instead of the sum")
+    sigmoid: bool = Field(False, description="a step's reward is the sigmoid of the score, e.g. of a reward model")
+    rewards: list[Reward] = Field(min_length=1, description="what scores a trace so far, e.g. a reward_model")
+    scoring: Scoring = Field(default_factory=Scoring)
