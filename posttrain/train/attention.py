@@ -3,6 +3,9 @@
 Registered with transformers as one more attention implementation. Where a batch brings `packed` (the row borders), the
 rows are kept apart by torch's variable-length kernel (CUDA, half precision) or row by row (elsewhere); without it, the
 call is ordinary SDPA with the mask that it was given, so that generation with the same model is untouched.
+
+Whether an architecture hands the borders on to each of its layers, and has no layer that carries a state along the line
+(Mamba, linear attention, convolutions), is tried and not believed: see `keeps_rows_apart`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +26,9 @@ from transformers.masking_utils import sdpa_mask
 
 from posttrain.batch import on_device
 from posttrain.errors import ModelError
+from posttrain.rollout.hf import evaluating
+from posttrain.train.head import backbone
+from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"
 
@@ -99,7 +106,7 @@ def packed_attention(
             strict=True,
         )
     ]
-    return torch.cat(rows, dim=2).transpose(1, 2), None
+    return torch.cat(rows, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _compute_dtype(query: Tensor) -> torch.dtype:
@@ -141,12 +148,56 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def use_packed_attention(model: Any) -> bool:
-    """Switch the model to packed-aware attention in place; False if its architecture cannot take it."""
+    """Switch the model to packed-aware attention in place; False, and nothing is changed, if its architecture cannot
+    take it."""
     causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = causal.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None) or not getattr(causal, "_supports_attention_backend", False):
+    if not takes_sdpa(causal):
         return False
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _mask)
+    before, alone = causal.config._attn_implementation, _probed(causal, [PROBE])
     causal.set_attn_implementation(NAME)
-    return True
+    if keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone):
+        return True
+    causal.set_attn_implementation(before)
+    return False
+
+
+def takes_sdpa(causal: Any) -> bool:
+    """Whether softmax(q k) v is all that its attention does: no capped scores, no sinks. `eager`, by the recipe or
+    because the architecture knows nothing else, stays what it is."""
+    capped = getattr(causal.config.get_text_config(), "attn_logit_softcapping", None)
+    eager = causal.config._attn_implementation == "eager"
+    return not (capped or eager) and getattr(causal, "_supports_attention_backend", False) and causal._supports_sdpa
+
+
+PROBE = range(11, 18)  # tokens of a row
+Borders = Callable[[list[int], torch.device], dict[str, Any]]
+
+
+def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tensor | None = None) -> bool:
+    """Whether a row behind another one gets the states that it gets alone, whatever the other one is.
+
+    borders: what tells the model where rows of these lengths end, besides positions that start at 0 again. alone: the
+    states of PROBE alone, if not those of the model as it is.
+    """
+    one, other = (_probed(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
+    alone = _probed(causal, [PROBE]) if alone is None else alone
+    # rounding: experts' products depend on how many tokens they get, half precision on everything
+    same, close = (1e-4, 1e-3) if causal.dtype == torch.float32 else (2e-2, 0.1)
+    return _gap(one, other) < same and _gap(one, alone) < close
+
+
+def _gap(states: Tensor, others: Tensor) -> float:
+    return float((states - others).norm() / states.norm())
+
+
+def _probed(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) -> Tensor:
+    """The states [tokens,H] of the last of these rows in one line."""
+    device, size = next(causal.parameters()).device, causal.config.get_text_config().vocab_size
+    ids = torch.tensor([[n % size for row in rows for n in row]], device=device)
+    positions = torch.tensor([[n for row in rows for n in range(len(row))]], device=device)
+    inputs = {"input_ids": ids, "position_ids": positions, **borders([len(row) for row in rows], device)}
+    with evaluating(causal), torch.no_grad():
+        out = as_forward(causal, lambda: backbone(causal)(**inputs, use_cache=False))
+    return out[0][0, -len(rows[-1]) :].float()

@@ -15,8 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.errors import ModelError
+
 MIN_CHUNK = 16  # tokens
 CHUNK_CELLS = 1 << 26  # logits of one chunk at most: 256 MiB in float32
+
+
+def backbone(causal: Any) -> Any:
+    """What stands below the head: ids in, hidden states out. Raises ModelError where nothing says what that is."""
+    below = causal.base_model
+    if below is causal:  # its class names a part that it has not (Llama 4)
+        below = getattr(causal, "model", None)
+    if below is None:
+        raise ModelError(f"{type(causal).__name__} does not say what stands below its output head")
+    return below
 
 
 class Head(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import on_device
 from posttrain.train.attention import Packed
-from posttrain.train.head import Head, token_scores
+from posttrain.train.head import Head, backbone, token_scores
 from posttrain.train.sharding import as_forward
 
 
@@ -156,7 +156,7 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
 def _padded_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
     """Last hidden states [N,L,H] of right-padded rows."""
     ids, mask = _pad(sequences, device)
-    return causal.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
 
 
 def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill: int) -> Tensor:
@@ -169,7 +169,7 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill
     ids = on_device([*(i for row in sequences.ids for i in row), *[0] * rest], device)[None]
     positions = on_device([i for n in lengths for i in range(n)], device)[None]
     borders = Packed.of(lengths, device)
-    return causal.base_model(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
+    return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 
 
 def check_head(model: nn.Module, sequences: Sequences) -> float:

@@ -1,0 +1,67 @@
+"""Which architectures may stand in a packed line: tried on the model, not read from its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.train.attention import NAME, use_packed_attention
+from posttrain.train.logprobs import Sequences, check_head, completion_logprobs
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SEQUENCES = Sequences(((1, 5, 9, 3), (1, 7, 2, 8, 4, 6, 11, 12)), (2, 3))
+
+
+def small(kind: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL | more)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("nemotron", {}),  # its layers do not hand on what they do not know
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),  # a convolution runs over the border
+        ("gpt_oss", EXPERTS),  # attention sinks, which no SDPA knows
+        ("gemma2", {}),  # capped scores
+        ("qwen2", {"attn_implementation": "eager"}),  # what the recipe asks for
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_packed_stays_as_it_was(kind: str, more: dict[str, Any]) -> None:
+    model = small(kind, **more)
+    before = model.config._attn_implementation
+    alone = check_head(model, SEQUENCES)
+    with torch.no_grad():
+        expected = completion_logprobs(model, SEQUENCES, 5)[0]
+    assert not use_packed_attention(model)
+    assert model.config._attn_implementation == before != NAME
+    with torch.no_grad():
+        assert torch.equal(completion_logprobs(model, SEQUENCES, 5)[0], expected)
+    assert alone < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "llama4_text", "jetmoe"])
+def test_what_can_be_packed_is_exact(kind: str) -> None:
+    model = small(kind, **EXPERTS)
+    with torch.no_grad():
+        expected = completion_logprobs(model, SEQUENCES, 5)[0]
+        assert use_packed_attention(model)
+        packed = completion_logprobs(model, SEQUENCES, 5, packed=True)[0]
+    torch.testing.assert_close(packed, expected, atol=2e-5, rtol=0)
