@@ -85,8 +85,11 @@ def _save(
 
 
 def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Module | None = None) -> State | None:
-    """Load the newest complete checkpoint under `root` in place and return its State; None if there is none."""
-    folder = checkpoints.latest(root)
+    """Load the newest complete checkpoint under `root` in place and return its State; None if there is none.
+
+    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on.
+    """
+    folder = checkpoints.latest(root, hashes=True)
     if folder is None:
         return None
     load_weights(loaded, folder)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.regularise import reference_power
+from posttrain.rollout.hf import evaluating
 from posttrain.train import distributed, sharding
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.pieces import Pieces
@@ -70,7 +71,7 @@ def measure(
 ) -> RolloutBatch:
     """The batch with those fields of `needs` that a pass can measure and that it lacks; 0 outside `rows`.
 
-    The policy must be as it was when it sampled.
+    The policy must be as it was when it sampled; it is measured as it sampled, without dropout.
     """
     if not len(rows):
         return batch
@@ -85,7 +86,7 @@ def measure(
             hidden="hidden" in wanted,
             value_head=p.critic if "values" in wanted else None,
         )
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(p.loaded.model):
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, p.loaded.model, s, width, extras))
         batch = batch.replace(**{name: found[AT_ROLLOUT[name]] for name in wanted})
     if p.reference is not None and missing & {*BY_REFERENCE, *(("values",) if frozen else ())}:
@@ -132,7 +133,7 @@ def _prompts(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> RolloutBat
     ids = tuple(sequences.ids[r][: sequences.prompt_lengths[r]] for r in rows)
     prompts = Sequences(ids, (1,) * len(ids))
     width = max(max(prompts.lengths) - 1, 1)
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(p.loaded.model):
         found = _in_parts(p, prompts, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, width, Extras()))
     place = {group: n for n, group in enumerate(firsts)}
     expand = torch.tensor([place[group] for group in batch.group_ids.tolist()], device=batch.mask.device)

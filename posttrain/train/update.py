@@ -47,10 +47,11 @@ def update(
 ) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
     """All optimiser updates of one step. Rows without signal are skipped; the denominators count them.
 
-    Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
+    Dropout, where the model has it, is drawn from (seed, step) and rank. Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
     """
     settings = p.recipe.batch
     p.loaded.model.train()
+    torch.manual_seed(distributed.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
     several = {"old_logp"} if p.updates_per_step > 1 else set()
     batch = measure(p, batch, sequences, active, p.objective.needs | several)

@@ -58,9 +58,10 @@ def finished(opened: Opened, name: str, recipe: Any, *, resume: bool = False) ->
 
 
 def test_a_disk_that_fills_while_a_checkpoint_is_written(
-    recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint of step 3 does not fit: those of 1 and 2 stay, and the run goes on from 2 once there is space."""
+    """The checkpoint of step 3 does not fit: those of 1 and 2 stay, and the run goes on from 2 once there is space.
+    Then the disk flips a bit of the last one: the run goes on from the one before."""
     expected = finished(opened, "straight", recipe())
     saved, original = list[Path](), torch.save
 
@@ -78,6 +79,12 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     newest = checkpoints.latest(directory.checkpoints, hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
     assert finished(opened, "full", recipe(), resume=True) == expected
+    weights = checkpoints.folder_for(directory.checkpoints, 4) / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # the same size: only its hash tells
+    assert finished(opened, "full", recipe(), resume=True) == expected
+    assert weights.read_bytes() == whole, "made anew from step 3"
+    assert "step-00000004 is damaged and is not used" in capsys.readouterr().err
 
 
 def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,15 +172,18 @@ def test_dropped_groups_are_refilled(recipe: Make, opened: Opened) -> None:
     assert any(r["rollout/gen_batches"] > 1 for r in rows)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened, optimizer: str) -> None:
+@pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])
+def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened, case: str) -> None:
     settings = {"run": {"steps": 4, "save_every": 2}, "kl": {"coef": 0.01}, "batch": {"minibatches": 2}}
-    if optimizer != "adamw":
+    if case == "dropout":
+        settings |= {"model": {"path": "tiny", "lora": {"rank": 4, "dropout": 0.3}}}
+    if case == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-        settings |= {"optim": {"use": optimizer}, "model": {"path": "tiny", "offload_reference": True}}
+        settings |= {"optim": {"use": case}, "model": {"path": "tiny", "offload_reference": True}}
     with opened("straight") as directory:
         rl.run(recipe(**settings), directory)
         expected = timeless(directory.path)
+    assert expected[0]["mismatch/max"] < 1e-4, "measured as it sampled, without dropout"
     with opened("interrupted") as directory, StopAfter(2), pytest.raises(Interrupted, match="step 2 of 4"):
         rl.run(recipe(**settings), directory)
     assert checkpoints.latest(directory.checkpoints) is not None
