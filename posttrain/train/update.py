@@ -47,7 +47,8 @@ def update(
 ) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
     """All optimiser updates of one step. Rows without signal are skipped; the denominators count them.
 
-    Dropout, where the model has it, is drawn from (seed, step) and rank. Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
+    Dropout, where the model has it, is drawn from (seed, step) and rank.
+    Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
     """
     settings = p.recipe.batch
     p.loaded.model.train()
