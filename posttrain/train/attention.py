@@ -198,6 +198,8 @@ def _probed(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) ->
     ids = torch.tensor([[n % size for row in rows for n in row]], device=device)
     positions = torch.tensor([[n for row in rows for n in range(len(row))]], device=device)
     inputs = {"input_ids": ids, "position_ids": positions, **borders([len(row) for row in rows], device)}
-    with evaluating(causal), torch.no_grad():
+    half = causal.dtype != torch.float32  # adapters on it are float32
+    products = torch.autocast(device.type, dtype=causal.dtype if half else None, enabled=half)
+    with evaluating(causal), torch.no_grad(), products:
         out = as_forward(causal, lambda: backbone(causal)(**inputs, use_cache=False))
     return out[0][0, -len(rows[-1]) :].float()

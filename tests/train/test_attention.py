@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from posttrain.models.load import load
+from posttrain.recipe.sections import Lora, Model
 from posttrain.train.attention import NAME, use_packed_attention
 from posttrain.train.logprobs import Sequences, check_head, completion_logprobs
 
@@ -65,3 +68,11 @@ def test_what_can_be_packed_is_exact(kind: str) -> None:
         assert use_packed_attention(model)
         packed = completion_logprobs(model, SEQUENCES, 5, packed=True)[0]
     torch.testing.assert_close(packed, expected, atol=2e-5, rtol=0)
+
+
+def test_float32_adapters_on_a_half_precision_model_are_packed(tmp_path: Path) -> None:
+    """As every LoRA run on a GPU has them."""
+    section = Model(path="tiny", lora=Lora(), dtype="bfloat16", device="cpu")
+    loaded = load(section, tmp_path, training=True)
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16, torch.float32}
+    assert use_packed_attention(loaded.model)
