@@ -5,6 +5,8 @@ VENV ?= .venv
 # A CPU build is enough for the quickstart and the tests; for a GPU: make install TORCH="torch" EXTRAS="train,vllm,quant,dev"
 TORCH ?= torch==2.13.0
 EXTRAS ?= train,quant,dev
+# Tests run in this many processes, each with one thread and about 2 GiB; make test WORKERS=0 runs them in one.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: help install quickstart test test-slow test-vllm test-gpu check lint format type index bench clean
@@ -25,7 +27,7 @@ quickstart: install ## train a tiny reasoner: SFT, RL and its controls, DPO, mer
 	$(BIN)/posttrain run quickstart --output runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: install ## all CPU tests
-	$(BIN)/python -m pytest -q -m "not gpu and not vllm"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not vllm"
 
 test-slow: ## tests of minutes: every preference method for 20 steps, the benchmarks on tiny models
 	POSTTRAIN_SLOW=1 $(BIN)/python -m pytest -q -m slow tests

@@ -17,7 +17,8 @@ from typing import IO, Any
 from posttrain.errors import RecipeError, RunError
 from posttrain.run import ranks
 
-_ENTRY = "import sys; sys.path.append({root!r}); from posttrain.rollout.server import main; main({fd})"
+_BEGIN = "import sys; sys.path.append({root!r}); from posttrain.rollout import lifeline; lifeline.watch(); "
+_SERVE = "from posttrain.rollout.server import main; main({fd})"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ranks.LAUNCHED)
 GRACE_S = 10.0
 SHORT_LIFE_S = 5.0
@@ -25,12 +26,12 @@ DEVICES = "rollout.vllm.server.devices"
 
 
 def start_process(listener: socket.socket, output: IO[Any] | None, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A server on a listening socket, which it inherits. It ends when we do: it holds the other end of its stdin.
+    """A server on a listening socket, which it inherits. It ends when we do: we hold the other end of its stdin.
 
     It has a session of its own, so that Ctrl-C reaches only us.
     """
     fd = listener.fileno()
-    entry = _ENTRY.format(root=str(Path(__file__).resolve().parents[2]), fd=fd)
+    entry = (_BEGIN + _SERVE).format(root=str(Path(__file__).resolve().parents[2]), fd=fd)
     return subprocess.Popen(
         [sys.executable, "-P", "-c", entry],
         stdin=subprocess.PIPE,
@@ -86,22 +87,22 @@ class LocalServer:
 
 def serve_runs(listener: socket.socket, env: dict[str, str], say: Callable[[str], None]) -> None:
     """Serve one run after the other, each with a fresh process, until Ctrl-C. Raises RunError if none can live."""
-    short_lives = 0
-    while True:
-        began = time.monotonic()
-        try:
+    try:
+        short_lives = 0
+        while True:
+            began = time.monotonic()
             process = start_process(listener, None, env)
             try:
                 code = process.wait()
             finally:
                 end(process)
-        except KeyboardInterrupt:
-            say("stopped")
-            return
-        short_lives = short_lives + 1 if code and time.monotonic() - began < SHORT_LIFE_S else 0
-        if short_lives == 3:
-            raise RunError(f"the engine's process ended with code {code} three times as soon as it was started")
-        say(f"the engine's process ended with code {code}; ready again" if code else "the run has gone; ready again")
+            short_lives = short_lives + 1 if code and time.monotonic() - began < SHORT_LIFE_S else 0
+            if short_lives == 3:
+                raise RunError(f"the engine's process ended with code {code} three times as soon as it was started")
+            gone = f"the engine's process ended with code {code}" if code else "the run has gone"
+            say(f"{gone}; ready again")
+    except KeyboardInterrupt:
+        say("stopped")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

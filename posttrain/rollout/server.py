@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import multiprocessing
-import os
 import queue
 import secrets
 import shutil
@@ -33,7 +31,7 @@ from torch import Tensor
 from posttrain import __version__
 from posttrain.errors import EngineError, PosttrainError
 from posttrain.recipe.sections import Sampling, Vllm
-from posttrain.rollout import shared_memory, wire
+from posttrain.rollout import lifeline, shared_memory, wire
 from posttrain.rollout.client import BUSY
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
@@ -396,22 +394,8 @@ def _version(*names: str) -> str | None:
     return None
 
 
-def leave() -> None:
-    """End this process at once, with vLLM's own (one a GPU under tensor parallelism), which would outlive it."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(0)
-
-
 def main(fd: int, make_core: MakeCore = vllm_core) -> None:
-    """Serve one session on the listening socket `fd`; ends with it, and with the process that holds our stdin."""
-    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=leave)
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        engine.clean()
-        leave()
-
-    threading.Thread(target=watch, daemon=True).start()
+    """Serve one session on the listening socket `fd`, and end this process with it."""
+    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=lifeline.leave)
+    lifeline.before_leaving(engine.clean)
     engine.serve()

@@ -314,9 +314,8 @@ def test_a_broken_connection_is_tried_again(
 @pytest.fixture
 def process(serving: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Servers that a run starts are real processes around the stand-in."""
-    entry = "import runpy, sys; sys.path.append({root!r}); sys.argv[1:] = ['{fd}']; "
-    entry += f"runpy.run_path({serving.__file__!r}, run_name='__main__')"
-    monkeypatch.setattr(local_server, "_ENTRY", entry)
+    stand_in = f"import runpy; sys.argv[1:] = ['{{fd}}']; runpy.run_path({serving.__file__!r}, run_name='__main__')"
+    monkeypatch.setattr(local_server, "_SERVE", stand_in)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else find(name))
     yield
@@ -329,7 +328,7 @@ def test_a_server_ends_with_the_run_that_was_killed(process: None, tmp_path: Pat
 import os, runpy, sys
 from pathlib import Path
 from posttrain.rollout import local_server
-local_server._ENTRY = {local_server._ENTRY!r}
+local_server._SERVE = {local_server._SERVE!r}
 server = local_server.LocalServer.start((1,), Path({str(tmp_path / "log")!r}))
 from posttrain.rollout.client import Client
 client = Client(server.url, 60)
@@ -349,11 +348,10 @@ os.kill(os.getpid(), 9)
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "server killed"])
 def test_what_a_server_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, killed: bool) -> None:
     """vLLM's workers: here a process that sleeps. It ends with the session, and with a server that dies of kill -9."""
-    entry = "import sys; sys.path.append({root!r}); import multiprocessing, time; "
-    entry += "from posttrain.rollout.server import main; "
+    entry = "import multiprocessing, time; from posttrain.rollout.server import main; "
     entry += "c = multiprocessing.get_context('fork').Process(target=time.sleep, args=(99,)); c.start(); "
     entry += "print(c.pid, flush=True); main({fd})"
-    monkeypatch.setattr(local_server, "_ENTRY", entry)
+    monkeypatch.setattr(local_server, "_SERVE", entry)
     server = local_server.LocalServer.start((1,), tmp_path / "log")
     one = client.Client(server.url, 60)
     deadline = time.monotonic() + 30
@@ -369,6 +367,29 @@ def test_what_a_server_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp
     while time.monotonic() < deadline and not zombie(child):
         time.sleep(0.05)
     assert zombie(child)
+
+
+def test_a_server_that_still_imports_ends_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It need not be killed after GRACE_S: closing its stdin is enough, whatever it does."""
+    monkeypatch.setattr(local_server, "_SERVE", "import time; time.sleep(99)")
+    server = local_server.LocalServer.start((1,), tmp_path / "log")
+    server.close()
+    assert server.process.returncode == 0
+
+
+def test_ctrl_c_between_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While `serve` tells that a run has gone, it is not waiting for a process: it stops as quietly then."""
+    monkeypatch.setattr(local_server, "_SERVE", "")
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text != "stopped":
+            raise KeyboardInterrupt
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        local_server.serve_runs(listener, {}, say)
+    assert said == ["the run has gone; ready again", "stopped"]
 
 
 def zombie(pid: int) -> bool:

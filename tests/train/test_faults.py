@@ -107,8 +107,8 @@ def test_an_engine_process_that_is_killed(
 ) -> None:
     """SIGKILL while step 3 updates: the run ends at its sync; it goes on with an engine of its own again."""
     expected = finished(opened, "straight", recipe())
-    entry = "import runpy, sys; sys.path.append({root!r}); sys.argv[1:] = ['{fd}']; "
-    monkeypatch.setattr(local_server, "_ENTRY", f"{entry}runpy.run_path({serving.__file__!r}, run_name='__main__')")
+    stand_in = f"import runpy; sys.argv[1:] = ['{{fd}}']; runpy.run_path({serving.__file__!r}, run_name='__main__')"
+    monkeypatch.setattr(local_server, "_SERVE", stand_in)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else find(name))
     monkeypatch.setattr(client, "PAUSES", (0.05, 0.1))
