@@ -26,7 +26,7 @@ from posttrain.recipe.load import load
             "tools=[] tool_prompt=auto environment={use: gym, simulations: 5}",
             "nothing reads what states",
         ),
-        ("debug/tools", "environment={use: gym}", "either `tools` or `environment`"),
+        ("debug/tools", "tools=[{use: calculator}] environment={use: gym}", "either `tools` or `environment`"),
         ("debug/tools", "tools=[{use: a, command: b}]", "either `use` or `command`"),
     ],
 )

@@ -1,9 +1,10 @@
 """Run as a program: trains in child processes and kills them with SIGKILL. See test_killed.py.
 
 Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"},
-{"file": what must have appeared below the output} or "in save". The libraries are imported once, before any child is
-forked, so that a run costs a second and not ten. Answers each job with a line: the child's exit status, negative for a
-signal.
+{"file": what must have appeared below the output} or "in save". Whoever is to be killed after some rows does not get
+past its last one, however long the kill takes to come on a busy machine. The libraries are imported once, before any
+child is forked, so that a run costs a second and not ten. Answers each job with a line: the child's exit status,
+negative for a signal.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import MetricsLog
 from posttrain.train import preference, rl, sft
 
+LAST = b"!"
 RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.run_stage}
 
 
@@ -47,11 +49,11 @@ def main() -> None:
 
 
 def train(job: dict[str, Any], tell: int) -> None:
-    """In the child; never returns. A byte goes to `tell` after each row of metrics."""
+    """In the child; never returns."""
     code = 1
     try:
-        write = MetricsLog.write
-        MetricsLog.write = lambda *args: (write(*args), os.write(tell, b"."))[0]
+        if isinstance(job["kill"], dict) and "rows" in job["kill"]:
+            tell_rows(tell, job["recipe"]["run"]["steps"])
         if job["kill"] == "in save":
             die_within_second_save()
         recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
@@ -67,11 +69,25 @@ def train(job: dict[str, Any], tell: int) -> None:
         os._exit(code)
 
 
+def tell_rows(tell: int, last: int) -> None:
+    """A byte to `tell` after each row; after that of step `last` we wait for our end."""
+    write = MetricsLog.write
+
+    def telling(self: MetricsLog, step: int, values: Any) -> None:
+        write(self, step, values)
+        os.write(tell, LAST if step == last else b".")
+        while step == last:
+            signal.pause()
+
+    MetricsLog.write = telling
+
+
 def kill_later(child: int, told: int, rows: int, delay: float) -> None:
-    """SIGKILL `delay` seconds after the child has written so many rows, whatever it is doing then."""
-    for _ in range(rows):
-        if not os.read(told, 1):
-            return  # it ended before
+    """SIGKILL `delay` seconds after the child has written so many rows or its last, whatever it is doing then."""
+    while rows and (byte := os.read(told, 1)) != LAST:
+        if not byte:
+            return  # it failed
+        rows -= 1
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
 
