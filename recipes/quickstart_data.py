@@ -13,7 +13,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 def demonstrations(size: int, seed: int, forget: float = 0.65) -> list[dict[str, str]]:
@@ -61,7 +61,7 @@ def question(a: int, b: int) -> str:
     return f"{a}+{b}=?"
 
 
-def solution(a: int, b: int, forgets=lambda: False) -> str:
+def solution(a: int, b: int, forgets: Callable[[], bool] = lambda: False) -> str:
     """The working and the answer. `forgets()` is asked at each carry into the tens and the hundreds."""
     steps, digits, carry = [], "", 0
     for column in range(3):

@@ -5,7 +5,7 @@ class HigherLower:
     def __init__(self, *, guesses: int = 5) -> None:
         self.guesses = guesses
 
-    def reset(self, row) -> None:
+    def reset(self, row: dict) -> None:
         self.number, self.left, self.found = int(row["number"]), self.guesses, False
 
     def step(self, text: str) -> tuple[str, bool, float]:
