@@ -48,8 +48,7 @@ def generate(
 
     With --prompt, -n, --max-new-tokens, --temperature and --seed count, and overrides are those of a generate recipe.
     """
-    from posttrain.cli import preflight
-    from posttrain.recipe.load import load
+    from posttrain.cli import packages, preflight
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     if prompt:
@@ -62,11 +61,11 @@ def generate(
         answer(source, prompt, values, overrides or [], as_json)
         return
     _refuse_without_prompt(ctx, source)
-    loaded = load(source, overrides or [], stage="generate")
-    preflight.check(loaded)
+    loaded = preflight.load(source, overrides or [], stage="generate")
     if dry_run:
         preview(loaded, output, as_json)
         return
+    packages.require(loaded)
     typed = ["posttrain", "generate", source, *(overrides or [])]
     summary, path = execute(ctx, loaded, output, resume, typed)
     report(summary, path, as_json)
@@ -87,6 +86,7 @@ def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
 
 def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides: list[str], as_json: bool) -> None:
     """Complete prompts given in code and print the texts (or JSON lines). Nothing is kept."""
+    from posttrain.cli import packages
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
 
@@ -95,6 +95,7 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
         rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
         recipe = {"stage": "generate", "model": {"path": model}, "data": {"source": str(rows)}, **values}
         loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
+        packages.require(loaded)
         from posttrain.pipeline import run_stage
         from posttrain.run.directory import RunDirectory
 

@@ -23,10 +23,8 @@ def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json
     No weights are loaded. Where there is a GPU, two micro-batches of an rl recipe are run for its seconds an update.
     """
     from posttrain.cli import preflight
-    from posttrain.recipe.load import load
 
-    loaded = load(recipe, overrides or [])
-    preflight.check(loaded)
+    loaded = preflight.load(recipe, overrides or [])
 
     import torch
 

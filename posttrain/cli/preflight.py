@@ -1,85 +1,167 @@
-"""What a recipe names and can be looked at without torch: scripts of rewards, tools and environments are imported, data
-files must exist.
+"""What a recipe names and can be looked at without torch: scripts of rewards, tools and environments are imported,
+those of other functions are read, data files must exist.
 
-Called before a run directory is made, so that a wrong name costs half a second and is told with its line.
+Looked at before a run directory is made, so that a wrong name costs half a second and is told with its line; and also
+where the recipe has other mistakes, so that all of them are told at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from posttrain.cli.scripts import has_function
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
 from posttrain.places import find, split_function
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from posttrain.recipe.load import Loaded
+    from posttrain.recipe.tree import Node
     from posttrain.verify.load import LoadedReward
 
+    Model = TypeVar("Model", bound=BaseModel)
+
 FILES = (".jsonl", ".json", ".csv", ".parquet")
+Values = Mapping[str, Any]
+
+
+def load(recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
+    """`recipe.load.load`, and what the recipe names looked at. Raises UserError with the mistakes of both kinds."""
+    from posttrain.recipe import load as loading
+
+    try:
+        loaded = loading.load(recipe, overrides, stage=stage)
+    except loading.WrongRecipe as wrong:
+        found = _Look(wrong.base_dir, _marks_in(wrong.draft))
+        found.at(_plain(wrong.draft))
+        raise loading.RecipeError.of(sorted([*wrong.problems, *found.told], key=loading.in_order)) from None
+    check(loaded)
+    return loaded
 
 
 def check(loaded: Loaded) -> list[str]:
     """The names of the rewards. Raises UserError with everything that is missing, each with its line."""
     from posttrain.recipe.load import in_order
-    from posttrain.recipe.sections import Environment, Reward, Tool
-    from posttrain.tools.load import environment_class, load_tool, load_tools
-    from posttrain.verify.load import load_reward
 
-    base_dir = loaded.recipe.base_dir
-    names: list[str] = []
-    problems: list[Problem] = []
-    for prefix, section in _stages(loaded.resolved):
-        rewards: list[LoadedReward] = []
+    found = _Look(loaded.recipe.base_dir, lambda key: loaded.origins[key].mark if key in loaded.origins else "")
+    found.at(loaded.resolved)
+    if not found.problems:
+        _check_turns(loaded, found)
+    if found.problems:
+        raise UserError.of(sorted(found.told, key=in_order))
+    return list(dict.fromkeys(reward.name for rewards in found.rewards.values() for reward in rewards))
+
+
+@dataclass
+class _Look:
+    """What was found in a recipe's values. mark: the place of a dotted key. rewards: by the stage's prefix."""
+
+    base_dir: Path
+    mark: Callable[[str], str]
+    problems: list[Problem] = field(default_factory=list)
+    rewards: dict[str, list[LoadedReward]] = field(default_factory=dict)
+
+    @property
+    def told(self) -> list[Problem]:
+        """The problems; a stage of rounds stands in each of them, and what is wrong with it was written once."""
+        once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(self.problems)}
+        return list(once.values())
+
+    def at(self, values: Values) -> None:
+        """Look at everything that a recipe's values name, right or not."""
+        for prefix, section in _stages(values):
+            self._rewards(prefix, section)
+            self._tools(prefix, section)
+            for key, use in _functions(section):
+                with self.collected(f"{prefix}{key}"):
+                    has_function(use, self.base_dir)
+            for key, source in _sources(section.get("data")):
+                with self.collected(f"{prefix}data.{key}"):
+                    _find_source(source, self.base_dir)
+
+    def collected(self, key: str) -> _Collected:
+        return _Collected(self.mark(key), key, self.problems)
+
+    def _rewards(self, prefix: str, section: Values) -> None:
+        from posttrain.recipe.sections import Reward
+        from posttrain.verify.load import load_reward
+
+        found = self.rewards.setdefault(prefix, [])
         for place in ("", "best_of.", "search."):
-            holder = (section.get(place.rstrip(".")) or {}) if place else section
-            for number, values in enumerate(holder.get("rewards", [])):
-                with _Collected(loaded, f"{prefix}{place}rewards.{number}.use", problems):
-                    rewards.append(load_reward(Reward(**values), base_dir))
-                    names.append(rewards[-1].name)
-        found = len(problems)
-        for number, values in enumerate(tools := section.get("tools") or []):
-            with _Collected(loaded, f"{prefix}tools.{number}.{'use' if values.get('use') else 'command'}", problems):
-                load_tool(Tool(**values), base_dir)
-        if tools and len(problems) == found:
-            with _Collected(loaded, f"{prefix}tools.0.{'use' if tools[0].get('use') else 'command'}", problems):
-                load_tools([Tool(**values) for values in tools], base_dir)
-        if section.get("environment"):
-            with _Collected(loaded, f"{prefix}environment.use", problems):
-                environment_class(Environment(**section["environment"]), base_dir)
-        if section.get("stage") == "rl" and not problems:
-            _check_turns(loaded, prefix, section, [r.name for r in rewards if r.per_turn], problems)
-        for key, source in _sources(section.get("data", {})):
-            with _Collected(loaded, f"{prefix}data.{key}", problems):
-                _find_source(source, loaded)
-    if problems:
-        # A stage of rounds stands in each of them; what is wrong with it was written once.
-        once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
-        raise UserError.of(sorted(once.values(), key=in_order))
-    return list(dict.fromkeys(names))
+            holder = section.get(place.rstrip(".")) if place else section
+            for number, values in _entries(holder, "rewards"):
+                reward = as_far_as_right(Reward, values)
+                if reward is not None:
+                    with self.collected(f"{prefix}{place}rewards.{number}.use"):
+                        found.append(load_reward(reward, self.base_dir))
+
+    def _tools(self, prefix: str, section: Values) -> None:
+        from posttrain.recipe.sections import Environment, Tool
+        from posttrain.tools.load import environment_class, load_tool, load_tools
+
+        before = len(self.problems)
+        tools: dict[str, Tool] = {}
+        for number, values in _entries(section, "tools"):
+            tool = as_far_as_right(Tool, values)
+            if tool is not None:
+                key = f"{prefix}tools.{number}.{'use' if tool.use else 'command'}"
+                tools[key] = tool
+                with self.collected(key):
+                    load_tool(tool, self.base_dir)
+        if tools and len(self.problems) == before:
+            with self.collected(next(iter(tools))):
+                load_tools(list(tools.values()), self.base_dir)
+        environment = as_far_as_right(Environment, section.get("environment"))
+        if environment is not None:
+            with self.collected(f"{prefix}environment.use"):
+                environment_class(environment, self.base_dir)
 
 
-def _check_turns(
-    loaded: Loaded, prefix: str, section: dict[str, Any], names: list[str], problems: list[Problem]
-) -> None:
+def as_far_as_right(model: type[Model], values: Any) -> Model | None:
+    """A section without the keys that the schema refuses; None where nothing can be said without them."""
+    from pydantic import ValidationError
+
+    if not isinstance(values, Mapping):
+        return None
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        wrong = {str(found["loc"][0]) if found["loc"] else "" for found in error.errors()}
+    if wrong & {"", "use", "command", "params"}:
+        return None
+    try:
+        return model.model_validate({key: value for key, value in values.items() if key not in wrong})
+    except ValidationError:
+        return None
+
+
+def _check_turns(loaded: Loaded, found: _Look) -> None:
     """Rewards by turn must be there for what reads them."""
     from posttrain import registry
     from posttrain.verify.parts import problem
 
-    advantage = dict(section.get("advantage") or {})
-    use = advantage.pop("use", "")
-    needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
-    if any("turn_ids" in registry.index()[kind].get(name, {}).get("needs", ()) for kind, name in _chosen(section)):
-        needs.add("turn_ids")  # steps are read without a reward of them
-    split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
-    key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
-    if what:
-        mark = loaded.origins[f"{prefix}{key}"].mark if f"{prefix}{key}" in loaded.origins else str(loaded.path)
-        problems.append(Problem(mark, f"{prefix}{key}: {what}", hint=right))
+    for prefix, section in _stages(loaded.resolved):
+        if section.get("stage") != "rl":
+            continue
+        names = [reward.name for reward in found.rewards[prefix] if reward.per_turn]
+        advantage = dict(section.get("advantage") or {})
+        use = advantage.pop("use", "")
+        needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
+        if any("turn_ids" in registry.index()[kind].get(name, {}).get("needs", ()) for kind, name in _chosen(section)):
+            needs.add("turn_ids")  # steps are read without a reward of them
+        split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
+        key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
+        if what:
+            mark = found.mark(f"{prefix}{key}") or str(loaded.path)
+            found.problems.append(Problem(mark, f"{prefix}{key}: {what}", hint=right))
 
 
-def _chosen(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _chosen(section: Values) -> Iterator[tuple[str, str]]:
     """(kind, name) of what credits or trains by turn or step, shipped or not."""
     for key, kinds in (("loss", ("loss", "group_loss")), ("spread", ("spread",)), ("bonuses", ("bonus",))):
         value = section.get(key) or []
@@ -87,31 +169,71 @@ def _chosen(section: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((kind, str(item.get("use"))) for kind in kinds)
 
 
-def _stages(resolved: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "", resolved
-    for number, stage in enumerate(resolved.get("stages", [])):
-        yield f"stages.{number}.", stage
+def _functions(section: Values) -> Iterator[tuple[str, str]]:
+    """(key, `file.py:function`) of every component that is the user's own."""
+    from posttrain.recipe.keys import components_of
+
+    for key in components_of(section.get("stage")):
+        value = section.get(key)
+        listed = isinstance(value, list)
+        for number, one in enumerate(value if isinstance(value, list) else [value]):
+            use = one.get("use") if isinstance(one, Mapping) else one
+            if isinstance(use, str) and split_function(use):
+                place = f"{key}.{number}" if listed else key
+                yield f"{place}.use" if isinstance(one, Mapping) else place, use
 
 
-def _sources(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, source in [("source", data), *((f"mix.{i}.source", one) for i, one in enumerate(data.get("mix") or []))]:
-        if source.get("source"):
-            yield key, source["source"]
+def _stages(values: Values) -> Iterator[tuple[str, Values]]:
+    yield "", values
+    yield from ((f"stages.{number}.", stage) for number, stage in _entries(values, "stages"))
 
 
-def _find_source(source: str, loaded: Loaded) -> None:
+def _entries(holder: Any, key: str) -> Iterator[tuple[int, Values]]:
+    """The sections of a list, with their places in it."""
+    listed = holder.get(key) if isinstance(holder, Mapping) else None
+    for number, value in enumerate(listed if isinstance(listed, list) else []):
+        if isinstance(value, Mapping):
+            yield number, value
+
+
+def _sources(data: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(data, Mapping):
+        return
+    for key, holder in [("source", data), *((f"mix.{i}.source", one) for i, one in _entries(data, "mix"))]:
+        if isinstance(source := holder.get("source"), str) and source:
+            yield key, source
+
+
+def _find_source(source: str, base_dir: Path) -> None:
     """A file or a function's script must exist; hub ids, gym tasks and a stage's files cannot be looked up here."""
-    file = (split_function(source) or (source,))[0]
-    is_file = file.endswith(".py") if file != source else file.endswith(FILES)
-    if is_file and not source.startswith("stage:"):
-        find(file, loaded.recipe.base_dir, "data", DataError)
+    if split_function(source):
+        has_function(source, base_dir)
+    elif source.endswith(FILES) and not source.startswith(("stage:", "gym:", "accepted:")):
+        find(source, base_dir, "data", DataError)
+
+
+def _plain(draft: Node) -> dict[str, Any]:
+    from posttrain.recipe.tree import plain
+
+    values: dict[str, Any] = plain(draft)
+    return values
+
+
+def _marks_in(draft: Node) -> Callable[[str], str]:
+    """The place of a dotted key in a recipe that was only read."""
+    from posttrain.recipe.tree import follow
+
+    def mark(key: str) -> str:
+        return follow(draft, [int(part) if part.isdigit() else part for part in key.split(".")])[0].origin.mark
+
+    return mark
 
 
 class _Collected:
     """Errors inside `with` become problems that stand at the line of a key."""
 
-    def __init__(self, loaded: Loaded, key: str, problems: list[Problem]) -> None:
-        self.where, self.key, self.problems = loaded.origins[key].mark, key, problems
+    def __init__(self, where: str, key: str, problems: list[Problem]) -> None:
+        self.where, self.key, self.problems = where, key, problems
 
     def __enter__(self) -> None:
         return None

@@ -64,10 +64,9 @@ def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
 def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check a recipe: keys, types, values that must fit together, the reward scripts and data files that it names."""
     from posttrain.cli import preflight
-    from posttrain.recipe.load import load
 
     try:
-        loaded = load(recipe, overrides or [])
+        loaded = preflight.load(recipe, overrides or [])
         rewards = preflight.check(loaded)
     except UserError as error:
         if not as_json:

@@ -63,18 +63,17 @@ def _command(verb: str) -> Callable[..., None]:
         debug: Debug = False,
         gpus: Gpus = None,
     ) -> None:
-        from posttrain.cli import preflight
-        from posttrain.recipe.load import load
+        from posttrain.cli import packages, preflight
         from posttrain.run import ranks
 
         ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
         if verb not in TRAINING and ranks.world() > 1:
             raise UserError(f"`posttrain {verb}` runs in one process", hint="start it without torchrun")
-        loaded = load(recipe, overrides or [], stage=verb)
-        preflight.check(loaded)
+        loaded = preflight.load(recipe, overrides or [], stage=verb)
         if dry_run:
             preview(loaded, output, as_json)
             return
+        packages.require(loaded)
         typed = ["posttrain", verb, recipe, *(overrides or [])]
         if (gpus or 1) > 1:
             flags = [*(["--resume"] if resume else []), *(["--output", str(output)] if output else [])]
@@ -181,11 +180,14 @@ def _as_launched() -> list[str]:
 
 def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
     """What `--dry-run` prints: every value that would be used, with its origin."""
+    from posttrain.cli import packages
     from posttrain.cli.show import print_recipe
 
     print_recipe(loaded, as_json)
     where = output or loaded.recipe.run.output or f"runs/{loaded.name}/..."
     say(f"dry run: the recipe is right; posttrain {loaded.recipe.verb} would write to {where}")
+    for problem in packages.missing(loaded):
+        say(f"not on this machine: {problem.what}; {problem.hint}")
 
 
 def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:

@@ -35,7 +35,7 @@ def sweep(
     as_json: bool,
 ) -> None:
     """Everything is checked before the first merge. Of the merged models only the best one is kept."""
-    from posttrain.cli import preflight
+    from posttrain.cli import packages, preflight
     from posttrain.cli.stage import report
     from posttrain.recipe.load import load
     from posttrain.recipe.stages import MergeRecipe
@@ -46,12 +46,13 @@ def sweep(
     start = load(recipe, overrides, stage="merge")
     found = points(axes, start.require(MergeRecipe))
     merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
-    measure = load(evaluation, stage="eval")
-    preflight.check(measure)
+    measure = preflight.load(evaluation, stage="eval")
     if dry_run:
         for point in found:
             say(f"would merge and measure {point.name}: {' '.join(point.overrides)}")
         return
+    packages.require(start)
+    packages.require(measure)
     values = {**start.resolved, "sweep": {a.key: list(a.values) for a in axes}, "evaluation": _lasting(measure)}
     wanted = output or (Path(start.recipe.run.output) if start.recipe.run.output else None)
     with RunDirectory.open(

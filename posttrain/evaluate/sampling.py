@@ -18,7 +18,7 @@ from posttrain.models.load import LoadedModel, load, load_tokenizer
 from posttrain.recipe.sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import Engine, check_fits, make_engine, needed_length
+from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length
 from posttrain.rollout.told import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -38,6 +38,7 @@ Around = Callable[[Engine, LoadedModel], Any]
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     """The prompts, in the order of their rows, with the tokenizer alone: data errors come before the model loads."""
+    check_engine(recipe.engine)
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)

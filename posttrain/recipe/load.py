@@ -43,6 +43,14 @@ class Loaded:
         return self.recipe
 
 
+class WrongRecipe(RecipeError):
+    """A recipe that could be read and is not right. `draft` is what it says, unchecked: what it names can be looked at
+    all the same. `base_dir`: the folder of the recipe."""
+
+    draft: Node
+    base_dir: Path
+
+
 def locate(path_or_name: str) -> Path:
     """A recipe file: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`)."""
     path = Path(path_or_name).expanduser()
@@ -62,7 +70,8 @@ def locate(path_or_name: str) -> Path:
 def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
     """Read, merge and check a recipe. `stage` is the verb that wants it (`sft`, `rl`, `run`, ...).
 
-    Raises RecipeError with all problems. Paths in the recipe are looked for beside the file that is loaded.
+    Raises RecipeError with all problems: WrongRecipe where the recipe could be read. Paths in the recipe are looked for
+    beside the file that is loaded.
     """
     path = locate(path_or_name)
     document = layers.read_chain(path)
@@ -119,7 +128,9 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
     recipe, found = check(stages.tree, model)
     problems = [p for p in [*problems, *found] if p in document.problems or p.where not in document.bad]
     if problems:
-        raise RecipeError.of(sorted(problems, key=in_order))
+        wrong = WrongRecipe.of(sorted(problems, key=in_order))
+        wrong.draft, wrong.base_dir = stages.tree, path.parent
+        raise wrong
     assert recipe is not None
     recipe._base_dir = path.parent
     values = resolved(recipe) | ({"stages": stages.values} if stages.values else {})

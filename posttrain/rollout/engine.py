@@ -93,6 +93,21 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
     return TransformersEngine(loaded, batch_size=section.batch_size)
 
 
+def check_engine(section: EngineSection, lora_rank: int | None = None) -> None:
+    """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, RecipeError.
+
+    One in a process of its own is asked when that has started.
+    """
+    if section.engine != "vllm" or section.vllm.server is not None:
+        return
+    from posttrain.rollout import vllm_start
+
+    vllm_start.require_vllm()
+    vllm_start.check_settings(section.vllm)
+    if lora_rank is not None and not section.vllm.merge_adapter:
+        vllm_start.lora_slot(lora_rank)
+
+
 def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:
     """The window that these prompts need, in tokens."""
     return max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens

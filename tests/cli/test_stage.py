@@ -104,6 +104,38 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path) -> None:
+    """Everything that can be told is told at once: keys, values, rewards, losses, data, in every stage."""
+    (folder / "mine.py").write_text("def score(completion): return 1.0\ndef loss(batch, logp): ...\n", encoding="utf-8")
+    (folder / "rl.yaml").write_text(
+        "stage: rl\nmodel: {path: tiny, dtyp: float32}\nrun: {steps: 1}\ndata: {source: nope.jsonl}\n"
+        "rewards:\n  - {use: mine.py:scor, weigth: 2}\n  - {use: mine.py:score, params: 3}\n  - maths.accuracy\n"
+        "loss: mine.py:los\nkeep: [{use: other.py:keep}]\nselect: [{use: high_entropi}]\n",
+        encoding="utf-8",
+    )
+    result = call("rl", "rl.yaml")
+    told = [line for line in result.stderr.splitlines() if line.startswith("rl.yaml")]
+    assert [line.partition(": ")[0] for line in told] == [
+        "rl.yaml:2:21  model.dtyp",
+        "rl.yaml:4:16  data.source",
+        "rl.yaml:6:11  rewards.0.use",
+        "rl.yaml:6:25  rewards.0.weigth",
+        "rl.yaml:7:34  rewards.1.params",
+        "rl.yaml:8:5  rewards.2",
+        "rl.yaml:9:7  loss.use",
+        "rl.yaml:10:14  keep.0.use",
+        "rl.yaml:11:16  select.0.use",
+    ]
+    assert "mine.py has no function los\n  it has: loss, score\n  hint: did you mean `loss`?" in result.stderr
+    (folder / "run.yaml").write_text(
+        "stage: pipeline\ndefaults: {model: {path: tiny}, rewards: [{use: math.acuracy}], data: {source: no.jsonl}}\n"
+        "stages:\n  - {name: a, stage: rl, run: {stepz: 1}}\n  - {name: b, stage: eval}\n",
+        encoding="utf-8",
+    )
+    told = [line for line in call("run", "run.yaml").stderr.splitlines() if line.startswith("run.yaml")]
+    assert [line.split()[0] for line in told] == ["run.yaml:2:49", "run.yaml:2:80", "run.yaml:4:32"], told
+
+
 def test_a_mistake_before_the_start_leaves_no_directory(call: Call, stage: Stage, folder: Path) -> None:
     """So the same command works once the data is there."""
     stage(fails(DataError("data not found: rows.jsonl")))

@@ -1,0 +1,80 @@
+"""Which installed packages a recipe needs to run here. Asked before any work, and before there is a run directory; a
+recipe may be checked without them, and run on another machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from posttrain.errors import MissingExtra, Problem, UserError
+
+if TYPE_CHECKING:
+    from posttrain.recipe.load import Loaded
+
+FILES = (".jsonl", ".json", ".csv")  # what is read without `datasets`
+ENGINES = ("rollout", "engine")
+Need = tuple[str, str, str, str]  # package, why, extra, key of the recipe
+
+
+def require(loaded: Loaded) -> None:
+    """Raises UserError with every package that is missing, each with the line that asks for it."""
+    if problems := missing(loaded):
+        raise UserError.of(problems)
+
+
+def missing(loaded: Loaded) -> list[Problem]:
+    """What is not installed, each package once."""
+    stages = loaded.resolved.get("stages") or [loaded.resolved]
+    prefixes = [f"stages.{n}." for n in range(len(stages))] if "stages" in loaded.resolved else [""]
+    found: dict[str, Problem] = {}
+    for prefix, values in zip(prefixes, stages, strict=True):
+        for package, why, extra, key in needs(values):
+            if package not in found and importlib.util.find_spec(package) is None:
+                origin = loaded.origins.get(f"{prefix}{key}")
+                where = origin.mark if origin and origin.kind != "default" else ""
+                told = MissingExtra(package.replace("_", "-"), why, extra).problems[0]
+                found[package] = dataclasses.replace(told, where=where)
+    return list(found.values())
+
+
+def needs(values: Mapping[str, Any]) -> Iterator[Need]:
+    """What one stage needs, from its resolved values."""
+    stage = values["stage"]
+    for package in ("torch", "transformers", *_trainer(stage)):
+        yield package, f"stage {stage}", "train", "stage"
+    for place in ENGINES:
+        engine = values.get(place) or {}
+        server = (engine.get("vllm") or {}).get("server") or {}
+        if engine.get("engine") == "vllm" and not server.get("urls"):
+            yield "vllm", f"{place}.engine: vllm", "vllm", f"{place}.engine"
+    model = values.get("model") or {}
+    if model.get("quantize"):
+        yield "bitsandbytes", f"model.quantize: {model['quantize']}", "quant", "model.quantize"
+    if model.get("lora"):
+        yield "peft", "model.lora", "train", "model.lora.rank"
+    if str(model.get("path", "")).endswith(".gguf"):
+        yield "gguf", "a .gguf model", "train", "model.path"
+    optimizer = str((values.get("optim") or {}).get("use", ""))
+    if optimizer.endswith("8bit"):
+        yield "bitsandbytes", f"optim.use: {optimizer}", "quant", "optim.use"
+    data = values.get("data") or {}
+    mix = [(f"data.mix.{i}.source", one.get("source")) for i, one in enumerate(data.get("mix") or [])]
+    for key, source in [("data.source", data.get("source")), *mix]:
+        yield from _of_source(str(source or ""), key)
+
+
+def _trainer(stage: str) -> tuple[str, ...]:
+    """The libraries of the stages that run on others' trainers."""
+    trl = ("datasets", "trl", "accelerate")
+    return {"sft": trl, "dpo": trl, "reward_model": trl, "rl": ("datasets", "safetensors")}.get(stage, ("safetensors",))
+
+
+def _of_source(source: str, key: str) -> Iterator[Need]:
+    if source.startswith("gym:"):
+        yield "reasoning_gym", f"data {source}", "train", key
+    elif source.endswith(".parquet"):
+        yield "pyarrow", f"data {source}", "train", key
+    elif source and ":" not in source and not source.endswith(FILES):
+        yield "datasets", f"data {source}", "train", key

@@ -1,0 +1,90 @@
+"""Packages that a recipe needs are asked for before any work: with the line that needs them, and no directory made."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.cli import packages
+from posttrain.recipe.load import load_dict
+
+Call = Callable[..., Any]
+
+RL: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "tiny"},
+    "data": {"source": "rows.jsonl"},
+    "rewards": [{"use": "math.accuracy"}],
+    "run": {"steps": 1},
+}
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that packages are not installed."""
+    found = importlib.util.find_spec
+
+    def hide(*names: str) -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *more: None if name in names else found(name, *more)
+        )
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    ("values", "package", "extra"),
+    [
+        ({"rollout": {"engine": "vllm"}}, "rollout.engine: vllm needs vllm", "vllm"),
+        ({"model": {"path": "tiny", "quantize": "nf4", "lora": {}}}, "model.quantize: nf4 needs bitsandbytes", "quant"),
+        ({"optim": {"use": "adamw_8bit"}}, "optim.use: adamw_8bit needs bitsandbytes", "quant"),
+        ({"model": {"path": "tiny", "lora": {}}}, "model.lora needs peft", "train"),
+        ({"model": {"path": "a.gguf"}}, "a .gguf model needs gguf", "train"),
+        ({"data": {"source": "gym:chain_sum", "size": 4}}, "data gym:chain_sum needs reasoning-gym", "train"),
+        (
+            {"stage": "eval", "data": {"mix": [{"source": "some/hub"}]}, "run": {}},
+            "data some/hub needs datasets",
+            "train",
+        ),
+        ({}, "stage rl needs torch", "train"),
+    ],
+)
+def test_each_is_told(values: dict[str, Any], package: str, extra: str, without: Any, tmp_path: Path) -> None:
+    loaded = load_dict({**RL, **values}, base_dir=tmp_path, where="r.yaml")
+    without(package.rpartition(" ")[2].replace("-", "_"))
+    (told,) = packages.missing(loaded)
+    assert told.what == f"{package}, which is not installed" and told.where == ("" if "lora" in package else "r.yaml")
+    assert told.hint == f"pip install 'posttrain[{extra}]'"
+
+
+def test_nothing_is_needed_for_a_server_elsewhere(without: Any, tmp_path: Path) -> None:
+    server = {"urls": ["http://somewhere:8000"]}
+    values = {**RL, "rollout": {"engine": "vllm", "vllm": {"server": server}}}
+    without("vllm", "bitsandbytes", "gguf", "reasoning_gym")
+    assert packages.missing(load_dict(values, base_dir=tmp_path, where="r.yaml")) == []
+
+
+def test_a_run_does_not_begin(call: Call, stage: Callable[..., None], folder: Path, without: Any) -> None:
+    """Of a pipeline, every stage is asked."""
+    stage(lambda *_: pytest.fail("must not run"))
+    (folder / "p.yaml").write_text(
+        "stage: pipeline\ndefaults: {model: {path: tiny}, data: {source: rows.jsonl}}\nstages:\n"
+        "  - {name: a, stage: sft, run: {steps: 1}, optim: {use: adamw_8bit}}\n"
+        "  - {name: b, stage: generate, engine: {engine: vllm}}\n",
+        encoding="utf-8",
+    )
+    without("vllm", "bitsandbytes")
+    result = call("run", "p.yaml")
+    assert result.exit_code == 2 and not (folder / "runs").exists()
+    assert result.stderr == (
+        "p.yaml:4:57  optim.use: adamw_8bit needs bitsandbytes, which is not installed\n"
+        "  hint: pip install 'posttrain[quant]'\n"
+        "p.yaml:5:49  engine.engine: vllm needs vllm, which is not installed\n"
+        "  hint: pip install 'posttrain[vllm]'\n\n2 problems\n"
+    )
+    dry = call("run", "p.yaml", "--dry-run")
+    assert dry.exit_code == 0 and "not on this machine: engine.engine: vllm needs vllm" in dry.stderr
