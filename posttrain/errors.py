@@ -113,6 +113,11 @@ class NonFiniteError(RunError):
     """A loss, gradient or log-prob is NaN or infinite."""
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """`1 row`, `2 rows`; `many` where it is not the word with an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known name that `word` was most likely meant to be, or None: of close ones, one of the same letters first."""
     found = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)

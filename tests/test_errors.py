@@ -1,10 +1,12 @@
-"""Hints name what was meant."""
+"""Hints name what was meant; counts agree with their words."""
 
 from __future__ import annotations
 
 import pytest
 
-from posttrain.errors import nearest
+from posttrain.data.inspect import _check_doubles
+from posttrain.errors import counted, nearest
+from posttrain.verify.audit import Audit
 
 
 @pytest.mark.parametrize(
@@ -14,3 +16,13 @@ from posttrain.errors import nearest
 def test_nearest(written: str, meant: str | None) -> None:
     """Swapped letters first: `mdpo` shares more of its letters in order with `dpao` than `dapo` does."""
     assert nearest(written, ["dpo", "mdpo", "dapo", "grpo", "simpo", "gspo"]) == meant
+
+
+def test_counts_agree_with_their_words() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2, 1000)] == ["0 rows", "1 row", "2 rows", "1000 rows"]
+    assert [counted(n, "batch", "batches") for n in (1, 3)] == ["1 batch", "3 batches"]
+
+
+def test_one_of_each_is_told_in_the_singular() -> None:
+    assert Audit(1, {}, "boxed").summary == "gold scores best on 1 of 1 row (as boxed)"
+    assert _check_doubles([(1, 2)])["text"] == "0 of 1 item the same as an earlier one"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import rewards_of
 from posttrain.batch import Remembered, RolloutBatch
-from posttrain.errors import UserError
+from posttrain.errors import UserError, counted
 from posttrain.registry import register
 
 Credit = Literal["uniform", "std", "sum_mean"]
@@ -53,7 +53,7 @@ def riskpo(
     rows = [(batch.group_ids == number).nonzero()[:, 0] for number in groups]
     sizes = {len(row) for row in rows}
     if len(sizes) > 1 or len(groups) % bundle_size:
-        what = f"groups of sizes {sorted(sizes)}" if len(sizes) > 1 else f"{len(groups)} groups"
+        what = f"groups of sizes {sorted(sizes)}" if len(sizes) > 1 else counted(len(groups), "group")
         raise UserError(
             f"riskpo cannot make bundles of {bundle_size} prompts from {what}",
             allowed="groups of one size, their number a multiple of advantage.bundle_size",

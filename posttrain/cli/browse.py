@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from posttrain.errors import counted
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -31,6 +33,6 @@ def browse(
     if page.is_dir():
         raise UserError(f"{page} is a directory", hint="--output names the page's file")
     counts = write_page(runs, page)
-    alone = f", {counts['only_one_run']} problems in one run only" if counts["only_one_run"] else ""
-    say(f"{counts['completions']} completions of {counts['problems']} problems{alone}")
+    alone = f", {counted(counts['only_one_run'], 'problem')} in one run only" if counts["only_one_run"] else ""
+    say(f"{counted(counts['completions'], 'completion')} of {counted(counts['problems'], 'problem')}{alone}")
     typer.echo(str(page))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.help import App
-from posttrain.errors import UserError, nearest
+from posttrain.errors import UserError, counted, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,7 +146,7 @@ def make_pairs(
     for row in found.rows:
         typer.echo(json.dumps(row, ensure_ascii=False))
     left = f"; left out: {told(found.dropped)}" if found.dropped else ""
-    counts = f"{len(found.rows)} pairs from {len(records)} completions"
+    counts = f"{counted(len(found.rows), 'pair')} from {counted(len(records), 'completion')}"
     typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
 
 
@@ -171,7 +171,7 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     for sample in report["samples"]:
         _show_sample(console, sample)
-    counts = f"{report['rows']} rows, {report['items']} kept"
+    counts = f"{counted(report['rows'], 'row')}, {report['items']} kept"
     share = f", {report['trained_ratio']:.1%} of their tokens trained on" if report["trained_ratio"] else ""
     console.print(f"{report['stage']}: {counts}{share}\n", markup=False)
     _show_lengths(console, report["lengths"])
@@ -243,7 +243,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
             text.append(marked, style="green" if trained else "dim")
         console.print(text, soft_wrap=True)
         count = sum(t["fate"] == "trained" for t in part["tokens"])
-        console.print(Text(f"({len(part['tokens'])} tokens, {count} trained on)\n", style="dim"))
+        console.print(Text(f"({counted(len(part['tokens']), 'token')}, {count} trained on)\n", style="dim"))
 
 
 def _visible(text: str) -> str:

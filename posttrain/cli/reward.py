@@ -12,7 +12,7 @@ from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json, Overrides
-from posttrain.errors import RewardError, nearest
+from posttrain.errors import RewardError, counted, nearest
 from posttrain.places import find, known_files
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _labelled(
 def _print_labelled(told: Mapping[str, Any]) -> None:
     for name, one in told["rewards"].items():
         c = one["confusion"]
-        typer.echo(f"{name}: agreement with {told['rows']} labels, kappa {_kappa(one['kappa'])}")
+        typer.echo(f"{name}: agreement with {counted(told['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
         typer.echo(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
         typer.echo(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
@@ -182,7 +182,7 @@ def _told(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> None:
     total = told["passed"] + told["failed"]
     name = f"{Path(told['script']).name}:{told['function']}"
-    typer.echo(f"{name}  {told['passed']} of {total} examples right, {told['call_ms']:.2f} ms a call")
+    typer.echo(f"{name}  {told['passed']} of {counted(total, 'example')} right, {told['call_ms']:.2f} ms a call")
     for o in failures:
         typer.echo(f"  {o.example.completion!r} {dict(o.example.columns)}")
         typer.echo(f"    expected {o.example.expected}, got {o.got}")
@@ -271,7 +271,7 @@ def _try(
 def _print_trial(what: str, trial: Trial) -> None:
     from posttrain import whereabouts
 
-    typer.echo(f"\n{what}: {trial.rows} rows, gold written as {trial.writer}")
+    typer.echo(f"\n{what}: {counted(trial.rows, 'row')}, gold written as {trial.writer}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():
@@ -286,18 +286,19 @@ def _print_trial(what: str, trial: Trial) -> None:
         why = "is a judge" if judged else "reads no data column"
         typer.echo(f"{trial.correctness} {why}: it cannot know gold")
     else:
-        typer.echo(f"gold scores best on {trial.rows - len(trial.bad_gold)} of {trial.rows} rows ({trial.correctness})")
+        best = f"{trial.rows - len(trial.bad_gold)} of {counted(trial.rows, 'row')}"
+        typer.echo(f"gold scores best on {best} ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
             typer.echo(f"  {whereabouts.row(uid)}: {wrong}")
-        tricks = [f"{name} pays on {paid} of {rows} rows" for name, (paid, rows) in trial.paying.items()]
+        tricks = [f"{name} pays on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
         typer.echo(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
     if trial.outbid:
-        above = [f"{name} on {paid} of {rows} rows" for name, (paid, rows) in trial.outbid.items() if paid]
+        above = [f"{name} on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.outbid.items() if paid]
         typer.echo(f"wrong answers that earn more than gold in all: {'; '.join(above) or 'none'}")
-    typer.echo(f"{trial.calls_per_second:,.0f} calls a second with {trial.workers} workers")
+    typer.echo(f"{trial.calls_per_second:,.0f} calls a second with {counted(trial.workers, 'worker')}")
     for judge, counts in trial.injected.items():
-        moved = [f"{name} on {n} of {rows} rows" for name, (n, rows) in counts.items() if n]
+        moved = [f"{name} on {n} of {counted(rows, 'row')}" for name, (n, rows) in counts.items() if n]
         typer.echo(f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})")
     if trial.first_traceback:
         typer.echo(f"the first error:\n{trial.first_traceback}")

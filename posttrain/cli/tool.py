@@ -14,7 +14,7 @@ import typer
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
-from posttrain.errors import ToolError
+from posttrain.errors import ToolError, counted
 from posttrain.places import find
 
 if TYPE_CHECKING:
@@ -130,13 +130,13 @@ def _print(tool: LoadedTool, examples: Sequence[Tried], asked: Sequence[Tried], 
     if not properties:
         typer.echo("  no arguments")
     if examples:
-        typer.echo(f"{sum(bool(one.ok) for one in examples)} of {len(examples)} examples right")
+        typer.echo(f"{sum(bool(one.ok) for one in examples)} of {counted(len(examples), 'example')} right")
     for one in (one for one in examples if not one.ok):
         typer.echo(f"  {json.dumps(dict(one.call.arguments), default=str)}")
         typer.echo(f"    expected {one.expected!r:.200}, got {one.call.result!r:.200}")
     for one in asked:
         took = f"{1000 * one.seconds:.1f} ms of {tool.timeout_s:g} s"
-        typer.echo(f"{one.call.kind}, {took}, {len(one.call.result)} characters (at most {tool.max_chars}):")
+        typer.echo(f"{one.call.kind}, {took}, {counted(len(one.call.result), 'character')} (at most {tool.max_chars}):")
         typer.echo(_indented(one.call.result))
     typer.echo("what a model gets for wrong calls:")
     for one in wrong:

@@ -10,6 +10,7 @@ import typer
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
+from posttrain.errors import counted
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +51,8 @@ def whatif(
     if rows:
         typer.echo()
         _print(single[:rows])
-    say(f"rollouts of step {saved.batch.step + 1}: {len(saved.batch)} rows, {int(saved.batch.mask.sum())} tokens")
+    tokens = counted(int(saved.batch.mask.sum()), "token")
+    say(f"rollouts of step {saved.batch.step + 1}: {counted(len(saved.batch), 'row')}, {tokens}")
 
 
 def _print(table: list[dict[str, Any]]) -> None:

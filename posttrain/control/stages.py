@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, counted
 from posttrain.registry import register
 
 
@@ -27,7 +27,7 @@ class Stages:
     def start(self, initial: float) -> dict[str, Any]:
         if len(self.values) != len(self.until) + 1 or sorted(set(self.until)) != list(self.until):
             raise UserError(
-                f"stages with {len(self.values)} values and until {list(self.until)}",
+                f"stages with {counted(len(self.values), 'value')} and until {list(self.until)}",
                 allowed="one value more than `until`, which rises",
             )
         return {}
@@ -58,7 +58,9 @@ class EqualStages:
 
     def start(self, initial: float) -> dict[str, Any]:
         if not self.values or self.every < 1:
-            raise UserError(f"equal_stages with {len(self.values)} values every {self.every} steps")
+            raise UserError(
+                f"equal_stages with {counted(len(self.values), 'value')} every {counted(self.every, 'step')}"
+            )
         return {}
 
     def value(self, state: Mapping[str, Any], step: int) -> float:

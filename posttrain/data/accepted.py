@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.sft_rows import accepted
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.places import find
 
 PARAMS: dict[str, Any] = {"pick": str, "max_per_prompt": int, "max_pass_rate": (int, float)}
@@ -52,11 +52,12 @@ def _account(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> 
     """Why nothing is left of an evaluation's completions."""
     right = [record for samples in found for record in samples if record["correct"]]
     cut = sum(record["finish"] == "length" for record in right)
-    text = f"of {sum(map(len, found))} completions {len(right)} are right, {cut} of these truncated"
+    text = f"of {counted(sum(map(len, found)), 'completion')} {len(right)} right, {cut} of these truncated"
     if max_pass_rate is None or not right:
         return text
     solved = sum(any(record["correct"] for record in samples) for samples in found)
-    return f"{text}; of {solved} problems solved, those solved in more than {max_pass_rate:.0%} of samples are left out"
+    many = f"more than {max_pass_rate:.0%} of samples"
+    return f"{text}; of {counted(solved, 'problem')} solved, those solved in {many} are left out"
 
 
 def _check(params: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from posttrain import chat
 from posttrain.data import prepare, render
 from posttrain.data.prepare import Prepared
 from posttrain.data.render import Example, Pair
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.recipe.sections import Data, PairRules
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _check_ends(last: Sequence[int], eos: tuple[int, ...], tokenizer: Any) -> di
     """Does the last trained token end generation?"""
     good = sum(i in eos for i in last)
     names = ", ".join(repr(tokenizer.decode([i])) for i in eos)
-    text = f"{good} of {len(last)} trained texts end in a token that ends generation ({names})"
+    text = f"{good} of {counted(len(last), 'trained text')} ending in a token that ends generation ({names})"
     return _check("end of turn is learnt", good == len(last), text)
 
 
@@ -227,7 +227,7 @@ def _check_text(prepared: Prepared[Example], section: Data, tokenizer: Any) -> d
         written = tokenizer.decode([i for i, t in zip(example.ids, example.trained, strict=True) if t])
         seen += 1
         lost += not _contains(written, answer)
-    text = f"{seen - lost} of {seen} answers stand in the trained tokens as their rows give them"
+    text = f"{seen - lost} of {counted(seen, 'answer')} in the trained tokens as in the row"
     return _check("text is kept", lost == 0, text)
 
 
@@ -249,9 +249,15 @@ def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[s
     unknown = tokenizer.unk_token_id
     # Some tokenizers name an ordinary token as their unknown one; then nothing can be said.
     count = 0 if unknown is None or unknown == tokenizer.eos_token_id else sum(unknown in s for s in sequences)
-    return _check("known characters", count == 0, f"{count} of {len(sequences)} rows hold characters without a token")
+    return _check(
+        "known characters",
+        count == 0,
+        f"{count} of {counted(len(sequences), 'row')} with characters that have no token",
+    )
 
 
 def _check_doubles(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
     doubles = len(sequences) - len({tuple(s) for s in sequences})
-    return _check("no doubles", doubles == 0, f"{doubles} of {len(sequences)} items are the same as an earlier one")
+    return _check(
+        "no doubles", doubles == 0, f"{doubles} of {counted(len(sequences), 'item')} the same as an earlier one"
+    )

@@ -15,7 +15,7 @@ from posttrain.data.labelled import labelled
 from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
 from posttrain.data.sft_rows import without_thought
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.recipe.sections import Data, PairRules
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]
         return prompt
     if section.overlong == "error":
         raise DataError(
-            f"{prompt + answer} tokens, over data.max_length {limit}",
+            f"{counted(prompt + answer, 'token')}, over data.max_length {limit}",
             where=whereabouts.row(uid),
             hint="overlong: drop | truncate_prompt | keep",
         )

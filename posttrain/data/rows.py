@@ -9,7 +9,7 @@ from typing import Any
 from posttrain import whereabouts
 from posttrain.data import shapes, sources
 from posttrain.data.identity import row_uid
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.recipe.sections import Data, Source
 
 Row = dict[str, Any]
@@ -73,8 +73,9 @@ def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: in
         due = max(range(len(parts)), key=lambda i: (shares[i] * (len(mixed) + 1) - taken[i], -i))
         if taken[due] == len(parts[due]):
             if size is not None:
+                has = counted(len(parts[due]), "row")
                 raise DataError(
-                    f"data.mix: {names[due]} has {len(parts[due])} rows, not its share {shares[due]:.3g} of {size}",
+                    f"data.mix: {names[due]} has {has}, not its share {shares[due]:.3g} of {size}",
                     hint="lower its weight or data.size",
                 )
             break
@@ -82,5 +83,5 @@ def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: in
         taken[due] += 1
     for name, part, count in zip(names, parts, taken, strict=True):
         if count < len(part) and size is None:
-            log.warning("data.mix: %d of %d rows of %s are used, to keep the weights", count, len(part), name)
+            log.warning("data.mix: %d of %s of %s used, to keep the weights", count, counted(len(part), "row"), name)
     return mixed

@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain import hub
 from posttrain.data import accepted, gym
-from posttrain.errors import DataError, MissingExtra, nearest
+from posttrain.errors import DataError, MissingExtra, counted, nearest
 from posttrain.places import candidates, split_function
 from posttrain.recipe.sections import Source
 from posttrain.registry import load_function
@@ -79,7 +79,7 @@ def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise DataError(f"a row must be a dict, not {type(row).__name__}: {row!r:.80}", where=f"{name} row {i}")
     if len(rows) < section.skip + (section.size or 0):
-        raise DataError(f"{name} was asked for {arguments['size']} rows and returned {len(rows)}")
+        raise DataError(f"{name} was asked for {counted(arguments['size'], 'row')} and returned {len(rows)}")
     return rows
 
 
@@ -160,7 +160,9 @@ def _csv(path: Path) -> Iterator[Record]:
             for row in reader:
                 where = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
-                    raise DataError(f"not {len(reader.fieldnames or ())} cells, as the header has", where=where)
+                    raise DataError(
+                        f"not {counted(len(reader.fieldnames or ()), 'cell')}, as the header has", where=where
+                    )
                 yield where, row
         except csv.Error as cause:
             raise DataError(f"broken CSV: {cause}", where=f"{path}:{reader.reader.line_num}") from cause

@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from posttrain.errors import counted
+
 TiesRule = Literal["expected", "first"]
 
 FEW_PROBLEMS = 10  # below this the bootstrap's quantiles are coarse
@@ -35,7 +37,7 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
         raise ValueError(f"k must be at least 1, got {k}")
     for samples, right in zip(n, c, strict=True):
         if not 0 <= right <= samples:
-            raise ValueError(f"{right} right of {samples} samples")
+            raise ValueError(f"{right} right of {counted(samples, 'sample')}")
     if any(k > samples for samples in n):
         return None
     # Integer numerator over integer denominator: Python divides them with one correct rounding, however large.

@@ -11,7 +11,7 @@ from posttrain.data.account import told
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
 from posttrain.data.separability import FEWEST_PAIRS, separability, style
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS
 from posttrain.places import find
 from posttrain.recipe.stages import PairsRecipe
@@ -142,7 +142,7 @@ def _score_gap(row: Row) -> float | None:
 def remarks(found: PairRows, summary: Mapping[str, Any], threshold: float | None) -> list[str]:
     """Sentences on what was made, what was left out, by row, and what to look at before training."""
     lines = [
-        f"{summary['pairs']} pairs from {summary['completions']} completions, "
+        f"{counted(summary['pairs'], 'pair')} from {counted(summary['completions'], 'completion')}, "
         f"{summary['longer_chosen']:.0%} with a longer chosen side"
     ]
     if found.dropped:

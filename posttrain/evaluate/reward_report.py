@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from posttrain.errors import counted
 from posttrain.evaluate.estimators import bootstrap_ci
 from posttrain.evaluate.run import titled
 
@@ -147,7 +148,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
     if not found["pairs"]:
         return ["no pair was held out: nothing is known of this model beyond its training pairs"]
     accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
-    lines = [f"the chosen answer scores higher in {_shown(accuracy)} of {found['pairs']} pairs"]
+    lines = [f"the chosen answer scores higher in {_shown(accuracy)} of {counted(found['pairs'], 'pair')}"]
     if accuracy["low"] <= 0.5:
         lines.append("that is not shown to be better than a coin")
     if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from posttrain.batch import Rollout
 from posttrain.data.render import asked
-from posttrain.errors import RecipeError
+from posttrain.errors import RecipeError, counted
 from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.best_of import SUM, best_of, check_name
@@ -119,9 +119,7 @@ def grade(
     for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):
         for name, count in found.items():
             if count:
-                print(
-                    f"reward {name}: {count} of {len(rollouts)} calls {what}; they count as unscored", file=sys.stderr
-                )
+                print(f"reward {name}: {count} of {counted(len(rollouts), 'call')} {what}, unscored", file=sys.stderr)
     if scores.first_traceback:
         print(f"the first error, {scores.first_traceback}", file=sys.stderr)
     return [
@@ -177,9 +175,9 @@ def titled(found: Mapping[str, Any]) -> Table:
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:
     """Sentences about problems, sampling, truncation and unscored completions."""
-    sampling = summary["sampling"]
+    sampling, problems = summary["sampling"], counted(summary["problems"], "problem")
     lines = [
-        f"{summary['problems']} problems x {summary['samples']} samples, temperature {sampling['temperature']:g}, "
+        f"{problems} x {counted(summary['samples'], 'sample')}, temperature {sampling['temperature']:g}, "
         f"top_p {sampling['top_p']:g}, top_k {sampling['top_k']}, at most {sampling['max_new_tokens']} new tokens, "
         f"seed {summary['seed']}",
     ]
@@ -190,8 +188,8 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         )
     if summary["unscored"]:
         lines.append(
-            f"{summary['unscored']} completions could not be judged and are left out "
-            f"({summary['unscored_problems']} problems entirely)"
+            f"{counted(summary['unscored'], 'completion')} could not be judged: left out "
+            f"({counted(summary['unscored_problems'], 'problem')} entirely)"
         )
     cost = summary["efficiency"]["tokens_per_correct"]
     if cost is not None:
@@ -213,7 +211,7 @@ def _of_baseline(found: Mapping[str, Any]) -> list[str]:
     difference, score, split = found["difference"], found["efficiency"]["aes"], found["capability"]
     lines = [
         f"against {found['baseline']}: accuracy {difference['diff']:+.3f} "
-        f"[{difference['low']:+.3f}, {difference['high']:+.3f}] over {difference['problems']} problems"
+        f"[{difference['low']:+.3f}, {difference['high']:+.3f}] over {counted(difference['problems'], 'problem')}"
     ]
     if score is not None:
         lines.append(f"accuracy-efficiency score {score:+.3f} (above 0: shorter, or better, than the baseline)")

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain import whereabouts
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.errors import Interrupted
+from posttrain.errors import Interrupted, counted
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, load, load_tokenizer
 from posttrain.recipe.sections import EngineSection
@@ -44,7 +45,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     turns.check_start(offer, tokenizer)
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items()]:
-        print(f"{len(uids)} prompts: {cause}", file=sys.stderr)
+        print(f"{counted(len(uids), 'prompt')}: {cause} ({whereabouts.rows(uids)})", file=sys.stderr)
     return prepared
 
 
@@ -74,7 +75,7 @@ def sample(
     try:
         if done < len(chunks):
             if done:
-                print(f"resumed: {len(records)} completions are there already", file=sys.stderr)
+                print(f"resumed: with the {counted(len(records), 'completion')} that are there", file=sys.stderr)
             records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around)
     finally:
         log.close()
@@ -123,7 +124,9 @@ def _generate(
     try:
         check_fits(prompts, sampling, engine.window)
         with GracefulStop() as stop, Progress(recipe.verb, len(chunks), ("tokens", "truncated", *columns)) as progress:
-            progress.note(f"{len(prompts)} prompts x {n} completions in {len(chunks)} chunks")
+            progress.note(
+                f"{counted(len(prompts), 'prompt')} x {counted(n, 'completion')} in {counted(len(chunks), 'chunk')}"
+            )
             for number in range(done, len(chunks)):
                 part = chunks[number]
                 rollouts = engine.generate(

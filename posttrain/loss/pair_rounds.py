@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from posttrain.batch import PairBatch, PairLoss
-from posttrain.errors import UserError
+from posttrain.errors import UserError, counted
 from posttrain.loss.clip import bounded_exp, clipped_surrogate
 from posttrain.loss.pair import anchor, log_ratios, per_token, smoothed, stats
 from posttrain.registry import register
@@ -133,7 +133,9 @@ def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tens
         return 0.0
     given = torch.ones(len(history)) if weights is None else torch.as_tensor(weights)[: len(history)]
     if len(given) < len(history):
-        raise UserError(f"{len(given)} weights for a history of {len(history)}", hint="give one a policy, or none")
+        raise UserError(
+            f"{counted(len(given), 'weight')} for a history of {len(history)}", hint="give one a policy, or none"
+        )
     shares = torch.where(given.sum() == 0, torch.ones_like(given), given).to(history)
     return (shares / shares.sum()) @ history.detach()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from posttrain.errors import MergeError, Problem
+from posttrain.errors import MergeError, Problem, counted
 from posttrain.merge.sources import Source
 
 # What may differ between two configs without a word: where they come from, and how they are run.
@@ -113,7 +113,8 @@ def _vocabularies(sources: Sequence[Source]) -> Check:
         wrong = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
         if wrong:
             example = f"{wrong[0]!r} is {_id(a, wrong[0])} in {known[0].name} and {_id(b, wrong[0])} in {source.name}"
-            problems.append(f"{len(wrong)} tokens have other ids in {source.name} than in {known[0].name}: {example}")
+            other = f"{counted(len(wrong), 'token')} with another id in {source.name} than in {known[0].name}"
+            problems.append(f"{other}: {example}")
     unknown = [s.name for s in sources if s.vocabulary is None]
     warning = f"no tokenizer in {', '.join(unknown)}: its token ids could not be compared" if unknown else ""
     hint = "rows of the embedding would be mixed for different tokens; merge models that share a tokenizer"

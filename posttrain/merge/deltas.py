@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError
+from posttrain.errors import MergeError, counted
 from posttrain.merge import sparsify
 from posttrain.merge.blocks import blocks, by_block
 from posttrain.merge.rules import CANCELS, raised
@@ -301,7 +301,7 @@ def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
     if not isinstance(value, list):
         return [value] * len(models)
     if len(value) != len(models):
-        raise MergeError(f"{len(value)} values for {len(models)} models")
+        raise MergeError(f"{counted(len(value), 'value')} for {counted(len(models), 'model')}")
     return value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from posttrain import registry
-from posttrain.errors import MergeError, nearest
+from posttrain.errors import MergeError, counted, nearest
 from posttrain.merge.arguments import Arguments
 from posttrain.merge.rules import CANCELS, normalized
 from posttrain.merge.sources import Source, open_source
@@ -73,7 +73,7 @@ def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
     tokenizer = _tokenizer_source(recipe, models, base)
     layers = layer_count((base or models[0]).tensors)
     if recipe.layers not in (None, layers):
-        raise MergeError(f"the slice goes to layer {recipe.layers}, but the models have {layers} layers")
+        raise MergeError(f"the slice goes to layer {recipe.layers}, but the models have {counted(layers, 'layer')}")
     arguments = Arguments.of(rule, recipe.parameters, [model for _, model in chosen], layers)
     plan = Plan(
         method=recipe.merge_method,

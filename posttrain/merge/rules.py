@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError
+from posttrain.errors import MergeError, counted
 from posttrain.registry import register
 
 CANCELS = 1e-8  # |sum of weights| below this cannot be divided by
@@ -114,7 +114,7 @@ def merge_state(
         raise MergeError("nothing to merge: no models")
     weights = [1.0] * len(models) if weights is None else list(weights)
     if len(weights) != len(models):
-        raise MergeError(f"{len(models)} models but {len(weights)} weights")
+        raise MergeError(f"{counted(len(models), 'model')} but {counted(len(weights), 'weight')}")
     anchor = models[0] if base is None else base
     for model in models:
         _same_names_and_shapes(anchor, model)

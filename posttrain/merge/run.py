@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from posttrain.errors import Interrupted, MergeError, RunError
+from posttrain.errors import Interrupted, MergeError, RunError, counted
 from posttrain.merge import combine_adapters
 from posttrain.merge.blocks import one_thread
 from posttrain.merge.compatibility import compare, refuse, table
@@ -217,8 +217,9 @@ def _described(name: str, folder: Path) -> dict[str, str]:
 def _tell(summary: dict[str, Any]) -> None:
     probe = summary["probe"]
     print(
-        f"merged {len(summary['models'])} models into {summary['model']}: {summary['changed']} of {summary['tensors']} "
-        f"tensors differ from {summary['compared_with']}, largest logit gap on the probe {probe['logit_gap']:.3g}",
+        f"merged {counted(len(summary['models']), 'model')} into {summary['model']}: {summary['changed']} of "
+        f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}, "
+        f"largest logit gap on the probe {probe['logit_gap']:.3g}",
         file=sys.stderr,
     )
     if summary["rounded_away"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from posttrain.errors import MergeError, RunError
+from posttrain.errors import MergeError, RunError, counted
 from posttrain.merge import everywhere
 from posttrain.merge import tensors as disk
 from posttrain.merge.blocks import (
@@ -182,7 +182,8 @@ def check_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
         raise RunError(f"not written as they were merged: {', '.join(wrong)}", where=str(folder), hint="check the disk")
     if tally.expected and not tally.changed:
         raise MergeError(
-            f"the merged model equals {plan.anchor.name}, although {len(tally.expected)} tensors of the inputs differ",
+            f"the merged model equals {plan.anchor.name}, although its inputs differ in "
+            f"{counted(len(tally.expected), 'tensor')}",
             hint="the weighted differences cancel, are not kept, or are too small for the output dtype; try "
             "`dtype: float32`",
         )

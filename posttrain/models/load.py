@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain import chat, hub
-from posttrain.errors import MissingExtra, ModelError
+from posttrain.errors import MissingExtra, ModelError, counted
 from posttrain.models import adapters, quantize, tiny
 from posttrain.models.places import Place, locate, not_found
 from posttrain.models.precision import keep_master_weights
@@ -259,7 +259,7 @@ def _from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | No
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ModelError(f"{place.name} lacks {len(missing)} weights of its architecture, e.g. {missing[0]}")
+        raise ModelError(f"{place.name} lacks {counted(len(missing), 'weight')} of its architecture, e.g. {missing[0]}")
     return model
 
 

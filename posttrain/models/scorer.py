@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.errors import ModelError, RunError
+from posttrain.errors import ModelError, RunError, counted
 from posttrain.models import adapters, places
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
@@ -88,7 +88,7 @@ def load(
         loaded = _from_causal(section, base_dir, outputs, seed)
     found = loaded.model.config.num_labels
     if outputs is not None and found != outputs:
-        raise ModelError(f"{section.path} has {found} heads, the recipe wants {outputs}")
+        raise ModelError(f"{section.path} has {counted(found, 'head')}, the recipe wants {outputs}")
     model = loaded.model
     if training and section.lora:
         model = adapters.add(model, section.lora, seed=seed, task="SEQ_CLS")

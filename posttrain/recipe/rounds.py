@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, ValidationError
 
-from posttrain.errors import Problem, nearest
+from posttrain.errors import Problem, counted, nearest
 from posttrain.recipe import layers
 from posttrain.recipe.problems import tell
 from posttrain.recipe.section import Section
@@ -155,7 +155,7 @@ def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
                 node.at_key.mark, what, f"written NAME.key.path; names: {', '.join(str(name) for name in names)}"
             )
         elif len(values) != settings.rounds:
-            what = f"{head}.by_round.{key}: {len(values)} values for {settings.rounds} rounds"
+            what = f"{head}.by_round.{key}: {counted(len(values), 'value')} for {counted(settings.rounds, 'round')}"
             yield Problem(node.origin.mark, what)
 
 

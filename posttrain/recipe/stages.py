@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from posttrain.errors import counted
 from posttrain.recipe import merging
 from posttrain.recipe import sections as s
 from posttrain.recipe.building import Builder
@@ -224,7 +225,9 @@ class RlRecipe(Acting):
     def _minibatches_have_rows(self) -> RlRecipe:
         rows = self.rollout.prompts_per_step * self.rollout.group_size
         if self.batch.minibatches > rows:
-            raise ValueError(f"batch.minibatches {self.batch.minibatches} exceeds the {rows} rollouts of a step")
+            raise ValueError(
+                f"batch.minibatches {self.batch.minibatches} exceeds the {counted(rows, 'rollout')} of a step"
+            )
         return self
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from posttrain import whereabouts
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.recipe.sections import EngineSection, Sampling
 
 if TYPE_CHECKING:
@@ -121,10 +121,11 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int) -> No
         return
     worst = max(over, key=lambda p: len(p.ids))
     raise DataError(
-        f"prompt of {len(worst.ids)} tokens + {sampling.max_new_tokens} new ones exceed the window of {window} tokens"
+        f"prompt of {counted(len(worst.ids), 'token')} + {sampling.max_new_tokens} new ones exceed the window of "
+        f"{counted(window, 'token')}"
         + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
         where=whereabouts.row(worst.uid),
-        allowed=f"prompts up to {max(room, 0)} tokens",
+        allowed=f"prompts up to {counted(max(room, 0), 'token')}",
         hint="set data.max_length to drop long prompts, or lower max_new_tokens",
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from posttrain.errors import MissingExtra, RecipeError
+from posttrain.errors import MissingExtra, RecipeError, counted
 from posttrain.recipe.sections import Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights, wire
 from posttrain.rollout.client import Client
@@ -206,7 +206,8 @@ def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:
     """The servers of this training process with their numbers: each has its own. Raises RecipeError for too few."""
     if places and len(places) < ranks.world():
         raise RecipeError(
-            f"rollout.vllm.server.{key} names {len(places)} servers for {ranks.world()} training processes",
+            f"rollout.vllm.server.{key} names {counted(len(places), 'server')} for "
+            f"{counted(ranks.world(), 'training process', 'training processes')}",
             hint="each needs a server of its own: name more, or train with fewer --gpus",
         )
     return list(enumerate(places))[ranks.rank() :: ranks.world()]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError
+from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
 from posttrain.recipe.sections import Vllm
 from posttrain.rollout import rank
 
@@ -85,7 +85,7 @@ def check_settings(section: Vllm) -> None:
         raise RecipeError("rollout.vllm.gpu_memory must be above 0")
     if torch.cuda.is_available() and (count := torch.cuda.device_count()) < section.tensor_parallel:
         raise RecipeError(
-            f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees {count} GPUs",
+            f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees {counted(count, 'GPU')}",
             hint="`posttrain serve` takes those in its CUDA_VISIBLE_DEVICES",
         )
 

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import counted
 from posttrain.run import rounds
 from posttrain.run.curves import Point, chart, number
 from posttrain.run.directory import flatten
@@ -129,7 +130,7 @@ def _canaries(summary: Mapping[str, Any]) -> str:
     """What the rewards say that were never trained on."""
     says = []
     for name, told in (summary.get("canaries") or {}).items():
-        since = f"from step {told['first_alarm']}, at {told['alarm_steps']} steps in all"
+        since = f"from step {told['first_alarm']}, at {counted(told['alarm_steps'], 'step')} in all"
         end = "and at the end" if told["alarm_at_the_end"] else "not at the end"
         alarm = f"fell while the trained reward rose ({since}, {end})" if told["alarm_steps"] else "no alarm"
         says.append(f"<li>{escape(name)}: {escape(alarm)}</li>")
@@ -181,10 +182,9 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
     rest = [name for name in curves if name not in first]
     if not curves:
         return ""
-    more = (
-        f"<details><summary>{len(rest)} more curves</summary><div class=charts>{_charts(curves, rest)}</div></details>"
-    )
-    return f"<section><h2>Curves</h2><div class=charts>{_charts(curves, first)}</div>{more if rest else ''}</section>"
+    more = f"<summary>{counted(len(rest), 'more curve')}</summary><div class=charts>{_charts(curves, rest)}</div>"
+    more = f"<details>{more}</details>" if rest else ""
+    return f"<section><h2>Curves</h2><div class=charts>{_charts(curves, first)}</div>{more}</section>"
 
 
 def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
@@ -215,7 +215,7 @@ def _card(record: Mapping[str, Any]) -> str:
         if isinstance(value, (int, float))
     )
     mark = {True: "right", False: "wrong"}.get(bool(record["correct"])) if record.get("correct") is not None else ""
-    length = f"<span>{record['tokens']} tokens</span>" if "tokens" in record else ""
+    length = f"<span>{counted(record['tokens'], 'token')}</span>" if "tokens" in record else ""
     cut = "<span>cut</span>" if record.get("finish") == "length" else ""
     prompt, completion = escape(str(record.get("prompt", ""))), escape(str(record.get("completion", "")))
     return (

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from posttrain.errors import counted
+
 ERRORS = 2.0  # standard errors that a slope must be away from 0
 
 
@@ -91,5 +93,6 @@ class Canaries:
 def _sentence(name: str, window: int, trained: Trend, canary: Trend) -> str:
     return (
         f"canary {name} falls while the trained reward rises: {canary.rise:+.3g} against {trained.rise:+.3g} over the"
-        f" last {window} steps. The policy may be learning what the trained reward mismeasures: read samples.jsonl"
+        f" last {counted(window, 'step')}. The policy may be learning what the trained reward mismeasures: read"
+        " samples.jsonl"
     )

@@ -25,7 +25,7 @@ from posttrain import whereabouts
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError
+from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError, counted
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
@@ -422,7 +422,7 @@ def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
     window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
     if window is not None and length > window:
         raise DataError(
-            f"{length} tokens; the model's window is {window}",
+            f"{counted(length, 'token')}; the model's window is {window}",
             where=whereabouts.row(uid),
             hint=f"set data.max_length to {window} or less",
         )

@@ -8,7 +8,7 @@ from typing import Any
 from posttrain import whereabouts
 from posttrain.batch import Prompt
 from posttrain.data.render import render_example
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.recipe.sections import Data
 from posttrain.rollout.stored import Tokens
 
@@ -34,7 +34,7 @@ def stored_completions(prompts: Sequence[Prompt], tokenizer: Any, section: Data,
     if long:
         longest = max(len(found[uid]) for uid in long)
         raise DataError(
-            f"{len(long)} of {len(found)} completions are longer than rollout.max_new_tokens {limit}",
+            f"{len(long)} of {counted(len(found), 'completion')} longer than rollout.max_new_tokens {limit}",
             where=whereabouts.rows(long),
             hint=f"write `rollout.max_new_tokens: {longest}`, or take long rows out: a cut trace has no outcome",
         )

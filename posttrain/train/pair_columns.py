@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain import registry, whereabouts
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.places import split_function
 from posttrain.recipe.sections import Anchors
 
@@ -73,7 +73,8 @@ def _refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> No
             there = any(row.get(other) is not None for other in fields for row in rows)
             if lacking and (there or (need in GIVEN and need in wanted)):
                 raise DataError(
-                    f"pair loss `{use}` needs the column `{field}`; {len(lacking)} of {len(rows)} rows lack it",
+                    f"pair loss `{use}` needs the column `{field}`, not there in {len(lacking)} of "
+                    f"{counted(len(rows), 'row')}",
                     where=whereabouts.rows([str(row["uid"]) for row in lacking]),
                     allowed=f"columns of the first: {', '.join(k for k in lacking[0] if k != 'uid')}",
                     hint=f"name it, e.g. data.columns: {{{field}: THEIR_NAME}}",
@@ -94,7 +95,7 @@ def refuse_one_class(given: Sequence[float], use: str) -> None:
     good = sum(label > 0.5 for label in given)
     if good in (0, len(given)):
         raise DataError(
-            f"`label`: all {len(given)} answers are {'good' if good else 'bad'}; {use} learns from both kinds",
+            f"`label` is {'good' if good else 'bad'} in all {counted(len(given), 'answer')}; {use} learns from both",
             hint="add answers of the other kind, or train on the good ones alone with sft",
         )
 

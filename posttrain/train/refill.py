@@ -8,7 +8,7 @@ from torch import Tensor
 
 from posttrain.advantage.keep import Refill
 from posttrain.batch import RolloutBatch
-from posttrain.errors import RunError
+from posttrain.errors import RunError, counted
 
 
 class Accumulator:
@@ -43,9 +43,10 @@ class Accumulator:
         passed = set(batch.group_ids[self._keep(batch)].tolist())
         self._refill = self._refill.add([group in passed for group in groups])
         if self._refill.status == "error":
+            batches = counted(self.batches, "generation batch", "generation batches")
             raise RunError(
-                f"only {len(self._refill.selected)} of {self._refill.want} groups passed `keep` in {self.batches}"
-                " generation batches: the prompts are too hard or too easy for this model",
+                f"only {len(self._refill.selected)} of {counted(self._refill.want, 'group')} passed `keep` in"
+                f" {batches}: the prompts are too hard or too easy for this model",
                 hint="see signal/too_hard and signal/too_easy; change the data, or raise rollout.max_gen_batches",
             )
         return {groups[index] for number, index in self._refill.selected if number == self.batches - 1}

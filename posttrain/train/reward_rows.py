@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain import whereabouts
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
-from posttrain.errors import DataError
+from posttrain.errors import DataError, counted
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.seeds import derive
 
@@ -54,7 +54,8 @@ def read(recipe: RewardModelRecipe, tokenizer: Any) -> Items:
     apart = held_out([item.uid for item in items], settings.holdout, recipe.run.seed)
     held, trained = ([item for item in items if (item.uid in apart) == out] for out in (True, False))
     if not trained:
-        raise DataError(f"all {len(items)} rows are held out", hint="lower objective.holdout, or give more rows")
+        what = f"no row is left to train on: {counted(len(items), 'row')} held out"
+        raise DataError(what, hint="lower objective.holdout, or give more rows")
     users = {user: n for n, user in enumerate(dict.fromkeys(item.user for item in items))}
     return Items(trained, held, users, prepared)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import whereabouts
-from posttrain.errors import Problem, RewardError
+from posttrain.errors import Problem, RewardError, counted
 from posttrain.verify.load import check_columns, load_script
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.variants import WRITERS, Row, Writer, variants
@@ -32,7 +32,9 @@ class Audit:
     def summary(self) -> str:
         if self.skipped:
             return f"gold not audited: {self.skipped}"
-        return f"gold scores best on {self.checked - len(self.bad)} of {self.checked} rows (as {self.writer})"
+        return (
+            f"gold scores best on {self.checked - len(self.bad)} of {counted(self.checked, 'row')} (as {self.writer})"
+        )
 
 
 def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
@@ -135,7 +137,8 @@ def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
     shown = [Problem(whereabouts.row(uid), what) for uid, what in list(audit.bad.items())[:SHOWN]]
     head = Problem(
         f"reward {name}",
-        f"gold does not score best on {len(audit.bad)} of {audit.checked} rows (scoring.max_bad_gold {limit:g})",
+        f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
+        f" (scoring.max_bad_gold {limit:g})",
         f"gold was written as: {audit.writer}",
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from posttrain import whereabouts
-from posttrain.errors import RewardError, RunError, nearest
+from posttrain.errors import RewardError, RunError, counted, nearest
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.combine import by_turn, closed, combine
@@ -389,8 +389,8 @@ def _too_many(reward: LoadedReward, samples: Sequence[Sample], column: Sequence[
     errors, timeouts = (sum(r.kind == kind for r in column) for kind in ("error", "timeout"))
     trace, late = (_first_failure(samples, column, kind) for kind in ("error", "timeout"))
     return RunError(
-        f"reward {reward.name}: {errors} errors and {timeouts} time-outs in {len(column)} calls,"
-        f" more than scoring.max_error_rate {limit:g}",
+        f"reward {reward.name}: {counted(errors, 'error')} and {counted(timeouts, 'time-out')} in "
+        f"{counted(len(column), 'call')}, more than scoring.max_error_rate {limit:g}",
         where=reward.target,
         allowed=f"the first error, {trace}" if trace else f"the first time-out, {late}" if late else "",
         hint="try it with `posttrain reward test`" if errors else "raise `timeout_s` of this reward or make it faster",

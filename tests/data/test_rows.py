@@ -33,7 +33,7 @@ def test_every_beginning_keeps_the_shares() -> None:
 def test_without_size_it_ends_where_the_shares_end_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     mixed = mix([part("a", 100), part("b", 3)], [1, 1], ["a.jsonl", "b.jsonl"])
     assert names(mixed) == "abababa"
-    assert "4 of 100 rows of a.jsonl are used" in caplog.text
+    assert "4 of 100 rows of a.jsonl used" in caplog.text
 
 
 def test_with_size_a_part_that_is_too_small_is_an_error() -> None:

@@ -147,7 +147,7 @@ def test_right_completions_become_rows_to_train_on(scripted: Any, evaluate: Eval
     assert [row["completion"] for row in rows] == [f"<answer>{n}</answer>" for n in (2, 3, 4)]
     assert rows[0]["prompt"] == [{"role": "user", "content": "1+1"}]
     assert len(load_rows(Data(source="accepted:before", params={"max_per_prompt": 4}), folder)) == 6
-    with pytest.raises(DataError, match="of 24 completions 6 are right, 0 of these truncated; of 3 problems solved"):
+    with pytest.raises(DataError, match="of 24 completions 6 right, 0 of these truncated; of 3 problems solved"):
         load_rows(section.model_copy(update={"params": {"max_pass_rate": 0.25}}), folder)
     for params, match in (({"picks": "first"}, "no parameter picks"), ({"pick": "best"}, "cannot use pick")):
         with pytest.raises(DataError, match=match):

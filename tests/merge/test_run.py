@@ -150,7 +150,7 @@ def test_other_vocabulary(models: Path, merge: Merge) -> None:
     document = json.loads(text)
     document["model"]["vocab"] = {**vocabulary, "1": vocabulary["2"], "2": vocabulary["1"]}
     path.write_text(json.dumps(document))
-    refused(models, merge, MergeError, r"2 tokens have other ids in b than in a: '1' is id \d+ in a and id \d+ in b")
+    refused(models, merge, MergeError, r"2 tokens with another id in b than in a: '1' is id \d+ in a and id \d+ in b")
 
 
 def test_other_shapes_are_all_listed(models: Path, merge: Merge) -> None:

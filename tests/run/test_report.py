@@ -83,7 +83,7 @@ def test_the_page_is_whole_and_needs_nothing_else(finished):
 
 def test_the_page_shows_curves_samples_table_and_origin(finished):
     page = write_report(finished).read_text()
-    assert page.count("<figure>") == 3 and "1 more curves" in page  # reward, time/step behind a click, a stage's reward
+    assert page.count("<figure>") == 3 and "1 more curve<" in page  # reward, time/step behind a click, a stage's reward
     assert "sft, seed 0: reward" in page
     assert "&lt;think&gt;&amp;&lt;/think&gt;4" in page and page.count("<article") == 2  # first and last step
     assert "0.900 [0.880, 0.920]" in page and "+0.900 [+0.880, +0.920]" in page and "rl &lt; sft" in page

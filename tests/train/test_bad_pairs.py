@@ -93,10 +93,10 @@ def test_missing_columns_are_counted() -> None:
     """Of the rows' columns, or of a reference that only some rows have."""
     rows = [{"uid": n, "chosen_win": 1.0, "rejected_win": 0.0} for n in "abc"]
     rows[1].pop("chosen_win")
-    with pytest.raises(DataError, match=r"(?s)row b .*`sppo` needs the column `chosen_win`; 1 of 3 rows lack it"):
+    with pytest.raises(DataError, match=r"(?s)row b .*`sppo` needs the column `chosen_win`, not there in 1 of 3 rows"):
         pair_columns.read(rows, frozenset({"ref_logp", "win_rates"}), "sppo")
     rows = [{"uid": n, **({"ref_chosen_logp": 1.0, "ref_rejected_logp": 1.0} if n == "a" else {})} for n in "abcde"]
-    with pytest.raises(DataError, match=r"(?s)rows b, c, d, ... .*`ref_chosen_logp`; 4 of 5 rows lack it"):
+    with pytest.raises(DataError, match=r"(?s)rows b, c, d, ... .*`ref_chosen_logp`, not there in 4 of 5 rows"):
         pair_columns.read(rows, frozenset({"ref_logp"}), "dpo")
 
 
@@ -104,5 +104,8 @@ def test_labels_of_one_class_are_refused(dpo_recipe: Any, opened: Any, tmp_path:
     rows = [{"prompt": f"{n}+1", "completion": str(n + 1), "label": True, "name": str(n)} for n in range(6)]
     recipe = dpo_recipe(loss={"use": "kto"}, run={"steps": 1})
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with opened() as directory, pytest.raises(DataError, match="`label`: all 6 answers are good; kto learns from both"):
+    with (
+        opened() as directory,
+        pytest.raises(DataError, match="`label` is good in all 6 answers; kto learns from both"),
+    ):
         preference.run(recipe, directory)
