@@ -150,7 +150,7 @@ def test_rows_of_a_script(tmp_path: Path) -> None:
     path.write_text(GOOD + EXAMPLES + 'ROWS = [{"prompt": "7?", "answer": "7"}]\n')
     result = reward_test(str(path))
     assert result.exit_code == 0, result.output
-    assert "score: 1 rows, gold written as plain" in result.stdout
+    assert "score: 1 row, gold written as plain" in result.stdout
     path.write_text(path.read_text().replace("completion.strip() == answer", "answer in completion"))
     assert reward_test(f"{path}:score").exit_code == 2
 

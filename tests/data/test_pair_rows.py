@@ -85,6 +85,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["data", "pairs", "r.yaml", "completions.jsonl", "--max-pairs", "1"])
     assert result.exit_code == 0, result.stderr
     assert [json.loads(line)["chosen"] for line in result.stdout.splitlines()] == ["2"]
-    assert result.stderr.strip() == "1 pairs from 4 completions, 0% with a longer chosen side"
+    assert result.stderr.strip() == "1 pair from 4 completions, 0% with a longer chosen side"
     refused = CliRunner().invoke(app, ["data", "pairs", "r.yaml", "completions.jsonl", "--builder", "best"])
     assert (refused.exit_code, "right_wrong, short_long, best_worst" in refused.stderr) == (2, True)

@@ -62,7 +62,7 @@ def test_ties_with_a_density_a_model() -> None:
     """The first model keeps 1 of 4 entries, the second all: entry 0 has 4 and 2, entry 1 only the second's -1."""
     merged = deltas.ties([t(4, -3, 0, 0), t(2, -1, 0, 0)], ZERO, [1, 1], density=[0.25, 1.0])
     assert merged.tolist() == [3, -1, 0, 0]
-    with pytest.raises(MergeError, match="2 values for 1 models"):
+    with pytest.raises(MergeError, match="2 values for 1 model"):
         deltas.ties([ZERO], ZERO, [1], density=[0.5, 0.5])
 
 

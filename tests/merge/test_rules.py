@@ -99,7 +99,7 @@ def test_merge_state_merges_name_by_name() -> None:
     ("models", "weights", "message"),
     [
         ([], None, "no models"),
-        ([{"w": t(1.0)}], [1.0, 2.0], "1 models but 2 weights"),
+        ([{"w": t(1.0)}], [1.0, 2.0], "1 model but 2 weights"),
         ([{"w": t(1.0)}, {"v": t(1.0)}], None, "v, w"),
         ([{"w": t(1.0)}, {"w": t(1.0, 2.0)}], None, "shape: w"),
     ],

@@ -181,7 +181,7 @@ def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
             "start: stage:sfft",
             "r.yaml:6:12  stages.1.start: there is no stage `sfft` before this one",
         ),
-        ("rounds: 3", "rounds: 3\n    by_round: {train.optim.lr: [1.0]}", "1 values for 3 rounds"),
+        ("rounds: 3", "rounds: 3\n    by_round: {train.optim.lr: [1.0]}", "1 value for 3 rounds"),
         ("rounds: 3", "rounds: 3\n    by_round: {trian.x: [1, 2, 3]}", "`trian.x` is no key of a stage"),
         ("rounds: 3", "rounds: 3\n    result: pairs", "`pairs` makes no model"),
         ("name: pairs", "name: pa.irs", "a stage of rounds has no `.` in its name"),

@@ -65,7 +65,7 @@ def test_the_command(two: list[Path]) -> None:
     result = CliRunner().invoke(app, ["browse", *map(str, two)])
     assert result.exit_code == 0
     assert result.stdout.strip() == str(two[1] / "browse.html")
-    assert "6 completions of 3 problems, 1 problems in one run only" in result.stderr
+    assert "6 completions of 3 problems, 1 problem in one run only" in result.stderr
 
 
 def test_no_completions(tmp_path: Path) -> None:
