@@ -50,7 +50,7 @@ def _without_rival(lower: dict[str, Node], upper: dict[str, Node], rivals: Seque
     """`lower` without the key whose rival `upper` writes. Two that stand on one command line both stay, to be told."""
 
     def says(entries: dict[str, Node], key: str) -> bool:
-        return key in entries and entries[key].value is not None
+        return key in entries and entries[key].value not in (None, [])
 
     written = [key for key in rivals if says(upper, key)]
     if len(written) != 1:
