@@ -17,6 +17,7 @@ import inspect
 import json
 import pkgutil
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from typing import Any, Literal
 from posttrain.errors import UserError, nearest
 from posttrain.places import find, split_function
 
+_PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
 INDEX = Path(__file__).with_name("components.json")
 
 # kind -> the package whose modules register components of that kind, in the order in which a step calls them
@@ -229,10 +231,36 @@ def load_function(
         ) from None
 
 
+def wrong_type(annotation: Any, value: Any) -> str:
+    """Why `value` of a recipe does not fit `annotation`, or "". What pydantic does not know fits everything."""
+    if annotation is None:
+        return ""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+    from pydantic_core import SchemaError
+
+    try:
+        TypeAdapter(annotation).validate_python(value, strict="tuple" not in str(annotation))  # YAML knows lists only
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        return f"`{place}`: {first['msg']}" if place else first["msg"]
+    except (PydanticUserError, SchemaError):
+        return ""
+    return ""
+
+
+def script_line(error: BaseException) -> str:
+    """`FILE:LINE`, where a user's script was when it raised or called what did; empty where no script took part."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    ours = [i for i, frame in enumerate(frames) if str(frame.f_globals.get("__name__", "")).startswith(_PRIVATE)]
+    return f"{frames[ours[-1]].f_code.co_filename}:{lines[ours[-1]]}" if ours else ""
+
+
 @functools.cache
 def load_module(path: Path) -> Any:
     """The script at `path` as a module under a private name, run once a process. Raises UserError if it fails."""
-    private = f"posttrain_script_{path.stem}_{abs(hash(str(path))):x}"
+    private = f"{_PRIVATE}{path.stem}_{abs(hash(str(path))):x}"
     spec = importlib.util.spec_from_file_location(private, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

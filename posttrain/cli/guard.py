@@ -112,8 +112,13 @@ def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
         where = f" (traceback: {saved})"
     if meta.get(DEBUG):
         traceback.print_exc()
+    from posttrain.registry import script_line
+
     first = (str(error).splitlines() or [""])[0]
-    say(bold(f"unexpected {type(error).__name__}: {first}") + where)
+    script = script_line(error)
+    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    head = f"{script}  {what}" if script else f"unexpected {what}"
+    say(bold(head) + where)
     if not meta.get(DEBUG):
-        say("run with --debug for the traceback; please report it")
+        say(f"run with --debug for the traceback{'' if script else '; please report it'}")
     _tell_how_to_go_on(meta, None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.cli.scripts import has_function
+from posttrain.cli.scripts import has_function, strange_arguments
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
 from posttrain.places import find, split_function
 
@@ -77,12 +77,19 @@ class _Look:
         for prefix, section in _stages(values):
             self._rewards(prefix, section)
             self._tools(prefix, section)
-            for key, use in _functions(section):
-                with self.collected(f"{prefix}{key}"):
-                    has_function(use, self.base_dir)
+            for key, use, params in _functions(section):
+                self._function(f"{prefix}{key}", use, params)
             for key, source in _sources(section.get("data")):
                 with self.collected(f"{prefix}data.{key}"):
                     _find_source(source, self.base_dir)
+
+    def _function(self, key: str, use: str, params: Sequence[str]) -> None:
+        function = None
+        with self.collected(key):
+            function = has_function(use, self.base_dir)
+        for name, error in strange_arguments(function, params).items() if function else ():
+            with self.collected(f"{key.removesuffix('use')}{name}"):
+                raise error
 
     def collected(self, key: str) -> _Collected:
         return _Collected(self.mark(key), key, self.problems)
@@ -169,18 +176,19 @@ def _chosen(section: Values) -> Iterator[tuple[str, str]]:
             yield from ((kind, str(item.get("use"))) for kind in kinds)
 
 
-def _functions(section: Values) -> Iterator[tuple[str, str]]:
-    """(key, `file.py:function`) of every component that is the user's own."""
+def _functions(section: Values) -> Iterator[tuple[str, str, list[str]]]:
+    """(key, `file.py:function`, its arguments) of every component that is the user's own."""
     from posttrain.recipe.keys import components_of
 
-    for key in components_of(section.get("stage")):
+    for key, model in components_of(section.get("stage")).items():
         value = section.get(key)
         listed = isinstance(value, list)
         for number, one in enumerate(value if isinstance(value, list) else [value]):
             use = one.get("use") if isinstance(one, Mapping) else one
             if isinstance(use, str) and split_function(use):
                 place = f"{key}.{number}" if listed else key
-                yield f"{place}.use" if isinstance(one, Mapping) else place, use
+                params = [name for name in one if name not in model.model_fields] if isinstance(one, Mapping) else []
+                yield f"{place}.use" if isinstance(one, Mapping) else place, use, params
 
 
 def _stages(values: Values) -> Iterator[tuple[str, Values]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch
-from posttrain.errors import RecipeError
+from posttrain.errors import RecipeError, nearest
 from posttrain.loss.aggregate import Aggregation
 from posttrain.recipe.section import ComponentSection
 
@@ -77,11 +78,18 @@ def _check_keys(component: registry.Component, section: ComponentSection) -> Non
     """A function of the user is only known now: the recipe's keys must be its keyword-only arguments."""
     unknown = [key for key in section.params if key not in component.params]
     missing = [key for key, (_, default) in component.params.items() if default is ... and key not in section.params]
-    if unknown or missing:
-        what = f"has no argument {unknown[0]}" if unknown else f"needs the argument {missing[0]}"
-        raise RecipeError(
-            f"{component.kind} `{section.use}` {what}", allowed=f"it takes: {', '.join(component.params) or 'none'}"
-        )
+    takes = f"it takes: {', '.join(component.params) or 'none'}"
+    head = f"{component.kind} `{section.use}`"
+    if unknown:
+        near = nearest(unknown[0], component.params)
+        hint = f"did you mean `{near}`?" if near else ""
+        raise RecipeError(f"{head} has no argument {unknown[0]}", allowed=takes, hint=hint)
+    if missing:
+        raise RecipeError(f"{head} needs the argument {missing[0]}", allowed=takes)
+    hints = typing.get_type_hints(component.function)
+    for key, value in section.params.items():
+        if why := registry.wrong_type(hints.get(key), value):
+            raise RecipeError(f"{head}: argument {key}: {why}, got {value!r}")
 
 
 def credited(batch: RolloutBatch, result: Any) -> RolloutBatch:

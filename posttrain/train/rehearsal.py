@@ -12,17 +12,23 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
-from posttrain.errors import UserError
+from posttrain.errors import RecipeError, UserError
 from posttrain.recipe.checks import reward_name
 from posttrain.recipe.stages import RlRecipe
+from posttrain.registry import script_line
 from posttrain.train.collate import rollout_batch
 from posttrain.train.objective import Objective
 
 TOKENS, HIDDEN, TOP = 6, 4, 8
+NEEDED = (
+    "a batch carries `ref_logp`, `entropy` and the like if a component says that it needs them: "
+    "@register(KIND, NAME, needs=(...)), see docs/adding_a_method.md"
+)
 
 
 def rehearse(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) -> None:
-    """Run every part once on random rewards and log-probs of a whole step. Raises what a part raises."""
+    """Run every part once on random rewards and log-probs of a whole step. Raises what a part raises; where that is a
+    function of the user, a RecipeError with its line."""
     names = [reward_name(reward) for reward in recipe.rewards]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -31,6 +37,11 @@ def rehearse(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt]) 
         except UserError as error:
             if not any(f"`{name}/" in str(error) for name in names):  # parts of a reward are known when it has run
                 raise
+        except Exception as error:
+            if not (line := script_line(error)):
+                raise
+            hint = NEEDED if "NoneType" in str(error) else ""
+            raise RecipeError(f"{type(error).__name__}: {error}", where=line, hint=hint) from error
 
 
 def _run(objective: Objective, batch: RolloutBatch) -> None:

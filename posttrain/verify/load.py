@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.errors import Problem, RewardError, UserError, nearest
 from posttrain.places import find, known_files, split_function
 from posttrain.recipe.sections import Reward
-from posttrain.registry import load_function, load_module
+from posttrain.registry import load_function, load_module, wrong_type
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
 # truncated: finish_reason is length. token_count: of the completion. step: of the training run. correct: what the
@@ -257,7 +257,7 @@ def _check_params(
             )
     hints = _annotations(function)
     for key in groups["fixed"]:
-        if message := _wrong_type(hints.get(key), params[key]):
+        if message := wrong_type(hints.get(key), params[key]):
             problems.append(Problem(f"reward {target}", f"parameter `{key}`: {message}, got {params[key]!r}"))
     if problems:
         raise RewardError.of(problems)
@@ -271,24 +271,6 @@ def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(inner)
     except Exception:
         return {}
-
-
-def _wrong_type(annotation: Any, value: Any) -> str:
-    """Why `value` does not fit `annotation`, or ''. Annotations that pydantic does not know fit everything."""
-    if annotation is None:
-        return ""
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
-    from pydantic_core import SchemaError
-
-    try:
-        TypeAdapter(annotation).validate_python(value, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        return f"`{place}`: {first['msg']}" if place else first["msg"]
-    except (PydanticUserError, SchemaError):
-        return ""
-    return ""
 
 
 def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from posttrain.errors import DataError, Interrupted, RunError
 from posttrain.recipe.stages import STAGES
+from posttrain.registry import load_module
 
 Call = Callable[..., Any]
 Stage = Callable[..., None]
@@ -106,11 +107,13 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
 
 def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path) -> None:
     """Everything that can be told is told at once: keys, values, rewards, losses, data, in every stage."""
-    (folder / "mine.py").write_text("def score(completion): return 1.0\ndef loss(batch, logp): ...\n", encoding="utf-8")
+    (folder / "mine.py").write_text(
+        "def score(completion): return 1.0\ndef loss(batch, logp, *, width: float = 1.0): ...\n", encoding="utf-8"
+    )
     (folder / "rl.yaml").write_text(
         "stage: rl\nmodel: {path: tiny, dtyp: float32}\nrun: {steps: 1}\ndata: {source: nope.jsonl}\n"
         "rewards:\n  - {use: mine.py:scor, weigth: 2}\n  - {use: mine.py:score, params: 3}\n  - maths.accuracy\n"
-        "loss: mine.py:los\nkeep: [{use: other.py:keep}]\nselect: [{use: high_entropi}]\n",
+        "loss: mine.py:los\nkl: {use: mine.py:loss, widht: 2}\nkeep: [{use: other.py:keep}]\nselect: [{use: high_entropi}]\n",
         encoding="utf-8",
     )
     result = call("rl", "rl.yaml")
@@ -123,8 +126,9 @@ def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path
         "rl.yaml:7:34  rewards.1.params",
         "rl.yaml:8:5  rewards.2",
         "rl.yaml:9:7  loss.use",
-        "rl.yaml:10:14  keep.0.use",
-        "rl.yaml:11:16  select.0.use",
+        "rl.yaml:10:30  kl.widht",
+        "rl.yaml:11:14  keep.0.use",
+        "rl.yaml:12:16  select.0.use",
     ]
     assert "mine.py has no function los\n  it has: loss, score\n  hint: did you mean `loss`?" in result.stderr
     (folder / "run.yaml").write_text(
@@ -144,6 +148,16 @@ def test_a_mistake_before_the_start_leaves_no_directory(call: Call, stage: Stage
     assert "data not found: rows.jsonl" in result.stderr
     assert "resume" not in result.stderr
     assert not (folder / "out").exists()
+
+
+def test_an_error_in_a_script_of_the_user_is_told_with_its_line(call: Call, stage: Stage, folder: Path) -> None:
+    """It is nothing to report."""
+    (folder / "mine.py").write_text("def broken():\n    return 1 / 0\n", encoding="utf-8")
+    stage(lambda *_: load_module(folder / "mine.py").broken())
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 1
+    assert f"{folder}/mine.py:2  ZeroDivisionError: division by zero (traceback: out/logs/" in result.stderr
+    assert "report" not in result.stderr
 
 
 def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> None:

@@ -260,6 +260,10 @@ def test_a_wrong_key_of_a_user_function_is_told(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(USER_LOSS)
     with pytest.raises(RecipeError, match=r"has no argument wait\n.*it takes: weight"):
         sections(loss={"use": "mine.py:reinforce", "wait": 3.0}, base_dir=tmp_path)
+    with pytest.raises(RecipeError, match=r"no argument weigth\n.*it takes: weight\n.*did you mean `weight`"):
+        sections(loss={"use": "mine.py:reinforce", "weigth": 3.0}, base_dir=tmp_path)
+    with pytest.raises(RecipeError, match=r"argument weight: .*number, got 'much'"):
+        sections(loss={"use": "mine.py:reinforce", "weight": "much"}, base_dir=tmp_path)
     with pytest.raises(UserError, match="no function reinforced"):
         sections(loss={"use": "mine.py:reinforced"}, base_dir=tmp_path)
 
