@@ -125,7 +125,7 @@ def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path
         "rl.yaml:7:34  rewards.1.params",
         "rl.yaml:8:5  rewards.2",
         "rl.yaml:9:7  loss.use",
-        "rl.yaml:10:30  kl.widht",
+        "rl.yaml:10:32  kl.widht",
         "rl.yaml:11:14  keep.0.use",
         "rl.yaml:12:16  select.0.use",
     ]
