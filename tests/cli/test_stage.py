@@ -107,7 +107,7 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
 
 def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path) -> None:
     """Everything that can be told is told at once: keys, values, rewards, losses, data, in every stage."""
-    (folder / "mine.py").write_text("def score(completion): return 1.0\\ndef loss(batch, logp, *, width=1.0): ...\\n")
+    (folder / "mine.py").write_text("def score(completion): return 1.0\ndef loss(batch, logp, *, width=1.0): ...\n")
     (folder / "rl.yaml").write_text(
         "stage: rl\nmodel: {path: tiny, dtyp: float32}\nrun: {steps: 1}\ndata: {source: nope.jsonl}\n"
         "rewards:\n  - {use: mine.py:scor, weigth: 2}\n  - {use: mine.py:score, params: 3}\n  - maths.accuracy\n"
