@@ -59,6 +59,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="*", help="numbers of processes (default: 1 2 4)")
     parser.add_argument("--lora", action="store_true", help="train a rank-16 adapter on all linear layers")
     parser.add_argument("--micro-tokens", type=int, default=8192, help="batch.micro_tokens")
+    parser.add_argument("--prompts", type=int, default=16, help="of 8 rollouts each")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="model.dtype")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
@@ -74,13 +76,13 @@ def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = folders.tiny(folder / "model") if args.smoke else folders.smollm2(home / "model")
     if not args.smoke:
         model = folders.random_qwen2(home / "qwen2", model)
-    prompts, new = (5, 24) if args.smoke else (64, 512)
+    prompts, new = (5, 24) if args.smoke else (args.prompts, 512)
     rollouts = folder / "rollouts.json"
     rollouts.write_text(json.dumps(made_up(prompts, new)))
     recipe = {
         "stage": "rl",
         "algorithm": "grpo",
-        "model": {"path": str(model), **({"lora": {}} if args.lora else {})},
+        "model": {"path": str(model), "dtype": args.dtype, **({"lora": {}} if args.lora else {})},
         "data": {"source": "none"},
         "rewards": [{"use": "even.py:even_share"}],
         "rollout": {"prompts_per_step": prompts, "group_size": GROUP, "max_new_tokens": new},
