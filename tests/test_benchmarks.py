@@ -243,6 +243,7 @@ def test_peaks_are_predicted_and_measured_by_phase(smoke):
 
 
 @pytest.mark.slow
+@TRL
 def test_best_of_n_by_reward_models(smoke):
     """One answer is one drawn at random, in deviations from their mean 0; what picks likes its picks more and more."""
     record, _ = smoke("overoptimisation.py", "--smoke")
