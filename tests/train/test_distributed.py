@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -176,6 +179,47 @@ def test_rollouts_drawn_ahead_are_divided_too(train: Train, folder: Path) -> Non
     assert train(recipe, folder / "two", ranks=2) == [0, 0]
     assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
     assert [row["rollout/staleness"] for row in rows_of(folder / "two")] == [0, 1, 1]
+
+
+def test_rollouts_that_a_sync_divides_on_two_ranks(serving: ModuleType, train: Train, folder: Path) -> None:
+    """A server a rank. Every draw but the first is cut after 3 tokens, on both: as on one rank. On one of them only:
+    the other's rollouts are whole, and wait."""
+
+    def at(*cuts: int) -> list[Any]:
+        return [serving.Served(functools.partial(cut_core, serving, cut)) for cut in cuts]
+
+    def finished(name: str, servers: list[Any]) -> list[Values]:
+        urls = {"server": {"urls": [one.url for one in servers]}}
+        rollout = {"engine": "vllm", "vllm": urls, "staleness": 1, "partial": True}
+        shape = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 10}
+        recipe = {k: RL[k] for k in ("stage", "data", "rewards", "scoring")} | {
+            "model": {"path": "tiny"},
+            "rollout": {**shape, **rollout},
+            "loss": {"use": "decoupled_ppo"},
+            "optim": {"lr": 5e-3},
+            "run": {"steps": 3, "save_every": 2},
+        }
+        assert train(recipe, folder / name, ranks=len(servers)) == [0] * len(servers)
+        return rows_of(folder / name)
+
+    one = finished("one", at(3))
+    assert_same(finished("two", at(3, 3)), one)
+    assert all(row["rollout/mixed_versions"] > 0.5 for row in one[1:])
+    uneven = finished("uneven", at(0, 3))
+    assert all(0 < row["rollout/mixed_versions"] <= 0.5 for row in uneven[1:])
+
+
+def cut_core(serving: ModuleType, cut: int, settings: Any, folder: Path) -> Any:
+    core = serving.TransformersCore(settings, folder)
+    complete, draws = core.complete, itertools.count()
+
+    def completing(requests: Any, *args: Any, **more: Any) -> Any:
+        if requests[0].max_new_tokens == 10:  # not what is left of a paused one
+            core.cut = cut if next(draws) else 0
+        return complete(requests, *args, **more)
+
+    core.complete = completing
+    return core
 
 
 def test_a_thread_talks_over_a_line_of_its_own(train: Train, folder: Path) -> None:
