@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,3 +36,23 @@ def trainer_logps(loaded: LoadedModel, model: Any, ids: Sequence[int]) -> list[f
 def mean_gap(a: Sequence[float], b: Sequence[float]) -> float:
     """Mean |a - b|. Raises ValueError if lengths differ."""
     return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a copy of the weights said of the sequence, and what the trainer said then."""
+
+    engine: tuple[float, ...]
+    trainer: tuple[float, ...]
+
+    def missed(self, now: Seen, tolerance: float) -> bool:
+        """Whether that copy missed the sync since: steps are small, so its gap alone could pass for rounding.
+
+        It says the very same although the trainer has moved, by a hundredth of what rounding explains; or it is far
+        closer to what the trainer said before than to what it says now.
+        """
+        moved = mean_gap(now.trainer, self.trainer)
+        if now.engine == self.engine:
+            return moved > tolerance / 100
+        behind = mean_gap(now.engine, self.trainer)
+        return moved > 4 * behind and mean_gap(now.engine, now.trainer) > 2 * behind

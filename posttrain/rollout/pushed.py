@@ -18,7 +18,7 @@ from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.sections import Sampling, Vllm
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
-from posttrain.rollout.probe import TOLERANCE, mean_gap, probe_ids, trainer_logps
+from posttrain.rollout.probe import TOLERANCE, Seen, mean_gap, probe_ids, trainer_logps
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -76,6 +76,7 @@ class PushedEngine(ABC):
         self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, self.window - 1))
         self.dtype = engine_dtype(loaded)
         self.gate = Gate()
+        self.seen: list[Seen] = []  # of each copy of the weights, when it last changed
         self.lora_rank = None if section.merge_adapter else adapter_rank(loaded)  # None: whole weights are pushed
 
     @abstractmethod
@@ -152,20 +153,34 @@ class PushedEngine(ABC):
     def _sync(self, model: Any, version: int) -> None:
         with torch.no_grad():
             self.push(model, version)
-        self.gap = self.probe(model)
-        if not self.gap <= TOLERANCE[self.dtype]:
+        tolerance, hint = TOLERANCE[self.dtype], "rollout.engine: transformers samples with the trainer's own weights"
+        found = self._look(model)
+        self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found)
+        if not self.gap <= tolerance:
             raise EngineError(
                 f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats"
                 " from the trainer's",
-                allowed=f"at most {TOLERANCE[self.dtype]} on average over {len(self.ids) - 1} tokens",
-                hint="rollout.engine: transformers samples with the trainer's own weights",
+                allowed=f"at most {tolerance} on average over {len(self.ids) - 1} tokens",
+                hint=hint,
             )
+        if any(before.missed(now, tolerance) for before, now in zip(self.seen, found, strict=False)):
+            raise EngineError(
+                f"stale engine: after syncing version {version} it still has the weights of an earlier one",
+                allowed="its log-probs stayed where they were, and the trainer's have moved",
+                hint=hint,
+            )
+        changed = [not self.seen or now.engine != self.seen[n].engine for n, now in enumerate(found)]
+        self.seen = [now if new else self.seen[n] for n, (now, new) in enumerate(zip(found, changed, strict=True))]
         self.version = version
 
     def probe(self, model: Any) -> float:
         """See `Engine.probe`; of several copies, the one that is farthest off."""
-        expected = trainer_logps(self.loaded, getattr(model, "module", model), self.ids)
-        return max(mean_gap(found, expected) for found in self.logps())
+        return max(mean_gap(seen.engine, seen.trainer) for seen in self._look(getattr(model, "module", model)))
+
+    def _look(self, model: Any) -> list[Seen]:
+        """What each copy and the trainer say of the sequence."""
+        expected = tuple(trainer_logps(self.loaded, model, self.ids))
+        return [Seen(tuple(found), expected) for found in self.logps()]
 
 
 def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:

@@ -23,6 +23,7 @@ from posttrain.recipe.sections import EngineSection, Sampling
 from posttrain.rollout import client, local_server, shared_memory, wire
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine
+from posttrain.rollout.probe import TOLERANCE
 
 SAMPLED = Sampling(temperature=0.7, max_new_tokens=12)
 
@@ -193,6 +194,26 @@ def test_a_sync_that_is_lost_stops_the_run(serving: ModuleType, loaded: LoadedMo
         with pytest.raises(EngineError, match="stale engine: after syncing version 1"):
             engine.sync(loaded.model, 1)
         assert engine.version == 0
+        engine.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["never", "a step late"])
+def test_a_sync_that_is_lost_after_a_small_step(
+    serving: ModuleType, loaded: LoadedModel, tmp_path: Path, late: bool
+) -> None:
+    """Its gap alone would pass for rounding: the engine stays where it was, or moves to where the trainer was."""
+    with serving.served() as one:
+        engine = engine_at(loaded, tmp_path, one.url)
+        disturb(loaded.model, 1e-5)
+        engine.sync(loaded.model, 1)
+        load, before = one.core.load, [(n, w * (1 + 1e-6)) for n, w in loaded.model.state_dict().items()]
+        one.core.load = lambda named: ([None for _ in named], load(iter(before)) if late else None)[0]
+        disturb(loaded.model, 5e-5)
+        assert TOLERANCE[torch.float32] / 100 < engine.probe(loaded.model) < TOLERANCE[torch.float32]
+        with pytest.raises(EngineError, match="stale engine: after syncing version 2 it still has the weights"):
+            engine.sync(loaded.model, 2)
+        one.core.load = load
+        engine.sync(loaded.model, 2)
         engine.close()
 
 
