@@ -36,6 +36,11 @@ def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[
     return problems
 
 
+def keys_with_problems(recipe: st.Stage) -> set[str]:
+    """The keys that a check complains of."""
+    return {key for check in (*CHECKS, *objective_checks.CHECKS) for key, _, _ in check(recipe)}
+
+
 def _path(key: str) -> list[str | int]:
     """The parts of a dotted key; what stands under `controllers` is named by a dotted key itself."""
     if key.startswith("controllers."):
@@ -74,7 +79,7 @@ def _compiled(recipe: Any) -> Found:
         yield "model.compile", "4-bit weights are unpacked by kernels that no graph holds", "remove it"
 
 
-def divided(recipe: Any) -> Found:
+def _divided(recipe: Any) -> Found:
     """Keys that cannot work beside model.shard."""
     if not isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) or not recipe.model.shard:
         return
@@ -323,7 +328,7 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _half,
     _offloaded_reference,
     _compiled,
-    divided,
+    _divided,
     _reward_names,
     _canaries,
     _groups,

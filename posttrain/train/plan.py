@@ -182,14 +182,15 @@ class Edit:
 
 
 def edits(recipe: Recipe, shape: Shape, longest: int, machine: Machine, count: int = 3) -> list[Edit]:
-    """The changes that lower the peak, those that leave every number of the run as it is before those that do not."""
-    before = predicted(recipe, shape, longest, machine).peak
+    """The changes that lower the peak, those that leave every number of the run as it is before those that do not; none
+    that the rest of the recipe stands against."""
+    before, problems = predicted(recipe, shape, longest, machine).peak, checks.keys_with_problems(recipe)
     found = []
     now = settings_of(recipe, shape, half=machine.half, longest=longest, card=machine.card)
     for key, change in _changes(recipe, shape, now.micro_tokens, machine.ranks):
         changed = _set(recipe, key, change)
         peak = predicted(changed, shape, longest, machine).peak
-        if peak < before:
+        if peak < before and checks.keys_with_problems(changed) <= problems:
             found.append(Edit(f"{key}={_text(change)}", peak, changed))
     return found[:count]
 
@@ -203,7 +204,7 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
         changes.append(("batch.micro_size", max(n for n in range(1, rows // 2 + 1) if recipe.batch.size % n == 0)))
     if not recipe.model.gradient_checkpointing:
         changes.append(("model.gradient_checkpointing", True))
-    if ranks > 1 and not shape.adapter and not recipe.model.shard and not incompatible_with_shard(recipe):
+    if ranks > 1 and not shape.adapter and not recipe.model.shard:
         changes.append(("model.shard", True))
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     elsewhere = vllm is not None and vllm.server is not None  # then its memory is not the trainer's
@@ -225,12 +226,6 @@ def _changes(recipe: Recipe, shape: Shape, micro_tokens: int, ranks: int) -> lis
     if shape.adapter and recipe.model.quantize is None:
         changes.append(("model.quantize", "nf4"))
     return changes
-
-
-def incompatible_with_shard(recipe: Recipe) -> bool:
-    """Whether a key of the recipe stands against `model.shard`."""
-    divided = _set(recipe, "model.shard", True)
-    return any(True for _ in checks.divided(divided))
 
 
 def _set(recipe: Any, key: str, value: Any) -> Any:

@@ -279,6 +279,15 @@ def test_edits_are_tried_and_lower_the_peak(recipe: Any) -> None:
         assert edit.peak == predicted(edit.recipe, shape, 20, machine).peak < before.peak
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_edit_is_advised_that_would_be_refused(recipe: Any, compiled: bool) -> None:
+    """4 bits lower the peak of a large frozen base, and stand against model.compile."""
+    asked = recipe(model={"path": "tiny", "lora": {"rank": 8}, "compile": compiled})
+    shape = replace(shape_of(skeleton(asked), Lora(rank=8)), parameters=10**9, linear=9 * 10**8)
+    texts = [e.text for e in edits(asked, shape, 20, Machine(80 * GIB, True, "test"), count=9)]
+    assert ("model.quantize=nf4" in texts) is not compiled
+
+
 def test_dividing_is_advised_where_there_are_gpus_to_divide_among(recipe: Any) -> None:
     shape = replace(shape_of(skeleton(recipe()), None), parameters=10**9, linear=9 * 10**8)
     texts = [[e.text for e in edits(recipe(), shape, 20, Machine(80 * GIB, True, "test", n))] for n in (1, 2)]
