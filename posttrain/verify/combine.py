@@ -35,10 +35,12 @@ def combine(
     failed: where a component raised or timed out. Such a row is never scored, whatever `on_none` says, and does not
     count when `auto` asks whether somebody has a score. A row for which every component was left out is not scored.
     clips: scores are limited to [low, high] before they are weighted. conditions: where the component named there has
-    no score or one below the least, this one counts as 0, whatever it is.
+    no score or one below the least, this one counts as 0, whatever it is; where that one failed, nobody knows, and the
+    row is not scored.
     """
+    conditions = conditions or {}
     components = {
-        name: closed(clipped(scores, (clips or {}).get(name)), components, (conditions or {}).get(name))
+        name: closed(clipped(scores, (clips or {}).get(name)), components, conditions.get(name))
         for name, scores in components.items()
     }
     failed = failed or {}
@@ -50,7 +52,8 @@ def combine(
         weight = weights[name]
         if weight == 0:
             continue
-        lost = failed.get(name) or [False] * rows
+        asked = [name, conditions[name][0]] if name in conditions else [name]
+        lost = [any(of_row) for of_row in zip(*(failed.get(n) or [False] * rows for n in asked), strict=True)]
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
             if lost[i]:

@@ -110,6 +110,19 @@ def test_a_condition_closes_a_component_and_a_clip_limits_it() -> None:
     assert rewards == [2.0, 0.0, 0.5, 0.0]
 
 
+def test_a_condition_that_failed_leaves_the_row_unscored() -> None:
+    """Accuracy is only logged; where its call timed out nobody knows whether the length counts, and 0 is no answer."""
+    rewards = combine(
+        {"accuracy": [1.0, None, None], "length": [3.0, 3.0, 3.0]},
+        {"accuracy": 0.0, "length": 1.0},
+        {"accuracy": "auto", "length": "auto"},
+        [0, 0, 0],
+        failed={"accuracy": [False, True, False]},
+        conditions={"length": ("accuracy", 1.0)},
+    )
+    assert rewards == [3.0, None, 0.0]
+
+
 def test_a_condition_sees_the_clipped_score_of_no_other() -> None:
     """The gate is asked on what its component returned, not on what its clip leaves."""
     rewards = combine(
