@@ -76,7 +76,7 @@ def load(
     place = _checked(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
     base = _base_of(place, base_dir)
-    with quiet():
+    with quiet(), _told_when_full(section):
         model = _base_model(section, base, base_dir, seed, on_host=on_host)
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
     _check_vocabulary(model, tokenizer, section.path)
@@ -87,8 +87,21 @@ def load(
         if section.lora:
             model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
     model.train(training)
-    half = keep_master_weights(model) if training else None
+    with _told_when_full(section):
+        half = keep_master_weights(model) if training else None
     return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed), half)
+
+
+@contextlib.contextmanager
+def _told_when_full(section: Model) -> Iterator[None]:
+    """A GPU that has no room for the weights becomes a ModelError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as cause:
+        raise ModelError(
+            f"{section.path} does not fit into what the GPU has free",
+            hint="see what else runs there (nvidia-smi), and what `posttrain plan` says of the recipe",
+        ) from cause
 
 
 def load_tokenizer(section: Model, base_dir: Path) -> Any:

@@ -126,7 +126,9 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int) -> No
         + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
         where=whereabouts.row(worst.uid),
         allowed=f"prompts up to {counted(max(room, 0), 'token')}",
-        hint="set data.max_length to drop long prompts, or lower max_new_tokens",
+        hint="set data.max_length to drop long prompts, or lower max_new_tokens"
+        if room > 0
+        else "lower max_new_tokens",
     )
 
 

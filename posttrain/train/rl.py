@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.data.prepare import prepare_prompts
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import Interrupted, NonFiniteError
@@ -117,28 +117,30 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             if route := getattr(inner, "route", ""):
                 progress.note(route)
         try:
-            pieces = Pieces(
-                recipe=recipe,
-                loaded=loaded,
-                engine=engine,
-                scorer=scorer,
-                sampler=PromptSampler(
-                    len(prepared.items), recipe.rollout.prompts_per_step, recipe.run.seed, recipe.data.shuffle
-                ),
-                prompts=prepared.items,
-                objective=objective,
-                controls=Controls.from_recipe(recipe, steps),
-                optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
-                scaler=optim.loss_scaler(loaded),
-                steps=steps,
-                reference=_reference(loaded, recipe, objective),
-                critic=critic,
-                opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
-                packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
-                watchdog=watchdog,
-                dump=directory.path / "failed",
-                compiled=compiled.compiled(loaded.model, recipe.model),
+            sampler = PromptSampler(
+                len(prepared.items), recipe.rollout.prompts_per_step, recipe.run.seed, recipe.data.shuffle
             )
+            with _explained(recipe, loaded, prepared.items, 0, directory):
+                pieces = Pieces(
+                    recipe=recipe,
+                    loaded=loaded,
+                    engine=engine,
+                    scorer=scorer,
+                    sampler=sampler,
+                    prompts=prepared.items,
+                    objective=objective,
+                    controls=Controls.from_recipe(recipe, steps),
+                    optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
+                    scaler=optim.loss_scaler(loaded),
+                    steps=steps,
+                    reference=_reference(loaded, recipe, objective),
+                    critic=critic,
+                    opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
+                    packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
+                    watchdog=watchdog,
+                    dump=directory.path / "failed",
+                    compiled=compiled.compiled(loaded.model, recipe.model),
+                )
             if recipe.rollout.staleness == 0:
                 return train(pieces, directory, steps, progress, stop)
             for note in stale_notes(recipe):
@@ -188,9 +190,9 @@ def train(
             p.scaler.load_state_dict(state.scaler)
         progress.note(f"resumed after step {state.step}")
     else:
-        check_start(p)
-        if p.loaded.device.type == "cuda":
-            with _explained(p, state, directory):
+        with _explained(p.recipe, p.loaded, p.prompts, 0, directory):
+            check_start(p)
+            if p.loaded.device.type == "cuda":
                 try_longest(p)
     if state.controllers is None:
         state.controllers = p.controls.start()
@@ -199,7 +201,7 @@ def train(
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
-        with _explained(p, state, directory):
+        with _explained(p.recipe, p.loaded, p.prompts, state.step, directory):
             rollouts, values, saved = step(p.at(numbers), state, ahead)
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= {**p.watchdog.times(), **peak_memory()}
@@ -254,13 +256,15 @@ def train(
 
 
 @contextmanager
-def _explained(p: Pieces, state: checkpoint.State, directory: RunDirectory) -> Iterator[None]:
+def _explained(
+    recipe: RlRecipe, loaded: models.LoadedModel, prompts: Sequence[Prompt], step: int, directory: RunDirectory
+) -> Iterator[None]:
     """A GPU without memory left becomes a RunError that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as cause:
-        longest = max(len(q.ids) for q in p.prompts)
-        raise out_of_memory(p.recipe, p.loaded.model, longest, state.step + 1, str(directory.path)) from cause
+        longest = max(len(q.ids) for q in prompts)
+        raise out_of_memory(recipe, loaded.model, longest, step + 1, str(directory.path)) from cause
 
 
 def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canaries:

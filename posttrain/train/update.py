@@ -98,11 +98,11 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
     distributed.sum_gradients(p.loaded.model, p.critic)
     tally.sums.add(distributed.total(sums.numbers()))
     p.scaler.unscale_(p.optimizer)
-    norm = float(optim.clip_gradients(p.loaded.model, p.recipe.optim.max_grad_norm))
-    if p.critic is not None:
-        optim.clip_gradients(p.critic, p.recipe.optim.max_grad_norm)
-    overflow = p.scaler.get_scale() > 1 and not math.isfinite(norm)  # float16: no update, a smaller scale for the next
-    if not math.isfinite(tally.sums["loss"]) or not (overflow or math.isfinite(norm)):
+    trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
+    norm, *others = [float(optim.clip_gradients(module, p.recipe.optim.max_grad_norm)) for module in trained]
+    finite = all(map(math.isfinite, (norm, *others)))
+    overflow = p.scaler.get_scale() > 1 and not finite  # float16: no update, a smaller scale for the next
+    if not math.isfinite(tally.sums["loss"]) or not (overflow or finite):
         raise non_finite(p, batch.select(active), sequences.select(active), step, tally.sums["loss"], norm)
     p.scaler.step(p.optimizer)
     p.scaler.update()
@@ -175,8 +175,10 @@ def non_finite(
         p.dump.mkdir(parents=True, exist_ok=True)
         torch.save({"batch": batch, "sequences": sequences}, path)
     tensors = {n: getattr(batch, n) for n in ("advantages", "old_logp", "ref_logp")}
-    tensors |= {f"gradient of {n}": q.grad for n, q in p.loaded.model.named_parameters() if q.grad is not None}
-    tensors |= {n: q.detach() for n, q in p.loaded.model.named_parameters()}
+    named = dict(p.loaded.model.named_parameters())
+    named |= {f"critic.{n}": q for n, q in p.critic.named_parameters()} if p.critic is not None else {}
+    tensors |= {f"gradient of {n}": q.grad for n, q in named.items() if q.grad is not None}
+    tensors |= {n: q.detach() for n, q in named.items()}
     parts = {n: sharding.local(t) for n, t in tensors.items() if t is not None}
     bad = next((n for n, t in parts.items() if not torch.isfinite(t).all()), "loss")
     return NonFiniteError(

@@ -187,6 +187,15 @@ def test_a_checkpoint_that_lacks_weights_is_refused(loaded: Load, plain: Path) -
         loaded(plain)
 
 
+def test_weights_that_the_gpu_has_no_room_for(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loading, "keep_master_weights", full)
+    with pytest.raises(ModelError, match=r"tiny does not fit into what the GPU has free(.|\n)*posttrain plan"):
+        loaded("tiny")
+
+
 def test_code_that_comes_with_a_model_is_not_run(loaded: Load, plain: Path) -> None:
     config = json.loads((plain / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}

@@ -23,7 +23,7 @@ from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import fit, policy, rl
+from posttrain.train import fit, optim, policy, rl
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal, signal_note
 from posttrain.train.update import minibatches
@@ -242,6 +242,23 @@ def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, m
         assert not (directory.path / "final").exists()
 
 
+def test_a_critic_whose_gradient_is_nan_stops_the_run_too(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss was finite, and so is the policy's gradient: a step later its values would be NaN, and saved."""
+    clip = optim.clip_gradients
+
+    def poisoned(module: Any, most: float) -> Any:
+        if isinstance(module, torch.nn.Linear):
+            module.weight.grad.mul_(float("nan"))
+        return clip(module, most)
+
+    monkeypatch.setattr(optim, "clip_gradients", poisoned)
+    settings = {"advantage": {"use": "gae"}, "regularisers": [{"use": "value", "coef": 0.5}], "run": {"steps": 1}}
+    with opened() as directory, pytest.raises(NonFiniteError, match=r"gradient of critic\.weight is not finite"):
+        rl.run(recipe(**settings), directory)
+
+
 def test_a_reward_that_does_not_know_gold_stops_the_start(recipe: Make, opened: Opened) -> None:
     with opened() as directory, pytest.raises(RewardError, match="never"):
         rl.run(recipe(rewards=[{"use": "rewards.py:never"}]), directory)
@@ -413,13 +430,14 @@ def test_the_longest_rows_are_tried_before_the_first_step(
     assert len(set(rows)) == 1 and rows[0] >= longest and len(rows) == 100 // rows[0]
 
 
+@pytest.mark.parametrize("place", ["update", "check_start", "_reference"])
 def test_a_gpu_without_memory_is_told_with_predicted_peaks(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(rl, "update", fail)
+    monkeypatch.setattr(rl, place, fail)
     with opened() as directory, pytest.raises(RunError, match="step 1: the GPU has no memory left") as told:
         rl.run(recipe(), directory)
     hint = str(told.value).partition("hint:")[2]
