@@ -32,7 +32,7 @@ from posttrain.recipe.checks import reward_name
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length
 from posttrain.rollout.stored import StoredEngine
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
@@ -77,6 +77,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     optim.check(recipe.optim, models.device_of(recipe.model))
     compiled.check(recipe.model, models.device_of(recipe.model))
     sharding.check(recipe.model)
+    check_engine(recipe.rollout, recipe.model.lora.rank if recipe.model.lora else None)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)

@@ -12,9 +12,9 @@ import torch
 from posttrain.batch import Prompt
 from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.sections import EngineSection, Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights
-from posttrain.rollout.engine import check_fits, make_engine, needed_length
+from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.pushed import adapter_rank, engine_dtype, window_of
 
@@ -66,6 +66,18 @@ def test_sleep_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="sleep needs a GPU"):
         vllm_start.check_settings(Vllm(sleep=True))
+
+
+def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match="sleep needs a GPU"):
+        check_engine(EngineSection(engine="vllm", vllm=Vllm(sleep=True)))
+    with pytest.raises(RecipeError, match="rank 999 is more than vLLM serves"):
+        check_engine(EngineSection(engine="vllm"), lora_rank=999)
+    check_engine(EngineSection(engine="vllm", vllm=Vllm(merge_adapter=True)), lora_rank=999)
+    check_engine(EngineSection(engine="vllm", vllm=Vllm(server=Server(urls=["http://a:1"]))), lora_rank=999)
+    check_engine(EngineSection(), lora_rank=999)
 
 
 @pytest.mark.parametrize(
