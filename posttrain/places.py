@@ -16,6 +16,11 @@ def shipped(folder: str) -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
+def is_shipped(path: Path) -> bool:
+    """Whether a file is one of the shipped rewards or tools."""
+    return any(path.is_relative_to(shipped(folder)) for folder in ("rewards", "tools"))
+
+
 def candidates(name: str, base_dir: Path | None) -> list[Path]:
     """The places where `name` is looked for, in order. `base_dir` is the folder of the recipe."""
     path = Path(name).expanduser()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import UserError, nearest
-from posttrain.places import find, split_function
+from posttrain.places import find, is_shipped, split_function
 
 _PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
 INDEX = Path(__file__).with_name("components.json")
@@ -253,7 +253,8 @@ def script_line(error: BaseException) -> str:
     """`FILE:LINE`, where a user's script was when it raised or called what did; empty where no script took part."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    ours = [i for i, frame in enumerate(frames) if str(frame.f_globals.get("__name__", "")).startswith(_PRIVATE)]
+    private = [str(frame.f_globals.get("__name__", "")).startswith(_PRIVATE) for frame in frames]
+    ours = [i for i, frame in enumerate(frames) if private[i] and not is_shipped(Path(frame.f_code.co_filename))]
     return f"{frames[ours[-1]].f_code.co_filename}:{lines[ours[-1]]}" if ours else ""
 
 

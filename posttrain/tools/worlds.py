@@ -15,6 +15,7 @@ from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from posttrain import whereabouts
 from posttrain.batch import ToolCall
 from posttrain.errors import ToolError
 from posttrain.tools.calls import Caller
@@ -123,7 +124,11 @@ class Environments:
         self.end()
         for number, row in rows.items():
             self.live[number] = self.make()
-            if self.live[number].reset(row) is not None:
+            try:
+                returned = self.live[number].reset(row)
+            except Exception as error:
+                raise _refused(row, error) from error
+            if returned is not None:
                 raise ToolError("an environment's reset returned something", hint="its task is the row's `prompt`")
 
     def values(self, numbers: Sequence[int]) -> dict[int, float]:
@@ -188,6 +193,17 @@ class Environments:
             self.end()
         finally:
             self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _refused(row: Mapping[str, Any], error: Exception) -> ToolError:
+    missing = isinstance(error, KeyError) and error.args and error.args[0] not in row
+    columns = ", ".join(str(name) for name in row if name != "uid")
+    return ToolError(
+        f"the environment cannot begin with this row: {type(error).__name__}: {error}",
+        where=whereabouts.row(row.get("uid", "?")),
+        allowed=f"its columns: {columns}" if missing else "",
+        hint=f"its `reset` reads a column `{error.args[0]}`, which the data lack" if missing else "",
+    )
 
 
 def _result(future: Future[Any], seconds: float) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.data import gym
+from posttrain.errors import ToolError
 from posttrain.recipe.sections import Environment
 from posttrain.tools.load import environment_class
 from posttrain.tools.worlds import Environments
@@ -25,3 +26,14 @@ def test_attempts_and_their_discount() -> None:
     scores = world.end()
     assert scores[0] == 1.0 and scores[1] == 0.5 and scores[2] < 0.1
     world.close()
+
+
+def test_rows_of_another_kind_are_told() -> None:
+    worlds = Environments(environment_class(Environment(use="gym"), None), 1, 5.0)
+    try:
+        with pytest.raises(ToolError, match=r"row a7  the environment cannot begin with this row: KeyError") as told:
+            worlds.begin({0: {"uid": "a7", "prompt": "q", "answer": "1"}})
+        assert "its columns: prompt, answer" in str(told.value)
+        assert "its `reset` reads a column `gym_task`, which the data lack" in str(told.value)
+    finally:
+        worlds.close()
