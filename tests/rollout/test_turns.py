@@ -264,7 +264,7 @@ class Guess:
         ("score", "done", None),
         ("step", "error", None),
         ("hang", "time", None),
-        ("reset", OSError, None),
+        ("reset", ToolError, None),
         ("interrupt", KeyboardInterrupt, None),
     ],
 )
