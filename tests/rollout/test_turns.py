@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.batch import Prompt, Rollout
-from posttrain.errors import DataError
+from posttrain.errors import DataError, ToolError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.sections import Sampling, Tool
 from posttrain.rollout.engine import Completion, as_rollouts
