@@ -38,7 +38,7 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding
 from posttrain.train.peak import peak_memory
-from posttrain.train.plan import out_of_memory
+from posttrain.train.plan import explained_out_of_memory
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 Saver = Callable[[LoadedModel, Path], dict[str, Any]]
@@ -333,7 +333,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
             progress.note(f"resumed after step {job.state.step}")
         trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
-            with explained_out_of_memory(job), compiled.compiled(job.loaded.model, recipe.model)():
+            explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
+            with explained, compiled.compiled(job.loaded.model, recipe.model)():
                 trainer.train()
     if not job.finished:
         raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
@@ -346,16 +347,6 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "model": str(directory.final),
         "save": distributed.on_main(saver, sharding.whole(job.loaded), directory.final),
     }
-
-
-@contextlib.contextmanager
-def explained_out_of_memory(job: Job) -> Iterator[None]:
-    """A GPU without memory left becomes a RunError that says what to change."""
-    try:
-        yield
-    except torch.OutOfMemoryError as cause:
-        where = str(job.directory.path)
-        raise out_of_memory(job.recipe, job.loaded.model, job.longest, job.state.step + 1, where) from cause
 
 
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from posttrain.recipe import checks
 from posttrain.recipe.sections import Lora, Model
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
+from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed
+from posttrain.train.checkpoint import State
 from posttrain.train.head import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.objective import Objective
@@ -238,8 +241,19 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: str) -> RunError:
-    """What a run says when the GPU has no memory left: three changes with the peaks that they are predicted to have."""
+@contextmanager
+def explained_out_of_memory(
+    recipe: Recipe, model: Any, longest: int, state: State, directory: RunDirectory
+) -> Iterator[None]:
+    """A full GPU becomes a RunError that says what to change. longest: tokens of the longest row, or prompt of rl."""
+    try:
+        yield
+    except torch.OutOfMemoryError as cause:
+        raise _out_of_memory(recipe, model, longest, state.step + 1, str(directory.path)) from cause
+
+
+def _out_of_memory(recipe: Recipe, model: Any, longest: int, step: int, where: str) -> RunError:
+    """Three changes with the peaks that they are predicted to have."""
     machine, shape = Machine.here(), shape_of(model, recipe.model.lora)
     before = predicted(recipe, shape, longest, machine)
     tried = [f"{e.text} ({e.peak / GIB:.1f} GiB)" for e in edits(recipe, shape, longest, machine)]

@@ -15,14 +15,15 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from posttrain.batch import Prompt, Rollout, RolloutBatch
+from posttrain.batch import Rollout, RolloutBatch
 from posttrain.data.prepare import prepare_prompts
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import Interrupted, NonFiniteError
@@ -56,7 +57,7 @@ from posttrain.train.opponent import Opponent
 from posttrain.train.overlap import Ahead
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
-from posttrain.train.plan import out_of_memory
+from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import BY_REFERENCE, measure, scores
 from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, named_reference, reference_policy
@@ -121,7 +122,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             sampler = PromptSampler(
                 len(prepared.items), recipe.rollout.prompts_per_step, recipe.run.seed, recipe.data.shuffle
             )
-            with _explained(recipe, loaded, prepared.items, 0, directory):
+            longest = max(len(prompt.ids) for prompt in prepared.items)
+            with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
                 pieces = Pieces(
                     recipe=recipe,
                     loaded=loaded,
@@ -181,6 +183,8 @@ def train(
     settings = p.recipe.run
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
     metrics, samples = directory.metrics(resume_after=state.step), directory.samples(resume_after=state.step)
+    longest = max(len(prompt.ids) for prompt in p.prompts)
+    explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, longest, state, directory)
     if state.step:
         p.engine.sync(p.loaded.model, state.step)
         if p.opponent is not None:
@@ -191,7 +195,7 @@ def train(
             p.scaler.load_state_dict(state.scaler)
         progress.note(f"resumed after step {state.step}")
     else:
-        with _explained(p.recipe, p.loaded, p.prompts, 0, directory):
+        with explained():
             check_start(p)
             if p.loaded.device.type == "cuda":
                 try_longest(p)
@@ -202,7 +206,7 @@ def train(
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
-        with _explained(p.recipe, p.loaded, p.prompts, state.step, directory):
+        with explained():
             rollouts, values, saved = step(p.at(numbers), state, ahead)
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= {**p.watchdog.times(), **peak_memory()}
@@ -254,18 +258,6 @@ def train(
         "save": report,
         **({"canaries": found} if (found := canaries.summary()) else {}),
     }
-
-
-@contextmanager
-def _explained(
-    recipe: RlRecipe, loaded: models.LoadedModel, prompts: Sequence[Prompt], step: int, directory: RunDirectory
-) -> Iterator[None]:
-    """A GPU without memory left becomes a RunError that says what to change."""
-    try:
-        yield
-    except torch.OutOfMemoryError as cause:
-        longest = max(len(q.ids) for q in prompts)
-        raise out_of_memory(recipe, loaded.model, longest, step + 1, str(directory.path)) from cause
 
 
 def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canaries:
