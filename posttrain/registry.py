@@ -223,6 +223,8 @@ def load_function(
         return getattr(module, name)
     except AttributeError:
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        own = [n for n in public if getattr(vars(module)[n], "__module__", None) == module.__name__]
+        public = own or public  # rather than what it imports
         near = nearest(name, public)
         raise error(
             f"{what} `{use}`: {left} has no function {name}",

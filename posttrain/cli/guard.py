@@ -79,6 +79,7 @@ def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: PosttrainError | N
     if directory is None:
         return
     if isinstance(error, UserError) and _remove_if_unused(directory):
+        say("nothing was begun: its run directory is removed again")
         return
     say(f"run directory: {directory.path}")
     say(f"resume with:   {shlex.join(meta[RESUME])}")

@@ -27,7 +27,8 @@ def has_function(use: str, base_dir: Path) -> ast.FunctionDef | None:
     names = set(_top_level(body))
     if name not in names and "*" not in names:
         near = nearest(name, names)
-        known = ", ".join(sorted(n for n in names if not n.startswith("_"))) or "nothing"
+        own = set(_top_level([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
+        known = ", ".join(sorted(n for n in own if not n.startswith("_"))) or "nothing"
         hint = f"did you mean `{near}`?" if near else ""
         raise UserError(f"{path} has no function {name}", allowed=f"it has: {known}", hint=hint)
     return next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == name), None)
