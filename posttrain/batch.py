@@ -92,6 +92,11 @@ class Rollout:
         return tuple(i for s in self.segments for i in s.ids)
 
     @property
+    def sampled(self) -> tuple[int, ...]:
+        """The tokens that the model wrote; `ids` without those that a tool or a hint put there."""
+        return tuple(i for s in self.segments if s.kind == "model" for i in s.ids)
+
+    @property
     def trained(self) -> tuple[bool, ...]:
         """Per completion token: sampled by the model (True) or put there by a tool or a hint (False)."""
         return tuple(s.kind == "model" for s in self.segments for _ in s.ids)

@@ -108,9 +108,9 @@ def grade(
                 row=r.prompt.row,
                 prompt=r.prompt.text,
                 finish=r.finish,
-                token_count=len(r.ids),
+                token_count=len(r.sampled),
                 group=r.group,
-                token_ids=r.ids,
+                token_ids=r.sampled,
                 **told(r),
             )
             for r in rollouts

@@ -88,9 +88,9 @@ class Scoring:
                 row=r.prompt.row,
                 prompt=r.prompt.text,
                 finish=r.finish,
-                token_count=len(r.ids),
+                token_count=len(r.sampled),
                 group=r.group,
-                token_ids=r.ids,
+                token_ids=r.sampled,
                 token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends and not r.turns else (),
                 **told(r),
             )

@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from posttrain.batch import Prompt, Rollout, Segment
 from posttrain.errors import RewardError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Reward, Scoring
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.metrics import read_metrics
-from posttrain.train import rl
+from posttrain.train import rl, scoring
 from posttrain.train.scoring import throughput
 from posttrain.verify.early import Early
 from posttrain.verify.pool import Worker
@@ -198,3 +200,12 @@ def test_an_engine_tells_prompts_that_are_whole(batch_size: int) -> None:
     assert len(told) == (3 if batch_size == 5 else 0)
     assert all(any(r is f for f in found) for group in told for r in group)
     assert all(len(group) == 3 and len({r.group for r in group}) == 1 for group in told)
+
+
+def test_what_a_tool_wrote_is_not_counted_as_the_models() -> None:
+    """A length reward would punish calls with long answers, and one on repetition what a database repeats."""
+    turns = (Segment("model", (5, 6)), Segment("tool", (7, 7, 7)), Segment("model", (8,)))
+    rollout = Rollout(Prompt("u", {}, "p", (1,)), 0, turns, "ab", "stop", 0)
+    pieces: Any = SimpleNamespace(scorer=SimpleNamespace(busy_seconds=0.0, rewards=[]))
+    (sample,) = scoring.Scoring(pieces, 0, None)._samples([rollout])
+    assert (sample.token_count, sample.token_ids) == (3, (5, 6, 8))
