@@ -24,11 +24,11 @@ from posttrain.registry import load_function, load_module, wrong_type
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
 # truncated: finish_reason is length. token_count: that the model wrote. step: of the training run. correct: what the
 # correctness component says, True, False or None. prefilled_think: the prompt already ends in `<think>`. token_ids:
-# those that the model wrote, in all its turns. token_ends: the character of the completion at which each token ends ([] outside training).
-# tool_calls: of a rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: of the model, else 1.
-# messages: with tools or an environment the whole conversation. world_score: what the environment's `score` gave.
-# parts: the texts of the model's turns; of a single one its steps (`scoring.split`). turn_rewards: the environment's,
-# one a turn (None where its step gave none), else [].
+# those that the model wrote, in all its turns. token_ends: the character of the completion at which each token ends ([]
+# outside training). tool_calls: of a rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: of
+# the model, else 1. messages: with tools or an environment the whole conversation. world_score: what the environment's
+# `score` gave. parts: the texts of the model's turns; of a single one its steps (`scoring.split`). turn_rewards: the
+# environment's, one a turn (None where its step gave none), else [].
 BUILT_INS = (
     "prompt",
     "messages",
