@@ -223,23 +223,23 @@ def test_a_step_is_the_same_on_all_numbers_of_ranks(smoke):
 
 @pytest.mark.slow
 def test_a_step_is_the_same_with_an_engine_elsewhere(smoke):
-    """`server` samples what the others sample, and has its log-probs corrected: another gradient, the same rewards."""
-    record, printed = smoke("server.py", "--smoke")
-    one, both, server = (record["runs"][name] for name in ("one", "both", "server"))
-    same(one, both, "reward", "grad_norm")
+    """`server` samples what `one` samples, and has its log-probs corrected: another gradient, the same rewards."""
+    record, printed = smoke("server.py", "--smoke", "--runs", "one", "server")  # `both` is two of scale_ranks.py
+    one, server = (record["runs"][name] for name in ("one", "server"))
     same(one, server, "reward")
+    assert one["grad_norm"] != pytest.approx(server["grad_norm"], rel=0.1)
     assert server["settings"]["staleness"] == 1 and "ahead_rollout" in server["phases"]
     assert "failed" not in printed
 
 
 @pytest.mark.slow
 def test_peaks_are_predicted_and_measured_by_phase(smoke):
-    record, printed = smoke("plan_peak.py", "--smoke")
-    assert list(record["works"]) == ["A", "B_lora", "B_full"]
+    record, printed = smoke("plan_peak.py", "--smoke", "--works", "A", "B_lora")
+    assert list(record["works"]) == ["A", "B_lora"]
     for work in record["works"].values():
         assert {"rollout", "update", "sync"} <= work["predicted"].keys()
         assert work["predicted_peak_gib"] > 0 and work["peak_gib"] > 0.2  # a process with torch
-    assert printed.count("  peak: predicted ") == 3
+    assert printed.count("  peak: predicted ") == 2
 
 
 @pytest.mark.slow
