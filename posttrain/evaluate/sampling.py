@@ -164,7 +164,7 @@ def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
         "sample": sample,
         "completion": rollout.text,
         "finish": rollout.finish,
-        "tokens": len(rollout.ids),
+        "tokens": len(rollout.sampled),
         **turn_records(rollout),
     }
 

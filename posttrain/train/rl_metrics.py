@@ -15,7 +15,7 @@ from posttrain.rollout.told import turn_metrics, turn_records
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
     """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned)."""
-    lengths = torch.tensor([float(len(r.ids)) for r in rollouts])
+    lengths = torch.tensor([float(len(r.sampled)) for r in rollouts])  # what tools reply is in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
     values = {

@@ -19,6 +19,8 @@ from posttrain.recipe.sections import Reward, Scoring
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, scoring
+from posttrain.train.collate import rollout_batch
+from posttrain.train.rl_metrics import rollout_metrics
 from posttrain.train.scoring import throughput
 from posttrain.verify.early import Early
 from posttrain.verify.pool import Worker
@@ -209,3 +211,5 @@ def test_what_a_tool_wrote_is_not_counted_as_the_models() -> None:
     pieces: Any = SimpleNamespace(scorer=SimpleNamespace(busy_seconds=0.0, rewards=[]))
     (sample,) = scoring.Scoring(pieces, 0, None)._samples([rollout])
     assert (sample.token_count, sample.token_ids) == (3, (5, 6, 8))
+    rollout.reward, rollout.correct = 1.0, True
+    assert rollout_metrics([rollout], rollout_batch([rollout]))["completions/mean_length"] == 3
