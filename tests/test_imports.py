@@ -80,6 +80,31 @@ def test_the_command_line_imports_nothing_heavy_at_module_level() -> None:
     assert wrong == []
 
 
+def at_module_level(name: str) -> set[str]:
+    """All modules that the import of this one of ours names, those of other packages by their first part."""
+    found, left = set[str](), [name]
+    while left:
+        path = ROOT.parent / left.pop().replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        nodes = ast.parse(file.read_text()).body if file.is_file() else []  # no file: a name in a module
+        names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+        ours = {n for n in names if n.split(".")[0] == "posttrain"}
+        left += ours - found
+        found |= ours | {n.split(".")[0] for n in names}
+    return found
+
+
+def test_rl_does_not_wait_for_libraries_that_it_has_no_use_for() -> None:
+    """`datasets` brings pandas, TRL brings its trainers: seconds at every start."""
+    slow = {"datasets", "pandas", "trl", "accelerate"}
+    assert {"posttrain.train.update", "torch", "transformers"} <= at_module_level("posttrain.train.rl")
+    assert not at_module_level("posttrain.train.rl") & slow
+    assert {"datasets", "trl"} <= at_module_level("posttrain.train.sft")
+
+
 def test_an_import_against_an_arrow_would_be_seen() -> None:
     node = ast.parse("from posttrain.recipe.sections import Loss").body[0]
     assert imported_parts(node) - ALLOWED["loss"] == {"recipe"}

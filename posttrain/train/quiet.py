@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
-import datasets
 import transformers
 
 
@@ -12,6 +13,9 @@ def quiet() -> None:
     """No progress bars and no warnings of transformers, datasets, TRL, accelerate and PEFT on stderr."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    if "datasets" in sys.modules:
+        sys.modules["datasets"].disable_progress_bars()
+    else:  # importing it takes a second, and rl has no use for it
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for name in ("trl", "accelerate", "peft"):
         logging.getLogger(name).setLevel(logging.ERROR)
