@@ -186,7 +186,7 @@ def test_mnpo_weights_its_opponents() -> None:
     assert pair_rounds.mnpo(batch(), **settings).stats["h"].item() == pytest.approx(2)
     logistic = pair_rounds.mnpo(batch(), **{**settings, "eta": LN3 / 2}, distance="logistic")
     assert logistic.losses.item() == pytest.approx(-math.log(3 / 4))
-    with pytest.raises(UserError, match="1 weights for a history of 2"):
+    with pytest.raises(UserError, match="1 weight for a history of 2"):
         pair_rounds.mnpo(batch(**history), weights=(1.0,), **settings)
 
 

@@ -183,7 +183,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(loaded: Load, plain: Path) -
     weights = load_file(plain / "model.safetensors")
     weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"lacks 1 weights of its architecture, e\.g\. model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ModelError, match=r"lacks 1 weight of its architecture, e\.g\. model\.layers\.1\.mlp\.up_proj"):
         loaded(plain)
 
 

@@ -99,7 +99,7 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert remote.mine(vllm.places, "devices") == [(1, (3, 4))]
-    with pytest.raises(RecipeError, match="names 1 servers for 2"):
+    with pytest.raises(RecipeError, match="names 1 server for 2"):
         remote.mine(vllm.places[:1], "devices")
 
 
@@ -134,7 +134,7 @@ def test_a_server_with_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     vllm_start.check_settings(Vllm())
-    with pytest.raises(RecipeError, match="tensor_parallel is 2, but the server sees 1 GPUs"):
+    with pytest.raises(RecipeError, match="tensor_parallel is 2, but the server sees 1 GPU"):
         vllm_start.check_settings(Vllm(tensor_parallel=2))
 
 
