@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -336,12 +337,15 @@ def generation_config(tokenizer: Any, eos: tuple[int, ...]) -> Any:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars of transformers on stderr."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
     logging.disable_progress_bar()
+    gguf.tqdm = functools.partial(bar, disable=True)  # this one does not ask transformers' switch
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()
