@@ -10,7 +10,6 @@ Whether an architecture hands the borders on to each of its layers, and has no l
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable
@@ -19,18 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.batch import on_device
-from posttrain.errors import ModelError
 from posttrain.rollout.hf import evaluating
 from posttrain.train.head import backbone
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"
+
+
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # 2.11 wants as many keys as queries
 
 
 @dataclass(eq=False)  # not frozen: torch.compile (2.11) reads every field of a frozen one, and makes a graph for each
@@ -39,17 +41,18 @@ class Packed:
 
     borders: Tensor  # [n+1] int32 on the model's device: 0, end of row 0, end of row 1, ...
     lengths: tuple[int, ...]
+    longest: int
     keys: Keys | None = None  # None: each row attends to itself
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Packed:
-        return cls(_ends(lengths, device), tuple(lengths))
+        return cls(_ends(lengths, device), tuple(lengths), max(lengths))
 
     @classmethod
     def sharing(cls, lengths: list[int], keys: list[int], sources: Tensor, device: torch.device) -> Packed:
         """Rows that also attend to tokens of other rows before their own: see Keys."""
-        found = Keys(_ends(keys, device), tuple(keys), sources.to(device))
-        return cls(_ends(lengths, device), tuple(lengths), found)
+        found = Keys(_ends(keys, device), tuple(keys), max(keys), sources.to(device))
+        return cls(_ends(lengths, device), tuple(lengths), max(lengths), found)
 
 
 @dataclass(eq=False)
@@ -58,6 +61,7 @@ class Keys:
 
     borders: Tensor  # [n+1] int32
     lengths: tuple[int, ...]
+    longest: int
     sources: Tensor  # [sum of lengths] place of each in the line
 
 
@@ -65,7 +69,6 @@ def _ends(lengths: list[int], device: torch.device) -> Tensor:
     return on_device(list(itertools.accumulate(lengths, initial=0)), device, torch.int32)
 
 
-@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -78,41 +81,61 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim]; dropout is off.
-
-    Compiled layers call it as it is: the lengths would be constants of their graph.
-    """
+    """query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim]; dropout is off."""
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    repeats = query.shape[1] // key.shape[1]
-    seen = packed.keys or packed
-    if packed.keys:
+    if packed.keys is not None:
         key, value = key[:, :, packed.keys.sources], value[:, :, packed.keys.sources]
-    dtype = _compute_dtype(query)
-    if query.is_cuda and dtype in (torch.bfloat16, torch.float16):
-        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        out = _varlen()(
-            q, k, v, packed.borders, seen.borders, max(packed.lengths), max(seen.lengths),
-            scale=scaling, **_causal(sliding_window),
-        )  # fmt: skip
-        return out[None], None
-    rows = [
-        _row(q, k, v, scaling, sliding_window, gqa=repeats > 1)
-        for q, k, v in zip(
-            query.split(packed.lengths, dim=2),
-            *(x.split(seen.lengths, dim=2) for x in (key, value)),
-            strict=True,
-        )
-    ]
-    return torch.cat(rows, dim=2).transpose(1, 2).contiguous(), None
+    attend = _by_kernel if has_kernel(query) else _row_by_row
+    return attend(query, key, value, packed, scaling, sliding_window), None
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Whether torch's variable-length kernel takes such queries."""
+    return query.is_cuda and _compute_dtype(query) in (torch.bfloat16, torch.float16)
 
 
 def _compute_dtype(query: Tensor) -> torch.dtype:
     """What the products are computed in: under autocast, rotary embeddings leave float32 queries behind."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
+) -> Tensor:
+    """One kernel for all rows. A compiled layer stays one graph: of `packed` it reads tensors, and numbers that a graph
+    can leave open; how many rows there are is the size of a tensor."""
+    dtype, repeats = _compute_dtype(query), query.shape[1] // key.shape[1]
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
+    if repeats > 1 and not GROUPED:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    grouped: dict[str, Any] = {"enable_gqa": True} if repeats > 1 and GROUPED else {}
+    seen = packed if packed.keys is None else packed.keys
+    causal = (window - 1 if window else -1, 0)  # tokens back, tokens ahead
+    out: Any = varlen_attn(
+        q, k, v, packed.borders, seen.borders, packed.longest, seen.longest,
+        scale=scaling, window_size=causal, **grouped,
+    )  # fmt: skip
+    return out[None]
+
+
+@torch.compiler.disable
+def _row_by_row(
+    query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float | None, window: int | None
+) -> Tensor:
+    """Each row by itself. Compiled layers call it as it is: the lengths would be constants of their graph."""
+    repeats = query.shape[1] // key.shape[1]
+    seen = packed if packed.keys is None else packed.keys
+    rows = [
+        _row(q, k, v, scaling, window, gqa=repeats > 1)
+        for q, k, v in zip(
+            query.split(packed.lengths, dim=2),
+            *(x.split(seen.lengths, dim=2) for x in (key, value)),
+            strict=True,
+        )
+    ]
+    return torch.cat(rows, dim=2).transpose(1, 2).contiguous()
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, *, gqa: bool) -> Tensor:
@@ -123,23 +146,6 @@ def _row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | N
     distance = torch.arange(length - own, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     near = (distance >= 0) & (distance < (window or length))
     return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=gqa)
-
-
-@functools.cache
-def _varlen() -> Any:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
-
-
-@functools.cache
-def _causal(window: int | None) -> dict[str, Any]:
-    """How this torch release spells "causal, and at most `window` tokens back"."""
-    if "window_size" in inspect.signature(_varlen()).parameters:
-        return {"window_size": (window - 1 if window else -1, 0)}
-    if window:
-        raise ModelError("this torch release has no sliding window in varlen_attn", hint="use torch 2.11 or newer")
-    return {"is_causal": True}
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:

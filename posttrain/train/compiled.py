@@ -1,9 +1,9 @@
 """torch.compile for the passes of training, and for them alone.
 
 Each decoder layer is compiled by itself: all layers of a model share one graph, and what is compiled once serves every
-micro-batch, because shapes are dynamic. Attention over packed rows stays out of the graph (`attention`): it reads the
-rows' borders, which would make a graph of their own of every number of rows. Generation, probes and saving run as they
-are, since the layers are switched only inside the context.
+micro-batch, because shapes are dynamic. Attention over packed rows is part of the graph where there is a kernel for it
+(`attention`); where rows attend one by one it stays out: their lengths would make a graph of their own of every number
+of rows. Generation, probes and saving run as they are, since the layers are switched only inside the context.
 """
 
 from __future__ import annotations
