@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from posttrain.models.precision import keep_master_weights
+from posttrain.recipe.sections import Model
 from posttrain.train import attention
+from posttrain.train.compiled import compiled
 from posttrain.train.logprobs import Sequences, completion_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -46,6 +49,37 @@ def test_packed_equals_padded_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == config.num_hidden_layers
     assert (packed - padded).abs().max() < 0.1
     assert torch.nn.functional.cosine_similarity(packed_gradient.flatten(), gradient.flatten(), dim=0) > 0.999
+
+
+def test_a_compiled_layer_is_one_graph_with_the_kernel_in_it() -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).cuda().bfloat16()
+    keep_master_weights(model)
+    assert attention.use_packed_attention(model)
+    draw = torch.Generator().manual_seed(1)
+
+    def passed(lengths: list[int]) -> torch.Tensor:
+        rows = tuple(tuple(torch.randint(0, 512, (n,), generator=draw.manual_seed(n)).tolist()) for n in lengths)
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logp, _ = completion_logprobs(model, Sequences(rows, (2,) * len(rows)), max(lengths) - 2, packed=True)
+        logp.sum().backward()
+        return torch.cat([logp.detach().flatten(), *(p.grad.flatten() for p in model.parameters())])
+
+    batches = [[40, 7, 100, 64], [33, 90], [5, 6, 7, 8, 9, 150]]
+    eager = [passed(lengths) for lengths in batches]
+    torch.compiler.reset()
+    counters.clear()
+    with compiled(model, Model(path="tiny", compile=True))():
+        found = [passed(lengths) for lengths in batches]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    for one, other in zip(found, eager, strict=True):
+        assert torch.nn.functional.cosine_similarity(one, other, dim=0) > 0.999
 
 
 def test_a_shared_prompt_is_seen_by_both_sides() -> None:
