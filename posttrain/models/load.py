@@ -231,7 +231,9 @@ def _quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
         return _from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
     # Only checkpoints in safetensors are quantised while they load, so these two go through one.
     with scratch("quantize") as folder:
-        dense(section, base, base_dir, seed).save_pretrained(folder)
+        model = dense(section, base, base_dir, seed)
+        model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 alone; each has its own folder
+        model.save_pretrained(folder)
         return _from_pretrained(AutoModelForCausalLM, section, Place("directory", base.name, folder), None, **options)
 
 

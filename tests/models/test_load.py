@@ -87,6 +87,14 @@ def test_qlora_trains_on_a_cpu(loaded: Load, plain: Path) -> None:
     assert 0 < float(gap) < 1  # rounded to 4 bits, but the same model
 
 
+def test_every_rank_quantises_for_itself(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers saves on rank 0 alone; `tiny` and GGUF become 4 bits through a folder that each rank writes."""
+    mixin = pytest.importorskip("transformers.distributed.mixin")  # since 5.x; earlier ones save on every rank
+    monkeypatch.setattr(mixin, "_is_torch_distributed_initialized", lambda: True)
+    monkeypatch.setattr(mixin, "_get_torch_distributed_rank", lambda: 1)
+    assert loaded("tiny", quantize="nf4", lora={}).is_lora
+
+
 def test_a_forward_pass_does_not_change_the_four_bit_base(loaded: Load, plain: Path) -> None:
     """bitsandbytes repacks CPU weights in eval mode, rounding their scales; the reference policy would drift."""
     model = loaded(plain, lora={"rank": 4}, quantize="nf4")
