@@ -178,6 +178,7 @@ def takes_sdpa(causal: Any) -> bool:
 
 
 PROBE = range(11, 18)  # tokens of a row
+HALF = (torch.bfloat16, torch.float16)
 Borders = Callable[[list[int], torch.device], dict[str, Any]]
 
 
@@ -190,7 +191,7 @@ def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tenso
     one, other = (_probed(causal, [range(n, n + 5), PROBE], borders) for n in (1, 6))
     alone = _probed(causal, [PROBE]) if alone is None else alone
     # rounding: experts' products depend on how many tokens they get, half precision on everything
-    same, close = (1e-4, 1e-3) if causal.dtype == torch.float32 else (2e-2, 0.1)
+    same, close = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
     return _gap(one, other) < same and _gap(one, alone) < close
 
 
@@ -204,7 +205,7 @@ def _probed(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) ->
     ids = torch.tensor([[n % size for row in rows for n in row]], device=device)
     positions = torch.tensor([[n for row in rows for n in range(len(row))]], device=device)
     inputs = {"input_ids": ids, "position_ids": positions, **borders([len(row) for row in rows], device)}
-    half = causal.dtype != torch.float32  # adapters on it are float32
+    half = causal.dtype in HALF  # adapters on it are float32
     products = torch.autocast(device.type, dtype=causal.dtype if half else None, enabled=half)
     with evaluating(causal), torch.no_grad(), products:
         out = as_forward(causal, lambda: backbone(causal)(**inputs, use_cache=False))
