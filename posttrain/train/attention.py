@@ -83,6 +83,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1,heads,tokens,dim], key and value [1,kv_heads,tokens,dim] -> [1,tokens,heads,dim]; dropout is off."""
     if packed is None:
+        if attention_mask is None:
+            attention_mask = _needed_mask(query.shape[2], key.shape[2], sliding_window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if packed.keys is not None:
         key, value = key[:, :, packed.keys.sources], value[:, :, packed.keys.sources]
@@ -143,13 +145,26 @@ def _row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | N
     own, length = q.shape[2], k.shape[2]
     if own == length and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    distance = torch.arange(length - own, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    near = (distance >= 0) & (distance < (window or length))
+    near = _near(own, length, window or length, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scaling, enable_gqa=gqa)
 
 
+def _near(own: int, length: int, window: int, device: torch.device) -> Tensor:
+    """[own,length] bool: what each of the last `own` of `length` tokens sees, itself and `window` - 1 before it."""
+    distance = torch.arange(length - own, length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _needed_mask(own: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[1,1,own,length] bool for rows without padding, where SDPA's own causal order is not all that is asked for."""
+    if (window or length) < length or 1 < own < length:
+        return _near(own, length, window or length, device)[None, None]
+    return None
+
+
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """No mask without padding: rows that are packed are kept apart by their borders, a single line is causal."""
+    """None without padding: rows that are packed are kept apart by their borders, and of others the call itself knows
+    what they see (`_needed_mask`)."""
     return None if kwargs.get("attention_mask") is None else sdpa_mask(*args, **kwargs)
 
 
@@ -170,11 +185,12 @@ def use_packed_attention(model: Any) -> bool:
 
 
 def takes_sdpa(causal: Any) -> bool:
-    """Whether softmax(q k) v is all that its attention does: no capped scores, no sinks. `eager`, by the recipe or
-    because the architecture knows nothing else, stays what it is."""
-    capped = getattr(causal.config.get_text_config(), "attn_logit_softcapping", None)
+    """Whether softmax(q k) v is all that its attention does: no capped scores, no sinks, no chunks that only a mask
+    knows of. `eager`, by the recipe or because the architecture knows nothing else, stays what it is."""
+    config = causal.config.get_text_config()
+    more = getattr(config, "attn_logit_softcapping", None) or getattr(config, "attention_chunk_size", None)
     eager = causal.config._attn_implementation == "eager"
-    return not (capped or eager) and getattr(causal, "_supports_attention_backend", False) and causal._supports_sdpa
+    return not (more or eager) and getattr(causal, "_supports_attention_backend", False) and causal._supports_sdpa
 
 
 PROBE = range(11, 18)  # tokens of a row
