@@ -1,5 +1,5 @@
 """What a recipe names and can be looked at without torch: scripts of rewards, tools and environments are imported,
-those of other functions are read, data files must exist.
+those of other functions are read, data files and local models must exist.
 
 Looked at before a run directory is made, so that a wrong name costs half a second and is told with its line; and also
 where the recipe has other mistakes, so that all of them are told at once.
@@ -74,7 +74,12 @@ class _Look:
 
     def at(self, values: Values) -> None:
         """Look at everything that a recipe's values name, right or not."""
+        from posttrain.models.places import locate
+
         for prefix, section in _stages(values):
+            for key, name in _models(section):
+                with self.collected(f"{prefix}{key}"):
+                    locate(name, self.base_dir)
             self._rewards(prefix, section)
             self._tools(prefix, section)
             for key, use, params in _functions(section):
@@ -202,6 +207,17 @@ def _entries(holder: Any, key: str) -> Iterator[tuple[int, Values]]:
     for number, value in enumerate(listed if isinstance(listed, list) else []):
         if isinstance(value, Mapping):
             yield number, value
+
+
+def _models(section: Values) -> Iterator[tuple[str, str]]:
+    """(key, name) of the models that a stage reads, but for those that a stage makes. Hub ids are taken as they are."""
+    holders = [("model.path", section.get("model"), "path"), ("kl.reference", section.get("kl"), "reference")]
+    holders += [("base_model", section, "base_model")]
+    holders += [(f"models.{number}.model", one, "model") for number, one in _entries(section, "models")]
+    for key, holder, name in holders:
+        value = holder.get(name) if isinstance(holder, Mapping) else None
+        if isinstance(value, str) and value and not value.startswith("stage:"):
+            yield key, value
 
 
 def _sources(data: Any) -> Iterator[tuple[str, str]]:

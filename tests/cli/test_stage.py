@@ -109,7 +109,7 @@ def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path
     """Everything that can be told is told at once: keys, values, rewards, losses, data, in every stage."""
     (folder / "mine.py").write_text("def score(completion): return 1.0\ndef loss(batch, logp, *, width=1.0): ...\n")
     (folder / "rl.yaml").write_text(
-        "stage: rl\nmodel: {path: tiny, dtyp: float32}\nrun: {steps: 1}\ndata: {source: nope.jsonl}\n"
+        "stage: rl\nmodel: {path: ./model, dtyp: float32}\nrun: {steps: 1}\ndata: {source: nope.jsonl}\n"
         "rewards:\n  - {use: mine.py:scor, weigth: 2}\n  - {use: mine.py:score, params: 3}\n  - maths.accuracy\n"
         "loss: mine.py:los\nkl: {use: mine.py:loss, widht: 2}\n"
         "keep: [{use: other.py:keep}]\nselect: [{use: high_entropi}]\n",
@@ -118,7 +118,8 @@ def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path
     result = call("rl", "rl.yaml")
     told = [line for line in result.stderr.splitlines() if line.startswith("rl.yaml")]
     assert [line.partition(": ")[0] for line in told] == [
-        "rl.yaml:2:21  model.dtyp",
+        "rl.yaml:2:15  model.path",
+        "rl.yaml:2:24  model.dtyp",
         "rl.yaml:4:16  data.source",
         "rl.yaml:6:11  rewards.0.use",
         "rl.yaml:6:25  rewards.0.weigth",
