@@ -16,6 +16,7 @@ from posttrain.data import accepted, gym
 from posttrain.errors import DataError, MissingExtra, counted, nearest
 from posttrain.places import candidates, split_function
 from posttrain.recipe.sections import Source
+from posttrain.recipe.yaml import shown
 from posttrain.registry import load_function
 
 Record = tuple[str, dict[str, Any]]  # (where it came from, for errors; the record)
@@ -114,29 +115,31 @@ def _file(path: Path, stop: int | None) -> list[Record]:
             if len(found) == stop:
                 break
     except UnicodeDecodeError as cause:
-        raise DataError(f"not UTF-8: {cause}", where=str(path)) from cause
+        raise DataError(f"not UTF-8: {cause}", where=shown(path)) from cause
     return found
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
+    name = shown(path)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{path}:{number}"
+                where = f"{name}:{number}"
                 yield where, _object(_parse(line.rstrip(), where, first_line=number), where)
 
 
 def _json(path: Path) -> Iterator[Record]:
-    value = _parse(path.read_text(encoding="utf-8"), str(path))
+    name = shown(path)
+    value = _parse(path.read_text(encoding="utf-8"), name)
     if isinstance(value, dict):
         lists = [k for k, v in value.items() if isinstance(v, list)]
         if len(lists) != 1:
-            raise DataError("a .json file must be a list of objects, or an object with one such list", where=str(path))
+            raise DataError("a .json file must be a list of objects, or an object with one such list", where=name)
         value = value[lists[0]]
     if not isinstance(value, list):
-        raise DataError(f"a .json file must be a list of objects, not {type(value).__name__}", where=str(path))
+        raise DataError(f"a .json file must be a list of objects, not {type(value).__name__}", where=name)
     for i, row in enumerate(value):
-        yield f"{path} row {i}", _object(row, f"{path} row {i}")
+        yield f"{name} row {i}", _object(row, f"{name} row {i}")
 
 
 def _parse(text: str, where: str, first_line: int | None = None) -> Any:
@@ -154,31 +157,33 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _csv(path: Path) -> Iterator[Record]:
+    name = shown(path)
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
         try:
             for row in reader:
-                where = f"{path}:{reader.line_num}"
+                where = f"{name}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise DataError(
                         f"not {counted(len(reader.fieldnames or ()), 'cell')}, as the header has", where=where
                     )
                 yield where, row
         except csv.Error as cause:
-            raise DataError(f"broken CSV: {cause}", where=f"{path}:{reader.reader.line_num}") from cause
+            raise DataError(f"broken CSV: {cause}", where=f"{name}:{reader.reader.line_num}") from cause
 
 
 def _parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
+    name = shown(path)
     try:
         table = pyarrow.parquet.ParquetFile(path)
         rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
         for i, row in enumerate(rows):
-            yield f"{path} row {i}", without_nulls(row)
+            yield f"{name} row {i}", without_nulls(row)
     except pyarrow.ArrowException as cause:
-        raise DataError(f"not a parquet file: {cause}", where=str(path)) from cause
+        raise DataError(f"not a parquet file: {cause}", where=name) from cause
 
 
 def _directory(path: Path, split: str, stop: int | None) -> list[Record]:
