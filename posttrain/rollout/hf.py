@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.recipe.sections import Sampling
-from posttrain.rollout.decode import decode
+from posttrain.rollout.decode import cache_gap, decode
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.stopping import StopStrings
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 UNBOUNDED = 1 << 30
+LARGEST_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}  # nats, far above rounding
 
 
 class TransformersEngine:
@@ -43,6 +44,7 @@ class TransformersEngine:
         self.version = 0
         self.gap = 0.0
         self.apart = False
+        self.checked = False  # that the model goes on from its cache
         self.window = int(getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED)
 
     def generate(
@@ -79,6 +81,8 @@ class TransformersEngine:
             made.update({p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(numbers)})
 
         with evaluating(self.model), self.loaded.autocast():
+            if rows and not self.checked:
+                self._check_cache()
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
                 distinct = list(dict.fromkeys(r // n for r in chunk))
@@ -100,6 +104,27 @@ class TransformersEngine:
                     for p in whole:
                         done(made[p])
         return [rollout for p in sorted(made) for rollout in made[p]]
+
+    def _check_cache(self) -> None:
+        """Raises EngineError for an architecture whose state is not in the cache that sampling hands on."""
+        why = ""
+        try:
+            gap = cache_gap(self.model, self.pad_id)
+            if not gap <= LARGEST_GAP[self._dtype()]:
+                why = f"log-probs token by token are {gap:.3g} nats from those of a whole pass"
+        except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            why = str(error).splitlines()[0]
+        if why:
+            name = type(self.model.get_base_model() if self.loaded.is_lora else self.model).__name__
+            raise EngineError(
+                f"the transformers engine cannot sample from {name}", allowed=why, hint="use `engine: vllm`"
+            )
+        self.checked = True
+
+    def _dtype(self) -> torch.dtype:
+        """What products are computed in."""
+        device = self.loaded.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""

@@ -6,7 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    JambaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError, NonFiniteError
@@ -169,7 +177,9 @@ def test_a_prompt_is_prefilled_once_and_finished_rows_leave_the_batch(
         lambda _module, _args, kwargs: rows.append(kwargs["input_ids"].shape[0]), with_kwargs=True
     )
     ends = tuple(range(20, 40))
-    engine_of(dataclasses.replace(loaded, eos_ids=ends)).generate(prompts, 8, SAMPLED, seed=0)
+    engine = engine_of(dataclasses.replace(loaded, eos_ids=ends))
+    engine.checked = True  # its cache; else that comes first
+    engine.generate(prompts, 8, SAMPLED, seed=0)
     assert rows[0] == len(prompts)
     assert rows[1] <= len(prompts) * 8
     assert rows[-1] < rows[1] / 2
@@ -179,7 +189,9 @@ def test_generation_ends_when_all_rows_have(loaded: LoadedModel, prompts: list[P
     steps: list[int] = []
     loaded.model.register_forward_pre_hook(lambda *_: steps.append(1))
     everything = tuple(range(len(loaded.tokenizer)))
-    rollouts = engine_of(dataclasses.replace(loaded, eos_ids=everything)).generate(prompts, 2, SAMPLED, seed=0)
+    engine = engine_of(dataclasses.replace(loaded, eos_ids=everything))
+    engine.checked = True
+    rollouts = engine.generate(prompts, 2, SAMPLED, seed=0)
     assert {len(r.ids) for r in rollouts} == {1}
     assert len(steps) == 1
 
@@ -241,3 +253,21 @@ def test_make_engine_builds_it(loaded: LoadedModel, prompts: list[Prompt], tmp_p
     assert isinstance(engine, TransformersEngine) and engine.batch_size == 3
     assert len(engine.generate(prompts, 1, GREEDY, seed=0)) == len(prompts)
     assert engine.probe(loaded.model) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MambaConfig(vocab_size=110, hidden_size=16, num_hidden_layers=2, state_size=4), r"are [\d.]+ nats from"),
+        (JambaConfig(vocab_size=110, hidden_size=32, num_hidden_layers=2, num_experts=2), "get_seq_length"),
+    ],
+    ids=["a cache of its own", "another kind of cache"],
+)
+def test_an_architecture_that_keeps_its_state_elsewhere_is_refused(
+    config: PretrainedConfig, why: str, loaded: LoadedModel, prompts: list[Prompt]
+) -> None:
+    """It would go on from every token as if nothing stood before it."""
+    model = AutoModelForCausalLM.from_config(config).eval()
+    engine = TransformersEngine(dataclasses.replace(loaded, model=model), batch_size=8)
+    with pytest.raises(EngineError, match=rf"cannot sample from \w+ForCausalLM\n.*{why}(.|\n)*engine: vllm"):
+        engine.generate(prompts, 1, GREEDY, seed=0)
