@@ -233,6 +233,20 @@ def load_function(
         ) from None
 
 
+def types_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a user's function (of a class: of what makes it), where they can be resolved; others are the
+    script's own business."""
+    inner = getattr(function, "func", function)  # a partial's
+    if inspect.isclass(inner):
+        inner = inner.__init__
+    elif not inspect.isroutine(inner):
+        inner = type(inner).__call__
+    try:
+        return typing.get_type_hints(inner)
+    except Exception:
+        return {}
+
+
 def wrong_type(annotation: Any, value: Any) -> str:
     """Why `value` of a recipe does not fit `annotation`, or "". What pydantic does not know fits everything."""
     if annotation is None:

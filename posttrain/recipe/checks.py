@@ -207,7 +207,8 @@ def _kl_place(recipe: Any) -> Found:
 
 def _idle_turns(recipe: Any) -> Found:
     """Limits on turns where there is one turn."""
-    if isinstance(recipe, st.Acting) and recipe.acts and recipe.scoring.split:  # type: ignore[attr-defined]
+    scoring = getattr(recipe, "scoring", None)  # generate has none
+    if isinstance(recipe, st.Acting) and recipe.acts and scoring and scoring.split:
         yield (
             "scoring.split",
             "does nothing with `tools` or an `environment`: the parts are the model's turns",

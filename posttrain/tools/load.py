@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.errors import ToolError, nearest
 from posttrain.places import find, known_files, shipped, split_function
 from posttrain.recipe.sections import Environment, Tool
-from posttrain.registry import load_function
+from posttrain.registry import load_function, types_of, wrong_type
 from posttrain.tools.schema import schema_of
 
 
@@ -90,7 +90,16 @@ def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base
         if argument.default is inspect.Parameter.empty and key not in given:
             raise ToolError(f"tool {name} needs params.{key}")
     paths = {k for k, a in own.items() if "Path" in str(a.annotation)}
+    _check_types(f"tool {name}", function, {k: v for k, v in given.items() if k not in paths})
     return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
+
+
+def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse arguments of the recipe that do not fit their annotations."""
+    types = types_of(made)
+    for key, value in given.items():
+        if why := wrong_type(types.get(key), value):
+            raise ToolError(f"{what}: parameter `{key}`: {why}, got {value!r}")
 
 
 def _command(section: Tool) -> LoadedTool:
@@ -128,6 +137,16 @@ def environment_class(section: Environment, base_dir: Path | None) -> Callable[[
     for method in ("reset", "step", "score", "close", *(("actions",) if section.simulations else ())):
         if not callable(getattr(made, method, None)):
             raise ToolError(f"environment {section.use} has no method `{method}`")
+    takes = inspect.signature(made).parameters
+    for key in section.params:
+        if key not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            near = nearest(key, takes)
+            raise ToolError(
+                f"environment {section.use} has no parameter `{key}`",
+                allowed=f"it has: {', '.join(takes) or 'none'}",
+                hint=f"did you mean `{near}`?" if near else "",
+            )
+    _check_types(f"environment {section.use}", made, section.params)
     try:
         inspect.signature(made).bind(**section.params)
     except TypeError as cause:

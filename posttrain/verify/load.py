@@ -19,7 +19,7 @@ from typing import Any
 from posttrain.errors import Problem, RewardError, UserError, nearest
 from posttrain.places import find, known_files, split_function
 from posttrain.recipe.sections import Reward
-from posttrain.registry import load_function, load_module, wrong_type
+from posttrain.registry import load_function, load_module, types_of, wrong_type
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
 # truncated: finish_reason is length. token_count: that the model wrote. step: of the training run. correct: what the
@@ -122,7 +122,7 @@ def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
 
 def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
     """The parameters, those annotated as a Path found like a script: beside the recipe, then where the user is."""
-    hints = _annotations(function) if callable(function) else {}
+    hints = types_of(function) if callable(function) else {}
     return {
         key: find(value, base_dir, f"reward {target}: parameter `{key}`: file", RewardError)
         if isinstance(value, str) and Path in (hints.get(key), *typing.get_args(hints.get(key)))
@@ -255,22 +255,12 @@ def _check_params(
             problems.append(
                 Problem(f"reward {target}", f"unknown parameter `{key}`", f"known: {', '.join(known)}", hint)
             )
-    hints = _annotations(function)
+    hints = types_of(function)
     for key in groups["fixed"]:
         if message := wrong_type(hints.get(key), params[key]):
             problems.append(Problem(f"reward {target}", f"parameter `{key}`: {message}, got {params[key]!r}"))
     if problems:
         raise RewardError.of(problems)
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Types of the arguments where they can be resolved; others are the script's own business."""
-    inner = getattr(function, "func", function)  # a partial's
-    inner = inner if inspect.isroutine(inner) else type(inner).__call__
-    try:
-        return typing.get_type_hints(inner)
-    except Exception:
-        return {}
 
 
 def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str]) -> None:

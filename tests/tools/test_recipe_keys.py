@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from posttrain.errors import RecipeError
-from posttrain.recipe.load import load
+from posttrain.errors import RecipeError, ToolError
+from posttrain.recipe.load import load, load_dict
+from posttrain.recipe.sections import Environment, Tool
+from posttrain.tools.load import environment_class, load_tool
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,32 @@ def test_turns_are_there_for_what_reads_them() -> None:
     assert load("debug/tools", ["spread=salt"]).recipe.spread.use == "salt"
     both = ["tools=[]", "tool_prompt=auto", "environment={use: gym}", "advantage=information_gain", "spread=null"]
     assert load("debug/tools", both).recipe.advantage.use == "information_gain"
+
+
+def test_generate_takes_tools_too() -> None:
+    """It has no rewards, so no `scoring` whose parts turns could stand in for."""
+    values = {"stage": "generate", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
+    loaded = load_dict({**values, "tools": [{"use": "calculator"}]}, base_dir=Path(), where="r.yaml")
+    assert loaded.recipe.acts
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ({"attemps": 2}, r"has no parameter `attemps`\n  it has: attempts, discount\n  hint: did you mean `attempts`"),
+        ({"attempts": "many"}, r"parameter `attempts`: .*integer, got 'many'"),
+    ],
+)
+def test_an_environment_s_parameters_are_checked(params: dict[str, Any], told: str) -> None:
+    with pytest.raises(ToolError, match=told):
+        environment_class(Environment(use="gym", params=params), None)
+
+
+def test_a_tool_s_parameters_have_types(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        'def add(a: int, *, offset: float = 0.0) -> float:\n    """Add.\n\n    Args:\n        a: a number\n    """\n'
+        "    return a + offset\n"
+    )
+    assert load_tool(Tool(use="own.py:add", params={"offset": 2}), tmp_path).params == {"offset": 2}
+    with pytest.raises(ToolError, match=r"tool add: parameter `offset`: .*number, got 'two'"):
+        load_tool(Tool(use="own.py:add", params={"offset": "two"}), tmp_path)
