@@ -184,6 +184,11 @@ def use_packed_attention(model: Any) -> bool:
     return False
 
 
+def takes_borders(causal: Any) -> bool:
+    """Whether `use_packed_attention` switched this model; a copy is what its original was."""
+    return bool(causal.config._attn_implementation == NAME)
+
+
 def takes_sdpa(causal: Any) -> bool:
     """Whether softmax(q k) v is all that its attention does: no capped scores, no sinks, no chunks that only a mask
     knows of. `eager`, by the recipe or because the architecture knows nothing else, stays what it is."""

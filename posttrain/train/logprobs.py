@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.batch import on_device
-from posttrain.train.attention import Packed
+from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.head import Head, backbone, token_scores
 from posttrain.train.sharding import as_forward
 
@@ -84,7 +84,7 @@ def completion_scores(
     """`logp` and `entropy` [N,width] of each row's completion tokens under softmax(logits / temperature), and extras.
 
     Cells behind a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
-    read as 1. packed: the model was switched by `attention.use_packed_attention`; rows then cost no padding, and the
+    read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. Extras:
     `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H].
     """
@@ -99,7 +99,7 @@ def _completion_scores(
 ) -> dict[str, Tensor]:
     device = next(causal.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
-    if packed:
+    if packed and takes_borders(causal):
         hidden = _packed_states(causal, sequences, device, fill)
         starts = on_device([0, *sequences.lengths[:-1]], device).cumsum(0)
         states = hidden[0, starts[rows] + positions]

@@ -20,6 +20,7 @@ from posttrain.errors import ModelError
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
+from posttrain.train.attention import use_packed_attention
 
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
@@ -49,6 +50,8 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
             hint="log-probs of tokens can be compared between models of one tokenizer only",
         )
     half = policy.half if recipe.model.quantize is None else None
+    if policy.device.type == "cuda":
+        use_packed_attention(teacher.model)
     return _kept(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
 
 
@@ -58,9 +61,11 @@ def _kept(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePo
     return lambda: _frozen(frozen, device)
 
 
-def frozen_policy(model: nn.Module) -> ReferencePolicy:
-    """The same for a second model, which is for this alone."""
+def frozen_policy(model: nn.Module, *, packed: bool = False) -> ReferencePolicy:
+    """The same for a second model, which is for this alone. packed: its rows are, if its architecture can."""
     model.eval().requires_grad_(False)
+    if packed:
+        use_packed_attention(model)
 
     @contextmanager
     def opened() -> Iterator[nn.Module]:

@@ -124,6 +124,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             )
             longest = max(len(prompt.ids) for prompt in prepared.items)
             with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
+                packed = loaded.device.type == "cuda" and use_packed_attention(loaded.model)  # and so is its copy
                 pieces = Pieces(
                     recipe=recipe,
                     loaded=loaded,
@@ -139,7 +140,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                     reference=_reference(loaded, recipe, objective),
                     critic=critic,
                     opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
-                    packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
+                    packed=packed,
                     watchdog=watchdog,
                     dump=directory.path / "failed",
                     compiled=compiled.compiled(loaded.model, recipe.model),
@@ -167,7 +168,8 @@ def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objectiv
     if recipe.kl.reference is not None:
         return named_reference(recipe, loaded)
     if loaded.is_sharded:
-        return frozen_policy(sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model)
+        model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
+        return frozen_policy(model, packed=loaded.device.type == "cuda")
     return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 

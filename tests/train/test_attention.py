@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from posttrain.models.load import load
 from posttrain.recipe.sections import Lora, Model
-from posttrain.train.attention import NAME, use_packed_attention
+from posttrain.train.attention import NAME, takes_borders, use_packed_attention
 from posttrain.train.logprobs import Sequences, check_head, completion_logprobs
 
 SMALL: dict[str, Any] = {
@@ -94,3 +95,17 @@ def test_a_window_holds_without_a_mask_too(kind: str) -> None:
     expected = steps()
     assert use_packed_attention(model)
     torch.testing.assert_close(steps(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_was_not_switched_is_padded_whatever_is_asked() -> None:
+    """A teacher may have another architecture than the policy: one whose state would run on into the next row."""
+    model = small("lfm2", layer_types=["conv", "full_attention"])
+    with torch.no_grad():
+        expected = completion_logprobs(model, SEQUENCES, 5)[0]
+        assert torch.equal(completion_logprobs(model, SEQUENCES, 5, packed=True)[0], expected)
+
+
+def test_a_copy_is_packed_as_its_original_is() -> None:
+    """The reference of full training is one."""
+    model = small("qwen2")
+    assert use_packed_attention(model) and takes_borders(copy.deepcopy(model))
