@@ -81,6 +81,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "quantized": model.quantize is not None,
         "half": half,
         "checkpointing": model.gradient_checkpointing,
+        "compiled": model.compile,
         "optimizer": recipe.optim.use,
         "ranks": ranks if model.shard else 1,
     }

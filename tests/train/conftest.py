@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import random
 import shutil
@@ -21,6 +22,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
+from posttrain.train import attention
 
 Values = dict[str, Any]
 
@@ -32,6 +34,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows go through one kernel, as on a GPU, whose graphs are then to be looked at."""
+    spec = importlib.util.spec_from_file_location("varlen_on_cpu", Path(__file__).with_name("varlen_on_cpu.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)
+    if spec.name not in sys.modules:  # an operator is defined once
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    monkeypatch.setattr(attention, "varlen_attn", module.varlen_attn)
+    monkeypatch.setattr(attention, "has_kernel", lambda _: True)
 
 
 def merged(base: Values, changes: Values) -> Values:

@@ -20,7 +20,7 @@ from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.sections import Model
 from posttrain.run.metrics import read_metrics
-from posttrain.train import attention, rl, sft
+from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.compiled import check, compiled, layers_of
 from posttrain.train.logprobs import Sequences, completion_logprobs
@@ -62,48 +62,10 @@ def test_packed_batches_of_all_shapes_share_one_graph_a_part_and_equal_eager() -
     assert counters["frames"]["ok"] == frames
 
 
-@torch.library.custom_op("posttrain_tests::varlen", mutates_args={})
-def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """Causal attention of rows behind each other, [tokens,heads,dim]: stands in for torch's kernel on a CPU."""
-    assert longest == int(ends.diff().max())
-    rows = zip(*(x.split(ends.diff().tolist()) for x in (q, k, v)), strict=True)
-    return torch.cat([(shares(a, b) @ c.transpose(0, 1)).transpose(0, 1) for a, b, c in rows])
-
-
-def shares(q: Tensor, k: Tensor) -> Tensor:
-    """What each token [heads,L,L] of one row [L,heads,dim] takes of each."""
-    products = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    return products.masked_fill(~torch.ones(len(q), len(q), dtype=torch.bool).tril(), float("-inf")).softmax(-1)
-
-
-@torch.library.custom_op("posttrain_tests::varlen_backward", mutates_args={})
-def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> list[Tensor]:
-    parts = []
-    for a, b, c, g in zip(*(x.split(ends.diff().tolist()) for x in (q, k, v, grad)), strict=True):
-        share, to_share = shares(a, b), torch.einsum("qhd,khd->hqk", g, c)
-        to_products = share * (to_share - (share * to_share).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-        sums = ("hqk,khd->qhd", to_products, b), ("hqk,qhd->khd", to_products, a), ("hqk,qhd->khd", share, g)
-        parts.append([torch.einsum(*one) for one in sums])
-    return [torch.cat(one) for one in zip(*parts, strict=True)]
-
-
-varlen.register_fake(lambda q, *_: torch.empty_like(q))
-varlen_backward.register_fake(lambda _, q, k, v, *__: [torch.empty_like(x) for x in (q, k, v)])
-varlen.register_autograd(
-    lambda ctx, grad: (*varlen_backward(grad.contiguous(), *ctx.saved_tensors), None, None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4]),  # noqa: ARG005  torch passes names
-)
-
-
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.usefixtures("without_code")
-def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(lora: bool, request: pytest.FixtureRequest) -> None:
     """Nothing of it is open to the numbers of rows and tokens. The first layer's input has no gradient under LoRA."""
-
-    def kernel(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, longest: int, *__: int, **___: Any) -> Tensor:
-        repeats = q.shape[1] // k.shape[1]
-        return varlen(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), ends, longest)
-
     model: Any = tiny.build(0)[0]
     if lora:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
@@ -111,8 +73,7 @@ def test_with_a_kernel_for_all_rows_a_layer_is_one_graph(lora: bool, monkeypatch
     assert use_packed_attention(model)
     batches = [[29, 33], [29, 9, 8], [8, 22, 37, 5], [24, 7, 15, 11, 20]]
     by_row = [passed(model, lengths) for lengths in batches]
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "has_kernel", lambda _: True)
+    request.getfixturevalue("varlen_on_cpu")
     with compiled(model, COMPILED)():
         found = [passed(model, lengths) for lengths in batches]
     assert counters["stats"]["unique_graphs"] == 1 + lora

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain.models import tiny
 from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Lora
+from posttrain.recipe.sections import Lora, Model
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.calibrate import calibrate
+from posttrain.train.compiled import compiled
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases
 from posttrain.train.plan import (
@@ -164,6 +166,23 @@ def test_activations_are_what_autograd_keeps(half: bool, lora: bool) -> None:
     expected = block_bytes(shape, settings) + (2 * shape.heads if half and not lora else 0)
     measured = (kept(llama(4, lora), half) - kept(llama(2, lora), half)) / 2 / TOKENS
     assert measured == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.usefixtures("varlen_on_cpu")
+def test_compiled_blocks_compute_again_what_is_cheap(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are divided into forward and backward as for a GPU, and run without code made for them."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    shape = shape_of(llama(4, lora), Lora(rank=4) if lora else None)
+    expected = block_bytes(shape, Settings(micro_tokens=TOKENS, compiled=True))
+
+    def held(layers: int) -> int:
+        model = llama(layers, lora)
+        torch.compiler.reset()
+        with compiled(model, Model(path="tiny", compile=True))():
+            return kept(model, half=True)
+
+    assert (held(4) - held(2)) / 2 / TOKENS == pytest.approx(expected, rel=0.05)
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks() -> None:

@@ -1,0 +1,47 @@
+"""Torch's attention over rows behind each other, as an operator that a CPU has: what a graph with it looks like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("posttrain_tests::varlen", mutates_args={})
+def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """Causal attention of rows behind each other, [tokens,heads,dim]."""
+    assert longest == int(ends.diff().max())
+    rows = zip(*(x.float().split(ends.diff().tolist()) for x in (q, k, v)), strict=True)
+    return torch.cat([(shares(a, b) @ c.transpose(0, 1)).transpose(0, 1) for a, b, c in rows]).to(q.dtype)
+
+
+def shares(q: Tensor, k: Tensor) -> Tensor:
+    """What each token [heads,L,L] of one row [L,heads,dim] takes of each."""
+    products = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    return products.masked_fill(~torch.ones(len(q), len(q), dtype=torch.bool).tril(), float("-inf")).softmax(-1)
+
+
+@torch.library.custom_op("posttrain_tests::varlen_backward", mutates_args={})
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> list[Tensor]:
+    parts = []
+    for a, b, c, g in zip(*(x.float().split(ends.diff().tolist()) for x in (q, k, v, grad)), strict=True):
+        share, to_share = shares(a, b), torch.einsum("qhd,khd->hqk", g, c)
+        to_products = share * (to_share - (share * to_share).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        sums = ("hqk,khd->qhd", to_products, b), ("hqk,qhd->khd", to_products, a), ("hqk,qhd->khd", share, g)
+        parts.append([torch.einsum(*one) for one in sums])
+    return [torch.cat(one).to(q.dtype) for one in zip(*parts, strict=True)]
+
+
+varlen.register_fake(lambda q, *_: torch.empty_like(q))
+varlen_backward.register_fake(lambda _, q, k, v, *__: [torch.empty_like(x) for x in (q, k, v)])
+varlen.register_autograd(
+    lambda ctx, grad: (*varlen_backward(grad.contiguous(), *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:4]),  # noqa: ARG005  torch passes names
+)
+
+
+def varlen_attn(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, longest: int, *__: int, **___: Any) -> Tensor:
+    """Called as `torch.nn.attention.varlen.varlen_attn` is."""
+    repeats = q.shape[1] // k.shape[1]
+    return varlen(q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1), ends, longest)
