@@ -143,7 +143,7 @@ def _generate(
                 progress.update(number + 1, _means(records, columns))
                 if stop.requested and number + 1 < len(chunks):
                     raise Interrupted(
-                        f"stopped after {number + 1} of {len(chunks)} chunks; their completions are kept",
+                        f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
                         where=str(directory.path),
                     )
     finally:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from posttrain import registry
-from posttrain.errors import MergeError, ModelError, RunError
+from posttrain.errors import MergeError, ModelError, RunError, counted
 from posttrain.merge.arguments import Arguments
 from posttrain.merge.lora import Factors, distance, scaling
 from posttrain.merge.values import layer_count
@@ -93,8 +93,8 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
         partial.rename(directory.final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    told = ", ".join(f"{rank} ({count} modules)" for rank, count in counts.items())
-    print(f"combined {len(inputs)} adapters into {directory.final}: rank {told}", file=sys.stderr)
+    told = ", ".join(f"{rank} ({counted(count, 'module')})" for rank, count in counts.items())
+    print(f"combined {counted(len(inputs), 'adapter')} into {directory.final}: rank {told}", file=sys.stderr)
     return summary
 
 

@@ -404,7 +404,7 @@ def arguments(job: Job) -> dict[str, Any]:
 def rows_note(prepared: Prepared[Any], what: str) -> str:
     """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
     causes = told({**prepared.dropped, **prepared.cut})
-    counts = f"{len(prepared.items)} {what}, {prepared.trained_ratio:.0%} of their tokens are trained on"
+    counts = f"{counted(len(prepared.items), what)}, {prepared.trained_ratio:.0%} of the tokens are trained on"
     return f"{counts}; {causes}" if causes else counts
 
 

@@ -124,6 +124,6 @@ def origin(wanted: frozenset[str], columns: Columns, source: str, named: Anchors
             parts.append(f"{name}: {model or given}")
     past = columns.get(ANCHORS["history"][0])
     if "history" in wanted:
-        given = f"{len(past[0])} policies of the data" if past else "none"
+        given = f"{counted(len(past[0]), 'policy', 'policies')} of the data" if past else "none"
         parts.append(f"history: {', '.join(named.history) or given}")
     return "; ".join(parts) or "reference: none, the loss does without"

@@ -85,7 +85,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     if missing:
         trainer.use_reference(prepared.items, directory.path / "reference.safetensors", missing)
     notes = [
-        hf_trainer.rows_note(prepared, "rows" if single else "pairs"),
+        hf_trainer.rows_note(prepared, "row" if single else "pair"),
         pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
         pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths(prepared.items),
     ]

@@ -50,7 +50,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     job = Job.of(recipe, directory, loaded, len(items.trained), longest.longest)
     job.order = functools.partial(hf_trainer.by_length, [item.longest for item in items.trained])
     trainer = make_trainer(job, items)
-    notes = [hf_trainer.rows_note(items.prepared, "rows"), f"held out for the report: {len(items.held)}"]
+    notes = [hf_trainer.rows_note(items.prepared, "row"), f"held out for the report: {len(items.held)}"]
     if settings.pairs:
         notes.append(reward_rows.lengths_note(items.trained))
 

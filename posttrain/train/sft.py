@@ -52,7 +52,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     trainer = make_trainer(job, prepared.items, collate, written)
     trainer.weighing = Weighing.of(recipe, loaded.tokenizer)
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
-        return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "rows")])
+        return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "row")])
 
 
 def make_trainer(

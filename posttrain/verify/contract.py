@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from posttrain.errors import counted
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
@@ -91,7 +93,9 @@ def checked_turns(value: Any, count: int) -> ByTurn | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise BrokenContract(f"returned {shown(value)} for {count} parts, must return a list of {count}, or None")
+        raise BrokenContract(
+            f"returned {shown(value)} for {counted(count, 'part')}, must return a list of {count}, or None"
+        )
     return ByTurn(tuple(_number(one, f"part {place}: ") or 0.0 for place, one in enumerate(value)))
 
 

@@ -57,7 +57,7 @@ def test_it_is_left_out_and_told_by_row(name: str, tmp_path: Path, tiny: Any) ->
     prepared = prepare_pairs(section, tiny, tmp_path, rules=rules)
     assert [pair.uid for pair in prepared.items] == ["good"]
     assert prepared.dropped == {cause: [name]}
-    assert hf_trainer.rows_note(prepared, "pairs").endswith(f"; {cause}: 1 ({tmp_path}/pairs.jsonl:2)")
+    assert hf_trainer.rows_note(prepared, "pair").endswith(f"; {cause}: 1 ({tmp_path}/pairs.jsonl:2)")
 
 
 @pytest.mark.parametrize("name", [name for name in BAD if name != "long"])

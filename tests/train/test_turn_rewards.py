@@ -93,7 +93,7 @@ def test_steps_of_a_single_turn(scored: Any) -> None:
         assert (found.turn_scores["digits"], found.rewards) == ([scores], [3.0])
 
 
-@pytest.mark.parametrize(("use", "told"), [("long", "row 0: returned .* for 1 parts"), ("blind", "takes no `parts`")])
+@pytest.mark.parametrize(("use", "told"), [("long", "row 0: returned .* for 1 part"), ("blind", "takes no `parts`")])
 def test_a_wrong_reward_by_turn_is_told(use: str, told: str, scored: Any) -> None:
     with pytest.raises(RewardError, match=told):
         scored([Sample("x", {})], {"use": use})
