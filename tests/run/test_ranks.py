@@ -81,8 +81,9 @@ def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("", "")])
 def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str | None, own: str) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that what the call sets is undone, also where it was unset
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name in ("CUDA_VISIBLE_DEVICES", ranks.GIVEN):  # so that what the call sets is undone, also where it was unset
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": visible}.items():
         if value is not None:
             monkeypatch.setenv(name, value)
