@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch, on_device
 from posttrain.errors import NonFiniteError
@@ -54,8 +54,7 @@ def update(
     p.loaded.model.train()
     torch.manual_seed(distributed.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
-    several = {"old_logp"} if p.updates_per_step > 1 else set()
-    batch = measure(p, batch, sequences, active, p.objective.needs | several)
+    batch = measure(p, batch, sequences, active, p.objective.needs | ({"old_logp"} if moves(p) else set()))
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
         mine = [active[n] for n in distributed.share(len(active))]
@@ -69,6 +68,13 @@ def update(
             update_once(p, batch, sequences, rows, step, tally)
     mismatch = Mismatch.together(distributed.gather(tally.mismatch.told())).metrics()
     return {**update_metrics(tally.sums, tally.norms, lr=lr), **mismatch}, batch, distributed.add_up(tally.logp)
+
+
+def moves(p: Pieces) -> bool:
+    """Whether the pass of an update is not that of the policy that sampled: after the first of several, or with
+    dropout, where a component compares it with the engine's."""
+    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in p.loaded.model.modules())
+    return p.updates_per_step > 1 or (dropout and "rollout_logp" in p.objective.needs)
 
 
 def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> None:

@@ -242,6 +242,15 @@ def test_a_nan_stops_the_run_and_keeps_the_batch(recipe: Make, opened: Opened, m
         assert not (directory.path / "final").exists()
 
 
+def test_a_correction_does_not_take_dropout_for_the_engine(recipe: Make, opened: Opened) -> None:
+    """Its weights are 1: the transformers engine samples with the trainer's own model."""
+    lora = {"path": "tiny", "lora": {"rank": 4, "dropout": 0.5}}
+    with opened() as directory:
+        rl.run(recipe(model=lora, corrections=[{"use": "tis"}], run={"steps": 2}), directory)
+    for row in read_metrics(directory.path):
+        assert row["mismatch/max"] < 1e-4 and row["correction/weights"] == pytest.approx(1, abs=1e-5)
+
+
 def test_a_critic_whose_gradient_is_nan_stops_the_run_too(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
