@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, nearest
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -37,7 +38,17 @@ def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = U
         if place.exists():
             return place.resolve()
     searched = ", ".join(str(p) for p in dict.fromkeys(places))
-    raise error(f"{what} not found: {name}", allowed=f"searched: {searched}")
+    raise error(f"{what} not found: {name}", allowed=f"searched: {searched}", hint=meant(name, places))
+
+
+def meant(name: str, places: Sequence[Path]) -> str:
+    """A hint with the file beside the places searched that was most likely meant; empty if there is none."""
+    for place in places:
+        if place.parent.is_dir():
+            beside = [path.name for path in itertools.islice(place.parent.iterdir(), 1000)]
+            if near := nearest(place.name, beside):
+                return f"did you mean `{name.removesuffix(place.name)}{near}`?"
+    return ""
 
 
 def split_function(use: str) -> tuple[str, str] | None:

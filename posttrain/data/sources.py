@@ -14,7 +14,7 @@ from typing import Any
 from posttrain import hub
 from posttrain.data import accepted, gym
 from posttrain.errors import DataError, MissingExtra, counted, nearest
-from posttrain.places import candidates, split_function
+from posttrain.places import candidates, meant, split_function
 from posttrain.recipe.sections import Source
 from posttrain.recipe.yaml import shown
 from posttrain.registry import load_function
@@ -100,7 +100,8 @@ def _stored(section: Source, name: str, base_dir: Path, stop: int | None) -> lis
         return _file(path, stop)
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(name, base_dir)))
     if name.endswith(FILES) or name.startswith((".", "/", "~")) or not hub.looks_like_id(name):
-        raise DataError(f"data not found: {name}", allowed=f"searched: {searched}")
+        hint = meant(name, candidates(name, base_dir))
+        raise DataError(f"data not found: {name}", allowed=f"searched: {searched}", hint=hint)
     return _from_hub(section, name, searched, stop)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from posttrain import hub
 from posttrain.errors import ModelError, nearest
 from posttrain.models import adapters
-from posttrain.places import candidates
+from posttrain.places import candidates, meant
 
 Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
 
@@ -48,7 +48,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
             return _existing(path.resolve(), name)
     searched = ", ".join(str(p) for p in dict.fromkeys(tried))
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or not hub.looks_like_id(name):
-        raise ModelError(f"model not found: {name}", allowed=f"searched: {searched}", hint=_hint(name))
+        raise ModelError(f"model not found: {name}", allowed=f"searched: {searched}", hint=meant(name, tried))
     return Place("hub", name)
 
 

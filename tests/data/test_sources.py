@@ -109,6 +109,9 @@ def test_a_missing_file_names_the_places_searched(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data not found: nope\.jsonl") as error:
         load_rows(Data(source="nope.jsonl"), tmp_path)
     assert str(tmp_path / "nope.jsonl") in str(error.value)
+    (tmp_path / "my rows.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"did you mean `\./my rows\.jsonl`"):
+        load_rows(Data(source="./my row.jsonl"), tmp_path)
 
 
 def test_a_hub_id_without_network_fails_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
