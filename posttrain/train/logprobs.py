@@ -42,22 +42,32 @@ def micro_batches(
 ) -> list[list[int]]:
     """Row numbers in micro-batches of at most `max_tokens` tokens, padding counted; a longer row stands alone.
 
-    Rows are sorted by length, longest first, so that little is padded and a lack of memory shows at once. groups: a
-    number a row; rows of one group then stay together, and a group that is too large stands alone.
+    Rows are taken by length, longest first, so that a lack of memory shows at once. Each goes to the first micro-batch
+    that has room for it; where rows are padded, to the newest, whose rows are nearly as long. groups: a number a row;
+    rows of one group then stay together, and a group that is too large stands alone.
     """
     units: dict[int, list[int]] = {}
     for row in range(len(lengths)):
         units.setdefault(row if groups is None else groups[row], []).append(row)
 
-    def cost(rows: Sequence[int]) -> int:
-        return sum(lengths[r] for r in rows) if packed else max(lengths[r] for r in rows) * len(rows)
+    def longest(rows: Sequence[int]) -> int:
+        return max(lengths[r] for r in rows)
 
     batches: list[list[int]] = []
-    for unit in sorted(units.values(), key=lambda rows: (-max(lengths[r] for r in rows), rows[0])):
-        if batches and cost([*batches[-1], *unit]) <= max_tokens:
-            batches[-1] += unit
+    taken: list[int] = []  # tokens of each
+    for unit in sorted(units.values(), key=lambda rows: (-longest(rows), rows[0])):
+        size = sum(lengths[r] for r in unit)
+        if packed:
+            place = next((n for n, tokens in enumerate(taken) if tokens + size <= max_tokens), len(batches))
         else:
-            batches.append(list(unit))
+            newest = batches[-1] if batches else []
+            fits = longest([*newest, *unit]) * len([*newest, *unit]) <= max_tokens
+            place = len(batches) - 1 if newest and fits else len(batches)
+        if place == len(batches):
+            batches.append([])
+            taken.append(0)
+        batches[place] += unit
+        taken[place] += size
     return batches
 
 

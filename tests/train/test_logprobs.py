@@ -136,7 +136,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
     padded = micro_batches(lengths, 18, packed=False)
     assert padded == [[6], [1, 3], [4, 0], [2, 5]]  # 30 alone; 9*2; 7*2; 2*2
     packed = micro_batches(lengths, 18, packed=True)
-    assert packed == [[6], [1, 3], [4, 0, 2, 5]]  # 30; 9+7; 7+5+2+1
+    assert packed == [[6], [1, 3, 2], [4, 0, 5]]  # 30; 9+7+2; 7+5+1
     for parts in (padded, packed):
         assert sorted(r for rows in parts for r in rows) == list(range(7))
 
