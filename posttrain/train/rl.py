@@ -68,6 +68,7 @@ from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Scorer
 
+PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"
 WATCHED = 4  # prompts a generation whose engine log-probs are compared, where no component reads those of all
 COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
 
@@ -124,7 +125,10 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             )
             longest = max(len(prompt.ids) for prompt in prepared.items)
             with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
-                packed = loaded.device.type == "cuda" and use_packed_attention(loaded.model)  # and so is its copy
+                on_gpu = loaded.device.type == "cuda"
+                packed = on_gpu and use_packed_attention(loaded.model)  # and so is its copy
+                if on_gpu and not packed:
+                    progress.note(PADDED)
                 pieces = Pieces(
                     recipe=recipe,
                     loaded=loaded,
