@@ -31,11 +31,10 @@ import rl_trl
 import sides
 from rl_work import setting, specification
 
-TRL_MICRO: dict[
-    str, dict[str, tuple[int, ...]]
-] = {  # rows a forward pass, largest first, by work and sleep: twice the first is far over 80 GB
+# Rows a forward pass, largest first, by work and sleep: twice the first is far over 80 GB.
+TRL_MICRO: dict[str, dict[str, tuple[int, ...]]] = {
     "A": {"off": (64, 32, 16, 8), "on": (128, 64, 32, 16, 8)},
-    "B lora": {"off": (16, 8, 4), "on": (16, 8, 4)},
+    "B --lora": {"off": (16, 8, 4), "on": (16, 8, 4)},
     "B": {"off": (8, 4), "on": (16, 8, 4)},
 }
 
@@ -109,7 +108,7 @@ def trl_tries(
     args: argparse.Namespace, work: str, spec: dict[str, Any], folder: Path, lib: Any
 ) -> Iterator[dict[str, Any]]:
     """For each way of sleeping, the largest micro-batch that fits; attempts that ran out of memory are told as well."""
-    sizes = TRL_MICRO[work + " lora" * (work == "B" and args.lora)]
+    sizes = TRL_MICRO["B --lora" if work == "B" and args.lora else work]
     for sleep in ("off",) if args.smoke else ("off", "on") if args.trl_sleep == "both" else (args.trl_sleep,):
         for micro in args.trl_micro or ((8,) if args.smoke else sizes[sleep]):
             settings = {

@@ -14,6 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+HALF = (torch.bfloat16, torch.float16)
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What products are computed in there: autocast's type inside autocast, else `dtype`."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
 
 def keep_master_weights(model: nn.Module) -> torch.dtype | None:
     """Cast trainable parameters to float32 in place; returns the half precision to compute in, None for float32.
@@ -22,7 +29,7 @@ def keep_master_weights(model: nn.Module) -> torch.dtype | None:
     float32 copy of every one of them first.
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), None)
+    half = next((dtype for dtype in HALF if dtype in dtypes), None)
     module: Any
     for module in model.modules():
         if half is not None and hasattr(module, "cast_input_dtype_enabled"):

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
+from posttrain.models.precision import compute_dtype
 from posttrain.recipe.sections import Sampling
 from posttrain.rollout.decode import cache_gap, decode
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
@@ -110,7 +111,7 @@ class TransformersEngine:
         why = ""
         try:
             gap = cache_gap(self.model, self.pad_id)
-            if not gap <= LARGEST_GAP.get(self._dtype(), 1e-3):
+            if not gap <= LARGEST_GAP.get(compute_dtype(self.loaded.device, self.model.dtype), 1e-3):
                 why = f"log-probs token by token are {gap:.3g} nats from those of a whole pass"
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             why = str(error).splitlines()[0]
@@ -120,11 +121,6 @@ class TransformersEngine:
                 f"the transformers engine cannot sample from {name}", allowed=why, hint="use `engine: vllm`"
             )
         self.checked = True
-
-    def _dtype(self) -> torch.dtype:
-        """What products are computed in."""
-        device = self.loaded.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""

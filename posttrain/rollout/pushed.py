@@ -15,6 +15,7 @@ import torch
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
+from posttrain.models.precision import compute_dtype
 from posttrain.recipe.sections import Sampling, Vllm
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
@@ -200,9 +201,7 @@ def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
 def engine_dtype(loaded: LoadedModel) -> torch.dtype:
     """What the trainer computes its forward pass in: the autocast type if there is one, else the weights'."""
     with loaded.autocast():
-        if torch.is_autocast_enabled(loaded.device.type):
-            return torch.get_autocast_dtype(loaded.device.type)
-    return loaded.model.dtype
+        return compute_dtype(loaded.device, loaded.model.dtype)
 
 
 def adapter_rank(loaded: LoadedModel) -> int | None:

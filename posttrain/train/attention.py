@@ -25,13 +25,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.batch import on_device
+from posttrain.models.precision import HALF, compute_dtype
 from posttrain.rollout.hf import evaluating
 from posttrain.train.head import backbone
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"
-
-
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # 2.11 wants as many keys as queries
 
 
@@ -94,13 +93,7 @@ def packed_attention(
 
 def has_kernel(query: Tensor) -> bool:
     """Whether torch's variable-length kernel takes such queries."""
-    return query.is_cuda and _compute_dtype(query) in (torch.bfloat16, torch.float16)
-
-
-def _compute_dtype(query: Tensor) -> torch.dtype:
-    """What the products are computed in: under autocast, rotary embeddings leave float32 queries behind."""
-    device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    return query.is_cuda and compute_dtype(query.device, query.dtype) in HALF
 
 
 def _by_kernel(
@@ -108,7 +101,8 @@ def _by_kernel(
 ) -> Tensor:
     """One kernel for all rows. A compiled layer stays one graph: of `packed` it reads tensors, and numbers that a graph
     can leave open; how many rows there are is the size of a tensor."""
-    dtype, repeats = _compute_dtype(query), query.shape[1] // key.shape[1]
+    dtype = compute_dtype(query.device, query.dtype)  # under autocast, rotary embeddings leave float32 queries behind
+    repeats = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))  # [tokens,heads,dim]
     if repeats > 1 and not GROUPED:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
@@ -199,7 +193,6 @@ def takes_sdpa(causal: Any) -> bool:
 
 
 PROBE = range(11, 18)  # tokens of a row
-HALF = (torch.bfloat16, torch.float16)
 Borders = Callable[[list[int], torch.device], dict[str, Any]]
 
 

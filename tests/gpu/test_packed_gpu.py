@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -16,14 +18,20 @@ from posttrain.train.logprobs import Sequences, completion_logprobs
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_packed_equals_padded_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+def small() -> Any:
+    """A Qwen2 of four layers with fewer keys than queries: float32 weights, bfloat16 products."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config).cuda().bfloat16()
+    model: Any = Qwen2ForCausalLM(config).cuda().bfloat16()
     assert keep_master_weights(model) == torch.bfloat16
+    return model
+
+
+def test_packed_equals_padded_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
     draw = torch.Generator().manual_seed(1)
     rows = tuple(tuple(torch.randint(0, 512, (n,), generator=draw).tolist()) for n in (40, 7, 100, 64))
     sequences = Sequences(rows, (5, 3, 20, 63))
@@ -46,19 +54,13 @@ def test_packed_equals_padded_under_autocast(monkeypatch: pytest.MonkeyPatch) ->
     assert attention.use_packed_attention(model)
     monkeypatch.setattr(attention, "varlen_attn", counted)
     packed, packed_gradient = passed(packed=True)
-    assert calls == config.num_hidden_layers
+    assert calls == model.config.num_hidden_layers
     assert (packed - padded).abs().max() < 0.1
     assert torch.nn.functional.cosine_similarity(packed_gradient.flatten(), gradient.flatten(), dim=0) > 0.999
 
 
 def test_a_compiled_layer_is_one_graph_with_the_kernel_in_it() -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).cuda().bfloat16()
-    keep_master_weights(model)
+    model = small()
     assert attention.use_packed_attention(model)
     draw = torch.Generator().manual_seed(1)
 
@@ -88,13 +90,7 @@ def test_a_shared_prompt_is_seen_by_both_sides() -> None:
 
     from posttrain.train import pair_packing
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).cuda().bfloat16()
-    keep_master_weights(model)
+    model = small()
     add_fused_lm_head(model)
     draw = torch.Generator().manual_seed(1)
     made = [[torch.randint(0, 512, (n,), generator=draw).tolist() for n in row] for row in ((40, 7, 100), (3, 64, 9))]
