@@ -161,7 +161,7 @@ def mean(values: list[float]) -> float:
 
 
 def environment(lib: Any, gpu: int) -> dict[str, Any]:
-    """Card, versions, commit and command: what a figure needs to be made again."""
+    """Card, versions, commit, command and vLLM's variables: what a figure needs to be made again."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -180,6 +180,7 @@ def environment(lib: Any, gpu: int) -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], **versions},
         "commit": commit.stdout.strip() or None,
         "command": shlex.join(["python", *sys.argv]),
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("VLLM_USE_")},
         "date": datetime.date.today().isoformat(),
     }
 
