@@ -9,11 +9,13 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError, RunError
@@ -23,7 +25,8 @@ from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import fit, optim, policy, rl
+from posttrain.train import attention, fit, optim, policy, rl
+from posttrain.train.attention import Packed
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal, signal_note
 from posttrain.train.update import minibatches
@@ -437,6 +440,26 @@ def test_the_longest_rows_are_tried_before_the_first_step(
         assert [r["reward"] for r in timeless(directory.path)] == [r["reward"] for r in expected]
     longest = 12 + max(len(f"{i}+{i}=" + "?" * (i % 3)) for i in range(24))
     assert len(set(rows)) == 1 and rows[0] >= longest and len(rows) == 100 // rows[0]
+
+
+def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU rows are packed; here by hand."""
+    inner, check = attention._row_by_row, rl.check_start
+
+    def one_row(query: Tensor, key: Tensor, value: Tensor, packed: Packed, *more: Any) -> Tensor:
+        return inner(query, key, value, Packed.of([sum(packed.lengths)], query.device), *more)
+
+    def packed_start(p: Any) -> None:
+        assert attention.use_packed_attention(p.loaded.model)
+        check(replace(p, packed=True))
+        monkeypatch.setattr(attention, "_row_by_row", one_row)
+        check(replace(p, packed=True))
+
+    monkeypatch.setattr(rl, "check_start", packed_start)
+    with opened() as directory, pytest.raises(NonFiniteError, match="rows packed together and alone differ by"):
+        rl.run(recipe(), directory)
 
 
 @pytest.mark.parametrize("place", ["update", "check_start", "_reference"])
