@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as symbolic_shapes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.errors import ModelError, RecipeError
@@ -57,10 +58,13 @@ def compiled(model: nn.Module, section: Model) -> Switch:
 
 @contextmanager
 def _switched(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Numbers that happen to be equal in the first micro-batch, say rows and a head's size, are taken for equal by
+    torch as it comes, and the next one needs another graph: ten seconds of a step on a GPU."""
     try:
         for layer, forward in forwards:
             layer.forward = forward
-        yield
+        with symbolic_shapes.patch(use_duck_shape=False):
+            yield
     finally:
         for layer, _ in forwards:
             layer.__dict__.pop("forward", None)  # the class's own again
