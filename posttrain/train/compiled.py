@@ -63,7 +63,7 @@ def _switched(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
     try:
         for layer, forward in forwards:
             layer.forward = forward
-        with symbolic_shapes.patch(use_duck_shape=False):
+        with symbolic_shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # made at import
             yield
     finally:
         for layer, _ in forwards:
