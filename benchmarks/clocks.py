@@ -62,8 +62,9 @@ def metric_times() -> Iterator[list[float]]:
 
 
 def posttrain_steps(rows: Sequence[dict[str, Any]], times: Sequence[float]) -> dict[str, Any]:
-    """`step_s` and `tokens` by step, of the lines of metrics and their times."""
+    """`step_s` and `tokens` by step, of the lines of metrics and their times; `began`, when the first step did."""
     return {
+        "began": times[0] - rows[0]["time/step"],
         "step_s": [rows[0]["time/step"], *(b - a for a, b in itertools.pairwise(times))],
         "tokens": by_step([row["num_tokens"] for row in rows]),
     }

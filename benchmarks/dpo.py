@@ -140,7 +140,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
                 remove_unused_columns=False,
                 disable_dropout=False,
             ),
-            callbacks=[trl_side.clock(steps, logged)],
+            callbacks=[trl_side.clock(result, steps, logged)],
         )
     trainer.train()
     result |= {

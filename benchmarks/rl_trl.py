@@ -67,7 +67,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
         args=GRPOConfig(**trl_arguments(spec, longest)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         peft_config=lora,
-        callbacks=[trl_side.clock(steps, logged, next_step)],
+        callbacks=[trl_side.clock(result, steps, logged, next_step)],
         rollout_func=trl_rollouts(spec, rendered) if spec["lengths"] else None,
     )
     with replaced(ProfilingContext, "_log_metrics", note):

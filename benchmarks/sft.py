@@ -103,7 +103,7 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
             padding_free=way == "padding_free",
             completion_only_loss=True,
         ),
-        callbacks=[trl_side.clock(steps, logged)],
+        callbacks=[trl_side.clock(result, steps, logged)],
     )
     trainer.train()
     result |= {

@@ -90,7 +90,8 @@ def resident(pid: int) -> int:
 
 
 def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any, gpu: int) -> dict[str, Any]:
-    """Run one side: its results, `peak_gib`, `idle_gib`, `settings`; where it failed, `error` in place of results."""
+    """Run one side: its results, `peak_gib`, `idle_gib`, `settings`, and seconds: `start_s` from the command to its
+    first step, `wall_s` to its end. Where it failed, `error` in place of results."""
     tag = f"{name}-{len(list(folder.glob(f'{name}-*.spec.json')))}"
     spec = {**spec, "out": str(folder / f"{tag}.result.json"), "run": str(folder / f"{tag}.run")}
     (folder / f"{tag}.spec.json").write_text(json.dumps(spec))
@@ -102,8 +103,12 @@ def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: An
         memory.pid = child.pid
         code = child.wait()
     out = Path(spec["out"])
-    result = json.loads(out.read_text()) if out.is_file() else {"error": f"exit code {code}\n{log.read_text()[-3000:]}"}
+    result: dict[str, Any] = (
+        json.loads(out.read_text()) if out.is_file() else {"error": f"exit code {code}\n{log.read_text()[-3000:]}"}
+    )
     wait_until_free(memory)
+    if "began" in result:
+        result["start_s"] = round(result.pop("began") - started, 1)  # Linux has one such clock for all processes
     return {
         **result,
         "settings": spec[name],
@@ -204,6 +209,7 @@ def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] |
         rows[f"  {phase}"] = {
             n: mean(record[n]["phases"][phase][LEFT_OUT:]) for n in good if phase in record[n]["phases"]
         }
+    rows["before step 1"] = {n: record[n]["start_s"] for n in good if "start_s" in record[n]}
     rows["tokens a step"] = {n: mean(record[n]["tokens"][LEFT_OUT:]) for n in good}
     rows["seconds per 1M tokens"] = {n: 1e6 * seconds_a_token(record[n]) for n in good}
     rows["tokens/s"] = {n: rows["tokens a step"][n] / rows["seconds a step"][n] for n in good}

@@ -30,8 +30,13 @@ def arguments(spec: dict[str, Any], *, lr: float, rows: int, micro: int) -> dict
     }
 
 
-def clock(steps: list[float], logged: list[dict[str, Any]], at_end: Callable[[], None] = lambda: None) -> Any:
-    """A callback that notes the seconds of each step, and what the trainer logs of it.
+def clock(
+    result: dict[str, Any],
+    steps: list[float],
+    logged: list[dict[str, Any]],
+    at_end: Callable[[], None] = lambda: None,
+) -> Any:
+    """A callback that notes when the first step began, the seconds of each step, and what the trainer logs of it.
 
     at_end: called when a step has ended, after its seconds were noted.
     """
@@ -39,7 +44,7 @@ def clock(steps: list[float], logged: list[dict[str, Any]], at_end: Callable[[],
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.last = time.perf_counter()
+            self.last = result["began"] = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             synchronise()
