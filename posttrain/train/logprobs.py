@@ -6,6 +6,7 @@ where an architecture cannot be packed. The vocabulary projection then runs over
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,9 @@ def micro_batches(
     """Row numbers in micro-batches of at most `max_tokens` tokens, padding counted; a longer row stands alone.
 
     Rows are taken by length, longest first, so that a lack of memory shows at once. Each goes to the first micro-batch
-    that has room for it; where rows are padded, to the newest, whose rows are nearly as long. groups: a number a row;
-    rows of one group then stay together, and a group that is too large stands alone.
+    that has room for it; where rows are padded, to the newest, whose rows are nearly as long. Packed micro-batches are
+    then levelled: no more of them, and none is left short. groups: a number a row; rows of one group then stay
+    together, and a group that is too large stands alone.
     """
     units: dict[int, list[int]] = {}
     for row in range(len(lengths)):
@@ -68,6 +70,26 @@ def micro_batches(
             taken.append(0)
         batches[place] += unit
         taken[place] += size
+    if not packed:
+        return batches
+    sizes = [(sum(lengths[r] for r in unit), unit) for unit in units.values()]
+    return _levelled(sizes, len(batches), max_tokens) or batches
+
+
+def _levelled(units: list[tuple[int, list[int]]], count: int, max_tokens: int) -> list[list[int]] | None:
+    """Units of (tokens, rows) in `count` micro-batches of nearly equal tokens; None if one of them became too large.
+
+    Largest first, each to the emptiest. A short micro-batch at the end would be computed less well than the others and,
+    where layers are compiled, by a graph of its own: torch's kernels for gradients of norms want 4096 tokens or more.
+    """
+    batches: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, n) for n in range(count)]  # a heap
+    for size, rows in sorted(units, key=lambda unit: (-unit[0], unit[1][0])):
+        taken, n = heapq.heappop(emptiest)
+        if taken and taken + size > max_tokens:
+            return None
+        batches[n] += rows
+        heapq.heappush(emptiest, (taken + size, n))
     return batches
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -136,9 +139,21 @@ def test_micro_batches_hold_every_row_once_within_the_budget() -> None:
     padded = micro_batches(lengths, 18, packed=False)
     assert padded == [[6], [1, 3], [4, 0], [2, 5]]  # 30 alone; 9*2; 7*2; 2*2
     packed = micro_batches(lengths, 18, packed=True)
-    assert packed == [[6], [1, 3, 2], [4, 0, 5]]  # 30; 9+7+2; 7+5+1
+    assert packed == [[6], [1, 0, 2], [3, 4, 5]]  # 30; 9+5+2; 7+7+1
     for parts in (padded, packed):
         assert sorted(r for rows in parts for r in rows) == list(range(7))
+
+
+def test_packed_micro_batches_are_level_and_no_more_than_they_must_be() -> None:
+    """A short one is slower a token, and compiled layers have no graph for it."""
+    draw = random.Random(0)
+    lengths = [60 + int(draw.triangular(32, 512, 170)) for _ in range(512)]
+    parts = micro_batches(lengths, 6144, packed=True)
+    sizes = [sum(lengths[r] for r in rows) for rows in parts]
+    assert len(parts) == math.ceil(sum(lengths) / 6144)
+    assert min(sizes) > 0.97 * max(sizes) and max(sizes) <= 6144
+    tight = [6, 6, 4, 4, 4, 4, 4]  # 16 and 16 of 16; the emptiest first would be 6+4+4 and 6+4+4, and no room for 4
+    assert micro_batches(tight, 16, packed=True) == [[0, 1, 2], [3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
