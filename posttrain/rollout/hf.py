@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.precision import compute_dtype
+from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.sections import Sampling
 from posttrain.rollout.decode import cache_gap, decode
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 UNBOUNDED = 1 << 30
-LARGEST_GAP = {torch.bfloat16: 0.25, torch.float16: 0.1}  # nats, far above rounding; else 1e-3
 
 
 class TransformersEngine:
@@ -111,7 +111,7 @@ class TransformersEngine:
         why = ""
         try:
             gap = cache_gap(self.model, self.pad_id)
-            if not gap <= LARGEST_GAP.get(compute_dtype(self.loaded.device, self.model.dtype), 1e-3):
+            if not gap <= logp_tolerance(compute_dtype(self.loaded.device, self.model.dtype)):
                 why = f"log-probs token by token are {gap:.3g} nats from those of a whole pass"
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             why = str(error).splitlines()[0]

@@ -16,10 +16,11 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models.precision import compute_dtype
+from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.sections import Sampling, Vllm
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
-from posttrain.rollout.probe import TOLERANCE, Seen, mean_gap, probe_ids, trainer_logps
+from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -154,7 +155,8 @@ class PushedEngine(ABC):
     def _sync(self, model: Any, version: int) -> None:
         with torch.no_grad():
             self.push(model, version)
-        tolerance, hint = TOLERANCE[self.dtype], "rollout.engine: transformers samples with the trainer's own weights"
+        tolerance = logp_tolerance(self.dtype, other_kernels=True)
+        hint = "rollout.engine: transformers samples with the trainer's own weights"
         found = self._look(model)
         self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found)
         if not self.gap <= tolerance:
