@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # Nats between log-probs of the same tokens, on average, with room: measured 2e-6 in float32, 0.02 to 0.05 in bfloat16.
 _LOGPS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
@@ -18,3 +19,14 @@ def logp_tolerance(dtype: torch.dtype, *, other_kernels: bool = False) -> float:
     """
     table = _LOGPS | _OTHER_KERNELS if other_kernels else _LOGPS
     return table.get(dtype, table[torch.float32])
+
+
+def relative_gap(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of the differences of two tables over that of the second; infinite for NaN and other shapes.
+
+    The largest single difference would say less: of a million entries in bfloat16 one is always far off.
+    """
+    if actual.shape != expected.shape:
+        return float("inf")
+    gap = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
+    return gap if gap == gap else float("inf")

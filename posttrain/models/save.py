@@ -18,6 +18,7 @@ from posttrain.errors import RunError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, dense, generation_config, quiet
 from posttrain.models.quantize import leave_unpacked
+from posttrain.models.rounding import relative_gap
 from posttrain.run.durable import sync_file, sync_folder, told_when_full
 
 PROBE = "What is 17 + 25? Say why."
@@ -159,7 +160,7 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int)
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
     model = leave_unpacked(AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded)))
     model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
-    gap = _gap(probe_logits(model, tokenizer), expected)
+    gap = relative_gap(probe_logits(model, tokenizer), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if not gap <= allowance * TOLERANCE.get(dtype, 5e-2):
         raise RunError(f"the saved model gives other logits than the one in memory (gap {gap:.2g})", where=str(folder))
@@ -177,17 +178,6 @@ def _reload_options(loaded: LoadedModel) -> dict[str, Any]:
             quantization = getattr(loaded.model.config, "quantization_config", None)
             options |= {"quantization_config": quantization} if quantization else {}
     return options
-
-
-def _gap(actual: Tensor, expected: Tensor) -> float:
-    """Root mean square of the differences of two logit tables over that of the second; NaN counts as infinite.
-
-    The largest single difference would say less: of a million entries in bfloat16 one is always far off.
-    """
-    if actual.shape != expected.shape:
-        return float("inf")
-    gap = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
-    return gap if gap == gap else float("inf")
 
 
 @torch.no_grad()

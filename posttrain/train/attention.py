@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from posttrain.batch import on_device
 from posttrain.models.precision import HALF, compute_dtype
+from posttrain.models.rounding import relative_gap
 from posttrain.rollout.hf import evaluating
 from posttrain.train.head import backbone
 from posttrain.train.sharding import as_forward
@@ -206,11 +207,7 @@ def keeps_rows_apart(causal: Any, borders: Borders = lambda *_: {}, alone: Tenso
     alone = _probed(causal, [PROBE]) if alone is None else alone
     # rounding: experts' products depend on how many tokens they get, half precision on everything
     same, close = (2e-2, 0.1) if causal.dtype in HALF else (1e-4, 1e-3)
-    return _gap(one, other) < same and _gap(one, alone) < close
-
-
-def _gap(states: Tensor, others: Tensor) -> float:
-    return float((states - others).norm() / states.norm())
+    return relative_gap(other, one) < same and relative_gap(alone, one) < close
 
 
 def _probed(causal: Any, rows: list[range], borders: Borders = lambda *_: {}) -> Tensor:
