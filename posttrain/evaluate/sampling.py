@@ -19,7 +19,7 @@ from posttrain.models.load import LoadedModel, load, load_tokenizer
 from posttrain.recipe.sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length
+from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.told import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -117,6 +117,8 @@ def _generate(
     offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
     sampling = turns.with_room(recipe.sampling) if offer else recipe.sampling
     longest = needed_length(prompts, sampling)
+    if note := start_note(recipe.engine):
+        print(note, file=sys.stderr)
     engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
     engine = turns.turning(engine, offer, loaded)
     engine = around(engine, loaded) if around else engine

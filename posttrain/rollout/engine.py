@@ -93,6 +93,15 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
     return TransformersEngine(loaded, batch_size=section.batch_size)
 
 
+def start_note(section: EngineSection) -> str | None:
+    """A line for people who wait for `make_engine`, where that takes long."""
+    if section.engine != "vllm":
+        return None
+    return "starting vLLM" + (
+        "" if section.vllm.enforce_eager else ": up to two minutes, less with vllm.enforce_eager: true"
+    )
+
+
 def check_engine(section: EngineSection, lora_rank: int | None = None) -> None:
     """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, RecipeError.
 

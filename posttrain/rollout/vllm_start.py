@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,13 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
+def quiet() -> None:
+    """Hold vLLM to VLLM_LOGGING_LEVEL from its first import on, when its logging is not set up yet; and leave out Python's
+    warnings about its own code."""
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+
+
 def start(section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora_rank: int | None) -> Any:
     """A vllm.LLM on the model in `folder`. lora_rank None: weights are left random, to be pushed by the first sync.
 
@@ -47,6 +56,7 @@ def start(section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora
     require_vllm()
     check_settings(section)
     prepare_environment()
+    quiet()
     threads = torch.get_num_threads(), torch.set_num_threads
     try:
         from vllm import LLM
@@ -122,6 +132,7 @@ def arguments(
         "logprobs_mode": "processed_logprobs",  # after the temperature; see VllmEngine for top-p and top-k
         "generation_config": "vllm",  # no sampling defaults from the model's folder: the recipe says it all
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         values["distributed_executor_backend"] = "external_launcher"  # an engine a trainer process, in its group

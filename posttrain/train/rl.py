@@ -13,6 +13,7 @@ All randomness is derived from (seed, purpose, step): a resumed run draws what a
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from torch import Tensor
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.data.prepare import prepare_prompts
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import Interrupted, NonFiniteError
+from posttrain.errors import Interrupted, NonFiniteError, RunError
 from posttrain.models import load as models
 from posttrain.models.precision import HALF, compute_dtype
 from posttrain.models.save import save
@@ -35,7 +36,7 @@ from posttrain.recipe.checks import reward_name
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length
+from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.stored import StoredEngine
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
@@ -111,6 +112,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         sampling = turns.with_room(recipe.rollout) if offer else recipe.rollout
         check_fits(prepared.items, sampling, model_window(loaded))
         max_len = needed_length(prepared.items, sampling)
+        if note := start_note(recipe.rollout):
+            progress.note(note)
         with watchdog.phase("engine start"):
             scratch = distributed.own(directory.path / "engine")
             inner = (
@@ -332,12 +335,28 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
         if p.opponent is not None:
             play(p, state, drawn, fresh, p.opponent, first_group=accumulator.batches * settings.prompts_per_step)
         fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
-        kept = accumulator.add(batch_of(p, fresh, state))
+        try:
+            kept = accumulator.add(batch_of(p, fresh, state))
+        except RunError as error:
+            raise with_samples(p, error, fresh, state.step) from None
         rollouts += [r for r in fresh if r.group in kept]
         if accumulator.full:
             gathered = throughput(distributed.total(gathered), distributed.world())
             gathered["rollout/gen_batches"] = accumulator.batches
             return rollouts, gathered
+
+
+def with_samples(p: Pieces, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
+    """The error of a step that never came to its metrics and samples, with a file of samples to read."""
+    if not p.recipe.run.samples_per_step:
+        return error
+    path = p.dump / f"step-{step + 1}.jsonl"
+    if distributed.is_main():
+        p.dump.mkdir(parents=True, exist_ok=True)
+        records = sample_records(rollouts, p.recipe.run.samples_per_step)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    told = [replace(problem, hint=f"read samples in {path}; {problem.hint}") for problem in error.problems]
+    return RunError.of(told)
 
 
 def play(

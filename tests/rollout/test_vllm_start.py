@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import EngineSection, Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights
-from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length
+from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.pushed import adapter_rank, engine_dtype, window_of
 
@@ -51,6 +53,25 @@ def test_lora_slots() -> None:
     assert [vllm_start.lora_slot(r) for r in (1, 8, 9, 100, 512)] == [8, 8, 16, 128, 512]
     with pytest.raises(RecipeError, match="at most 512"):
         vllm_start.lora_slot(513)
+
+
+def test_vllm_says_nothing_about_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also before it has set its logging up, unless the user asks for it."""
+    given = vllm_start.arguments(Vllm(), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=None)
+    assert given["use_tqdm_on_load"] is False
+    monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.NOTSET)
+    for level, told in (("ERROR", []), ("info", ["Triton is installed"])):
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+        with warnings.catch_warnings(record=True) as warned:
+            vllm_start.quiet()
+            logging.getLogger("vllm.triton_utils.importing").warning("Triton is installed")
+            for module in ("vllm.triton_utils.dispatcher", "mine"):
+                warnings.warn_explicit("reduce_op", FutureWarning, f"{module}.py", 138, module=module)
+        assert [str(w.filename) for w in warned] == ["mine.py"]
+        assert caplog.messages == told
+    assert start_note(EngineSection(engine="vllm")) is not None and start_note(EngineSection()) is None
 
 
 def test_arguments_push_weights_or_serve_adapters(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError
 from posttrain.train.objective import Objective
+from posttrain.train.refill import HINTS, outcome
 
 
 def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
@@ -29,8 +30,24 @@ def test_groups_are_collected_until_there_are_enough() -> None:
 def test_too_few_groups_end_the_run_with_numbers() -> None:
     accumulator = Objective.from_preset("dapo").accumulator(2, 2)
     accumulator.add(batch([1, 0, 0, 0], [0, 0, 1, 1]))
-    with pytest.raises(RunError, match="only 1 of 2 groups passed `keep` in 2 generation batches"):
-        accumulator.add(batch([0, 0, 0, 0], [2, 2, 3, 3]))
+    with pytest.raises(RunError, match="only 1 of 2 groups passed `keep` in 2 generation batches") as told:
+        accumulator.add(batch([0, 0, 1, 1], [2, 2, 3, 3]))
+    assert "of those that did not pass, 2 had no right answer, 1 had only right answers" in str(told.value)
+    assert "hint: warm up with SFT" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("correct", "found"),
+    [
+        ([0.0, 0.0], "no right answer"),
+        ([1.0, 1.0], "only right answers"),
+        ([1.0, float("nan")], "only right answers"),
+        ([0.0, 1.0], "right and wrong answers"),
+        ([float("nan")] * 2, "answers that could not be scored"),
+    ],
+)
+def test_why_a_group_did_not_pass(correct: list[float], found: str) -> None:
+    assert outcome(batch([1.0, *correct], [0, 1, 1]), 1) == found and found in HINTS
 
 
 @pytest.mark.parametrize(("name", "max_batches"), [("dapo", 1), ("grpo", 10)])

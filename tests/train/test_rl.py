@@ -175,6 +175,18 @@ def test_dropped_groups_are_refilled(recipe: Make, opened: Opened) -> None:
     assert any(r["rollout/gen_batches"] > 1 for r in rows)
 
 
+def test_a_step_without_a_group_that_passes_leaves_samples_to_read(recipe: Make, opened: Opened) -> None:
+    """No answer can be right: the step never comes to its metrics and samples."""
+    rollout = {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4, "max_gen_batches": 2}
+    never = recipe(algorithm="dapo", rollout=rollout, scoring={"workers": 1, "correct_at": 2.0})
+    with opened() as directory:
+        with pytest.raises(RunError, match="4 had no right answer") as told:
+            rl.run(never, directory)
+        path = directory.path / "failed" / "step-1.jsonl"
+        assert f"read samples in {path}" in str(told.value)
+        assert [json.loads(line)["correct"] for line in path.read_text().splitlines()] == [0.0] * 4
+
+
 @pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])
 def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened, case: str) -> None:
     settings = {"run": {"steps": 4, "save_every": 2}, "kl": {"coef": 0.01}, "batch": {"minibatches": 2}}
