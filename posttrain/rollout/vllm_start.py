@@ -42,8 +42,8 @@ def prepare_environment() -> None:
 
 
 def quiet() -> None:
-    """Hold vLLM to VLLM_LOGGING_LEVEL from its first import on, when its logging is not set up yet; and leave out Python's
-    warnings about its own code."""
+    """Hold vLLM to VLLM_LOGGING_LEVEL from its first import on, when its logging is not set up yet, and leave out
+    Python's warnings about its own code."""
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
