@@ -55,3 +55,8 @@ def looks_like_id(name: str) -> bool:
     return len(parts) in (1, 2) and all(
         p and p[0].isalnum() and all(c.isalnum() or c in "._-" for c in p) for p in parts
     )
+
+
+def only_a_path(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a name can be no hub id: it ends like a file, begins like a path, or has letters that no id has."""
+    return name.endswith(suffixes) or name.startswith((".", "/", "~")) or not looks_like_id(name)

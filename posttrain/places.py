@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import pkgutil
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from posttrain.errors import UserError, nearest
@@ -55,6 +58,62 @@ def split_function(use: str) -> tuple[str, str] | None:
     """`path/file.py:name` or `package.module:name` -> (left, name); None if `use` is a plain registered name."""
     left, colon, name = use.rpartition(":")
     return (left, name) if colon and left and name.isidentifier() else None
+
+
+def no_function(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
+    """The error for a file or module (`left`) that is there and has no such function. known: what it has."""
+    public = sorted(n for n in known if not n.startswith("_"))
+    near = nearest(name, public)
+    return error(
+        f"{left} has no function {name}",
+        allowed=f"it has: {', '.join(public) or 'none'}",
+        hint=f"did you mean `{near}`?" if near else "",
+    )
+
+
+def no_module(use: str, base_dir: Path | None, what: str, why: str, error: type[UserError] = UserError) -> UserError:
+    """The error for a module that cannot be imported: a file of that name is taken for what was meant."""
+    left, _, name = use.rpartition(":")
+    file = f"{left.replace('.', '/')}.py"
+    if any(place.is_file() for place in candidates(file, base_dir)):
+        hint = f"did you mean `{file}:{name}`? a file is named by its path"
+    else:
+        hint = _near_module(left, name)
+    return error(f"{what} `{use}`: cannot import {left}: {why}", hint=hint)
+
+
+def _near_module(module: str, name: str) -> str:
+    """A hint with the installed module whose name is nearest, looked for beside the first part that is not there."""
+    parts = module.split(".")
+    path: Sequence[str] | None = None
+    for depth, part in enumerate(parts):
+        beside = {found.name for found in pkgutil.iter_modules(path)} | (
+            set() if path else set(sys.stdlib_module_names)
+        )
+        if part not in beside:
+            near = nearest(part, (n for n in beside if not n.startswith("_")))
+            whole = ".".join([*parts[:depth], near or "", *parts[depth + 1 :]])
+            return f"did you mean `{whole}:{name}`?" if near and find_module(whole) else ""
+        spec = find_module(".".join(parts[: depth + 1]))
+        path = spec.submodule_search_locations if spec else None
+        if path is None:
+            return ""
+    return ""
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Where a module is, found without importing it or the packages around it; None where there is none to be found."""
+    path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        whole = ".".join(parts[:depth])
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        spec = next((found for find_it in finders if find_it and (found := find_it(whole, path, None))), None)
+        path = spec.submodule_search_locations if spec else None
+        if spec is None or (path is None and depth < len(parts)):
+            return None
+    return spec
 
 
 def known_files(folder: str, suffixes: Sequence[str]) -> dict[str, Path]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import UserError, nearest
-from posttrain.places import find, is_shipped, split_function
+from posttrain.places import find, is_shipped, no_function, no_module, split_function
 
 _PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
 INDEX = Path(__file__).with_name("components.json")
@@ -171,7 +171,7 @@ def resolve(kinds: Kind | tuple[Kind, ...], use: str, base_dir: Path | None = No
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if split_function(use) is None:
         return get(kind_of(kinds, use), use)
-    function = load_function(use, base_dir, what=kinds[0])
+    function = load_function(use, base_dir, what=kinds[0].replace("_", " "))
     marked = next((c for c in _components.values() if c.function is function and c.kind in kinds), None)
     if marked is not None:
         check_needs(marked)
@@ -213,24 +213,20 @@ def load_function(
         raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
     left, name = split
     if left.endswith(".py"):
-        module = load_module(find(left, base_dir, f"{what} script", error))
+        path = find(left, base_dir, f"{what} script", error)
+        module, left = load_module(path), str(path)
     else:
         try:
             module = importlib.import_module(left)
-        except ImportError as cause:
-            raise error(f"{what} `{use}`: cannot import {left}: {cause}") from cause
+        except (Exception, SystemExit) as cause:
+            why = str(cause) if isinstance(cause, ImportError) else f"{type(cause).__name__}: {cause}"
+            raise no_module(use, base_dir, what, why, error) from cause
     try:
         return getattr(module, name)
     except AttributeError:
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         own = [n for n in public if getattr(vars(module)[n], "__module__", None) == module.__name__]
-        public = own or public  # rather than what it imports
-        near = nearest(name, public)
-        raise error(
-            f"{what} `{use}`: {left} has no function {name}",
-            allowed=f"it has: {', '.join(sorted(public)) or 'none'}",
-            hint=f"did you mean `{near}`?" if near else "",
-        ) from None
+        raise no_function(left, name, own or public, error) from None  # rather its own than what it imports
 
 
 def types_of(function: Callable[..., Any]) -> dict[str, Any]:

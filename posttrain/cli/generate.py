@@ -86,7 +86,7 @@ def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
 
 def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides: list[str], as_json: bool) -> None:
     """Complete prompts given in code and print the texts (or JSON lines). Nothing is kept."""
-    from posttrain.cli import packages
+    from posttrain.cli import packages, preflight
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
 
@@ -95,6 +95,7 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
         rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
         recipe = {"stage": "generate", "model": {"path": model}, "data": {"source": str(rows)}, **values}
         loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
+        preflight.check(loaded)
         packages.require(loaded)
         from posttrain.pipeline import run_stage
         from posttrain.run.directory import RunDirectory

@@ -1,137 +1,244 @@
 """What a recipe names and can be looked at without torch: scripts of rewards, tools and environments are imported,
-those of other functions are read, data files and local models must exist.
+those of other functions are read; models, data, runs and templates must exist.
 
 Looked at before a run directory is made, so that a wrong name costs half a second and is told with its line; and also
-where the recipe has other mistakes, so that all of them are told at once.
+where the recipe has other mistakes, so that all of them are told at once. Models, data and runs may be on another
+machine than the one where a recipe is checked: `recipe validate` tells them as notes. Scripts go with the recipe.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.cli.scripts import has_function, strange_arguments
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
-from posttrain.places import find, split_function
+from posttrain.places import candidates, find, meant, split_function
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from posttrain.recipe.load import Loaded
-    from posttrain.recipe.tree import Node
+    from posttrain.recipe.named import Part
+    from posttrain.recipe.section import Names
+    from posttrain.recipe.stages import Stage
+    from posttrain.recipe.tree import Node, Path_
     from posttrain.verify.load import LoadedReward
 
     Model = TypeVar("Model", bound=BaseModel)
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")
+MADE = ("gym:", "accepted:")  # data that is no file and no function
 Values = Mapping[str, Any]
 
 
 def load(recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
     """`recipe.load.load`, and what the recipe names looked at. Raises UserError with the mistakes of both kinds."""
+    return look(recipe, overrides, stage=stage)[0]
+
+
+def look(
+    recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None, elsewhere: list[Problem] | None = None
+) -> tuple[Loaded, list[str]]:
+    """The same, and the names of the rewards.
+
+    elsewhere: takes models, data and runs that are not on this machine, which are mistakes otherwise, and names that
+    look like a hub's and may be meant for a folder.
+    """
     from posttrain.recipe import load as loading
+    from posttrain.recipe.stages import STAGES
 
     try:
         loaded = loading.load(recipe, overrides, stage=stage)
     except loading.WrongRecipe as wrong:
-        found = _Look(wrong.base_dir, _marks_in(wrong.draft))
+        found = _Look(wrong.base_dir, _marks_in(wrong.draft), STAGES.get(stage or ""))
         found.at(_plain(wrong.draft))
-        raise loading.RecipeError.of(sorted([*wrong.problems, *found.told], key=loading.in_order)) from None
-    check(loaded)
-    return loaded
+        mistakes = [*wrong.problems, *found.told(elsewhere)]
+        raise loading.RecipeError.of(sorted(mistakes, key=loading.in_order)) from None
+    return loaded, check(loaded, elsewhere)
 
 
-def check(loaded: Loaded) -> list[str]:
-    """The names of the rewards. Raises UserError with everything that is missing, each with its line."""
-    from posttrain.recipe.load import in_order
+def check(loaded: Loaded, elsewhere: list[Problem] | None = None) -> list[str]:
+    """The names of the rewards. Raises UserError with everything that is missing, each with its line.
 
-    found = _Look(loaded.recipe.base_dir, lambda key: loaded.origins[key].mark if key in loaded.origins else "")
+    elsewhere: as in `look`.
+    """
+    found = _Look(loaded.recipe.base_dir, _marks_of(loaded), type(loaded.recipe))
     found.at(loaded.resolved)
     if not found.problems:
         _check_turns(loaded, found)
-    if found.problems:
-        raise UserError.of(sorted(found.told, key=in_order))
+    if told := found.told(elsewhere):
+        raise UserError.of(told)
     return list(dict.fromkeys(reward.name for rewards in found.rewards.values() for reward in rewards))
 
 
 @dataclass
 class _Look:
-    """What was found in a recipe's values. mark: the place of a dotted key. rewards: by the stage's prefix."""
+    """What was found in a recipe's values. mark: the line of a place. verb: the schema where no `stage` is written.
+
+    absent: models, data and runs that are nowhere on this machine. doubts: hub ids that resemble something that is.
+    rewards: by the place of their stage.
+    """
 
     base_dir: Path
-    mark: Callable[[str], str]
+    mark: Callable[[Path_], str]
+    verb: type[Stage] | None = None
     problems: list[Problem] = field(default_factory=list)
-    rewards: dict[str, list[LoadedReward]] = field(default_factory=dict)
+    absent: list[Problem] = field(default_factory=list)
+    doubts: list[Problem] = field(default_factory=list)
+    rewards: dict[Path_, list[LoadedReward]] = field(default_factory=dict)
 
-    @property
-    def told(self) -> list[Problem]:
-        """The problems; a stage of rounds stands in each of them, and what is wrong with it was written once."""
-        once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(self.problems)}
-        return list(once.values())
+    def told(self, elsewhere: list[Problem] | None) -> list[Problem]:
+        """The mistakes, in order; what is absent is one unless `elsewhere` takes it."""
+        if elsewhere is None:
+            return _once([*self.problems, *self.absent])
+        elsewhere += _once([*self.absent, *self.doubts])
+        return _once(self.problems)
 
     def at(self, values: Values) -> None:
         """Look at everything that a recipe's values name, right or not."""
-        from posttrain.models.places import locate
+        from posttrain.recipe import named
 
-        for prefix, section in _stages(values):
-            for key, name in _models(section):
-                with self.collected(f"{prefix}{key}"):
-                    locate(name, self.base_dir)
-            self._rewards(prefix, section)
-            self._tools(prefix, section)
-            for key, use, params in _functions(section):
-                self._function(f"{prefix}{key}", use, params)
-            for key, source in _sources(section.get("data")):
-                with self.collected(f"{prefix}data.{key}"):
-                    _find_source(source, self.base_dir)
+        for place, model, section in named.stages(values, self.verb):
+            self.rewards[place] = []
+            for part in named.parts(model, section, place):
+                for path, names, name in named.names(part):
+                    self._thing(path, names, name, part)
+                self._part(part, self.rewards[place])
+            self._tools_together(place, section)
 
-    def _function(self, key: str, use: str, params: Sequence[str]) -> None:
-        function = None
-        with self.collected(key):
-            function = has_function(use, self.base_dir)
-        for name, error in strange_arguments(function, params).items() if function else ():
-            with self.collected(f"{key.removesuffix('use')}{name}"):
-                raise error
+    def collected(self, path: Path_, into: list[Problem] | None = None) -> _Collected:
+        return _Collected(self.mark(path), path, self.problems if into is None else into)
 
-    def collected(self, key: str) -> _Collected:
-        return _Collected(self.mark(key), key, self.problems)
-
-    def _rewards(self, prefix: str, section: Values) -> None:
-        from posttrain.recipe.sections import Reward
+    def _part(self, part: Part, rewards: list[LoadedReward]) -> None:
+        """Look at what the `use` of a section names."""
+        from posttrain.recipe import named
+        from posttrain.recipe import sections as s
+        from posttrain.recipe.section import ComponentSection
+        from posttrain.tools.load import environment_class, load_tool
         from posttrain.verify.load import load_reward
 
-        found = self.rewards.setdefault(prefix, [])
-        for place in ("", "best_of.", "search."):
-            holder = section.get(place.rstrip(".")) if place else section
-            for number, values in _entries(holder, "rewards"):
-                reward = as_far_as_right(Reward, values)
-                if reward is not None:
-                    with self.collected(f"{prefix}{place}rewards.{number}.use"):
-                        found.append(load_reward(reward, self.base_dir))
-
-    def _tools(self, prefix: str, section: Values) -> None:
-        from posttrain.recipe.sections import Environment, Tool
-        from posttrain.tools.load import environment_class, load_tool, load_tools
-
-        before = len(self.problems)
-        tools: dict[str, Tool] = {}
-        for number, values in _entries(section, "tools"):
-            tool = as_far_as_right(Tool, values)
-            if tool is not None:
-                key = f"{prefix}tools.{number}.{'use' if tool.use else 'command'}"
-                tools[key] = tool
-                with self.collected(key):
-                    load_tool(tool, self.base_dir)
-        if tools and len(self.problems) == before:
-            with self.collected(next(iter(tools))):
-                load_tools(list(tools.values()), self.base_dir)
-        environment = as_far_as_right(Environment, section.get("environment"))
-        if environment is not None:
-            with self.collected(f"{prefix}environment.use"):
+        use = (*part.path, "use")
+        if issubclass(part.model, ComponentSection):
+            self._component(part, part.model)
+        elif part.model is s.Reward and (reward := as_far_as_right(s.Reward, part.values)):
+            with self.collected(use):
+                loaded = load_reward(reward, self.base_dir)
+                rewards.append(loaded)
+                for path, names, name in named.arguments(loaded.function, reward.params, (*part.path, "params")):
+                    self._thing(path, names, name, part)
+        elif part.model is s.Tool and (tool := as_far_as_right(s.Tool, part.values)):
+            with self.collected(use if tool.use else (*part.path, "command")):
+                load_tool(tool, self.base_dir)
+        elif part.model is s.Environment and (environment := as_far_as_right(s.Environment, part.values)):
+            with self.collected(use):
                 environment_class(environment, self.base_dir)
+
+    def _component(self, part: Part, model: type[Any]) -> None:
+        from posttrain.recipe.functions import strange_arguments, written
+
+        use = part.values.get("use")
+        if not isinstance(use, str) or not split_function(use):
+            return  # registered ones are looked up by the schema
+        function = None
+        with self.collected((*part.path, "use")):
+            function = written(use, self.base_dir, model.kinds[0].replace("_", " "))
+        given = [name for name in part.values if name not in model.model_fields]
+        for name, error in strange_arguments(function, given).items() if function else ():
+            with self.collected((*part.path, name)):
+                raise error
+
+    def _tools_together(self, place: Path_, section: Values) -> None:
+        from posttrain.recipe.sections import Tool
+        from posttrain.tools.load import load_tools
+
+        listed = section.get("tools")
+        tools = [as_far_as_right(Tool, values) for values in listed] if isinstance(listed, list) else []
+        if len(tools) > 1 and all(tools) and not any("tools." in problem.what for problem in self.problems):
+            with self.collected((*place, "tools", 0, "use" if tools[0] and tools[0].use else "command")):
+                load_tools([tool for tool in tools if tool], self.base_dir)
+
+    def _thing(self, path: Path_, names: Names, name: str, part: Part) -> None:
+        """Look for a model, data, a run or a file. One that has no place on this machine is absent, unless it goes with
+        the recipe."""
+        if names.kind == "data" and split_function(name) and not name.startswith(MADE):
+            self._data_function(path, name, part)
+            return
+        places = candidates(name.removeprefix("accepted:"), self.base_dir)
+        here = any(place.exists() for place in places)
+        with self.collected(path, self.problems if here or names.kind == "file" else self.absent):
+            if names.kind == "model":
+                _find_model(name, self.base_dir)
+            elif names.kind == "data":
+                _find_data(name, part.values.get("params"), self.base_dir)
+            else:
+                _find_run(name, names, self.base_dir)
+        if not here and names.kind in ("model", "data") and _may_be_of_the_hub(name) and (hint := meant(name, places)):
+            with self.collected(path, self.doubts):
+                raise UserError(f"`{name}` is taken for a hub id: there is no such {names.what} here", hint=hint)
+
+    def _data_function(self, path: Path_, use: str, part: Part) -> None:
+        from posttrain.recipe.functions import strange_arguments, written
+
+        function = None
+        with self.collected(path):
+            function = written(use, self.base_dir, "data function", DataError)
+        params = part.values.get("params")
+        given = list(params) if isinstance(params, Mapping) else []
+        for name, error in strange_arguments(function, given, of_data=True).items() if function else ():
+            with self.collected((*part.path, "params", name)):
+                raise error
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """By line. A stage of rounds stands in each of them, and what is wrong with it was written once."""
+    from posttrain.recipe.load import in_order
+
+    once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
+    return sorted(once.values(), key=in_order)
+
+
+def _find_model(name: str, base_dir: Path) -> None:
+    from posttrain.models import adapters
+    from posttrain.models.places import locate
+
+    place = locate(name, base_dir)
+    if place.kind == "adapter" and place.path is not None:
+        locate(adapters.base_of(place.path), base_dir)
+
+
+def _may_be_of_the_hub(name: str) -> bool:
+    from posttrain import hub
+
+    return name != "tiny" and not hub.only_a_path(name, (".gguf", *FILES))
+
+
+def _find_data(name: str, params: Any, base_dir: Path) -> None:
+    from posttrain import hub
+    from posttrain.data import gym
+    from posttrain.recipe.section import EVALUATION
+
+    kind, _, rest = name.partition(":")
+    if kind == "gym" and rest:
+        if importlib.util.find_spec("reasoning_gym"):  # a package that is missing is told by cli/packages.py
+            gym.check(rest, params if isinstance(params, Mapping) else {})
+    elif kind == "accepted" and rest:
+        _find_run(rest, EVALUATION, base_dir)
+    elif hub.only_a_path(name, FILES):
+        find(name, base_dir, "data", DataError)
+
+
+def _find_run(name: str, names: Names, base_dir: Path) -> None:
+    place = find(name, base_dir, names.what, DataError)
+    if names.holds and place.is_dir() and not any((place / file).is_file() for file in names.holds):
+        files = sorted(path.name for path in place.iterdir())
+        raise DataError(
+            f"{place} holds no {names.what}: {names.holds[0]} is missing",
+            allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
+        )
 
 
 def as_far_as_right(model: type[Model], values: Any) -> Model | None:
@@ -155,12 +262,14 @@ def as_far_as_right(model: type[Model], values: Any) -> Model | None:
 def _check_turns(loaded: Loaded, found: _Look) -> None:
     """Rewards by turn must be there for what reads them."""
     from posttrain import registry
+    from posttrain.recipe import named
+    from posttrain.recipe.tree import dotted
     from posttrain.verify.parts import problem
 
-    for prefix, section in _stages(loaded.resolved):
+    for place, _, section in named.stages(loaded.resolved, found.verb):
         if section.get("stage") != "rl":
             continue
-        names = [reward.name for reward in found.rewards[prefix] if reward.per_turn]
+        names = [reward.name for reward in found.rewards[place] if reward.per_turn]
         advantage = dict(section.get("advantage") or {})
         use = advantage.pop("use", "")
         needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
@@ -169,8 +278,9 @@ def _check_turns(loaded: Loaded, found: _Look) -> None:
         split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
         key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
         if what:
-            mark = found.mark(f"{prefix}{key}") or str(loaded.path)
-            found.problems.append(Problem(mark, f"{prefix}{key}: {what}", hint=right))
+            path = (*place, *(int(part) if part.isdigit() else part for part in key.split(".")))
+            mark = found.mark(path) or str(loaded.path)
+            found.problems.append(Problem(mark, f"{dotted(path)}: {what}", hint=right))
 
 
 def _chosen(section: Values) -> Iterator[tuple[str, str]]:
@@ -181,61 +291,6 @@ def _chosen(section: Values) -> Iterator[tuple[str, str]]:
             yield from ((kind, str(item.get("use"))) for kind in kinds)
 
 
-def _functions(section: Values) -> Iterator[tuple[str, str, list[str]]]:
-    """(key, `file.py:function`, its arguments) of every component that is the user's own."""
-    from posttrain.recipe.keys import components_of
-
-    for key, model in components_of(section.get("stage")).items():
-        value = section.get(key)
-        listed = isinstance(value, list)
-        for number, one in enumerate(value if isinstance(value, list) else [value]):
-            use = one.get("use") if isinstance(one, Mapping) else one
-            if isinstance(use, str) and split_function(use):
-                place = f"{key}.{number}" if listed else key
-                params = [name for name in one if name not in model.model_fields] if isinstance(one, Mapping) else []
-                yield f"{place}.use" if isinstance(one, Mapping) else place, use, params
-
-
-def _stages(values: Values) -> Iterator[tuple[str, Values]]:
-    yield "", values
-    yield from ((f"stages.{number}.", stage) for number, stage in _entries(values, "stages"))
-
-
-def _entries(holder: Any, key: str) -> Iterator[tuple[int, Values]]:
-    """The sections of a list, with their places in it."""
-    listed = holder.get(key) if isinstance(holder, Mapping) else None
-    for number, value in enumerate(listed if isinstance(listed, list) else []):
-        if isinstance(value, Mapping):
-            yield number, value
-
-
-def _models(section: Values) -> Iterator[tuple[str, str]]:
-    """(key, name) of the models that a stage reads, but for those that a stage makes. Hub ids are taken as they are."""
-    holders = [("model.path", section.get("model"), "path"), ("kl.reference", section.get("kl"), "reference")]
-    holders += [("base_model", section, "base_model")]
-    holders += [(f"models.{number}.model", one, "model") for number, one in _entries(section, "models")]
-    for key, holder, name in holders:
-        value = holder.get(name) if isinstance(holder, Mapping) else None
-        if isinstance(value, str) and value and not value.startswith("stage:"):
-            yield key, value
-
-
-def _sources(data: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(data, Mapping):
-        return
-    for key, holder in [("source", data), *((f"mix.{i}.source", one) for i, one in _entries(data, "mix"))]:
-        if isinstance(source := holder.get("source"), str) and source:
-            yield key, source
-
-
-def _find_source(source: str, base_dir: Path) -> None:
-    """A file or a function's script must exist; hub ids, gym tasks and a stage's files cannot be looked up here."""
-    if split_function(source):
-        has_function(source, base_dir)
-    elif source.endswith(FILES) and not source.startswith(("stage:", "gym:", "accepted:")):
-        find(source, base_dir, "data", DataError)
-
-
 def _plain(draft: Node) -> dict[str, Any]:
     from posttrain.recipe.tree import plain
 
@@ -243,21 +298,29 @@ def _plain(draft: Node) -> dict[str, Any]:
     return values
 
 
-def _marks_in(draft: Node) -> Callable[[str], str]:
-    """The place of a dotted key in a recipe that was only read."""
+def _marks_in(draft: Node) -> Callable[[Path_], str]:
+    """The line of a place in a recipe that was only read."""
     from posttrain.recipe.tree import follow
 
-    def mark(key: str) -> str:
-        return follow(draft, [int(part) if part.isdigit() else part for part in key.split(".")])[0].origin.mark
+    return lambda path: follow(draft, path)[0].origin.mark
+
+
+def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
+    """The line of a place in a recipe, or of what it stands in."""
+    from posttrain.recipe.tree import dotted
+
+    def mark(path: Path_) -> str:
+        above = (dotted(path[:depth]) for depth in range(len(path), 0, -1))
+        return next((loaded.origins[key].mark for key in above if key in loaded.origins), "")
 
     return mark
 
 
 class _Collected:
-    """Errors inside `with` become problems that stand at the line of a key."""
+    """Errors inside `with` become problems that stand at the line of their place."""
 
-    def __init__(self, where: str, key: str, problems: list[Problem]) -> None:
-        self.where, self.key, self.problems = where, key, problems
+    def __init__(self, where: str, path: Path_, problems: list[Problem]) -> None:
+        self.where, self.path, self.problems = where, path, problems
 
     def __enter__(self) -> None:
         return None
@@ -265,7 +328,8 @@ class _Collected:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, PosttrainError):
             return False
+        key = ".".join(map(str, self.path))
         for problem in error.problems:
-            told = dataclasses.replace(problem, where=self.where, what=f"{self.key}: {problem.what}")
+            told = dataclasses.replace(problem, where=self.where, what=f"{key}: {problem.what}")
             self.problems.append(told)
         return True

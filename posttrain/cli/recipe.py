@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe
-from posttrain.errors import UserError
+from posttrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
@@ -62,22 +63,40 @@ def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
 
 @app.command()
 def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Check a recipe: keys, types, values that must fit together, the reward scripts and data files that it names."""
+    """Check a recipe: keys, types, values that must fit together, and everything that it names.
+
+    Models, data and runs that are not on this machine are told as notes, for they may be where the recipe will run;
+    scripts and functions must be here. The verbs themselves (`posttrain rl`, ...) refuse what is missing.
+    """
     from posttrain.cli import preflight
 
+    notes: list[Problem] = []
     try:
-        loaded = preflight.load(recipe, overrides or [])
-        rewards = preflight.check(loaded)
+        loaded, rewards = preflight.look(recipe, overrides or [], elsewhere=notes)
     except UserError as error:
         if not as_json:
+            _tell_notes(notes)
             raise
-        print_json({"valid": False, "problems": [asdict(problem) for problem in error.problems]})
+        print_json({"valid": False, "problems": _plain(error.problems), "notes": _plain(notes)})
         raise typer.Exit(error.exit_code) from None
     if as_json:
-        print_json({"valid": True, "stage": loaded.resolved["stage"], "path": str(loaded.path), "rewards": rewards})
+        stage, path = loaded.resolved["stage"], str(loaded.path)
+        print_json({"valid": True, "stage": stage, "path": path, "rewards": rewards, "notes": _plain(notes)})
         return
+    _tell_notes(notes)
     told = f"; rewards: {', '.join(rewards)}" if rewards else ""
     typer.echo(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
+
+
+def _plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
+    return [asdict(problem) for problem in problems]
+
+
+def _tell_notes(notes: Sequence[Problem]) -> None:
+    for note in notes:
+        say(f"note: {note}")
+    if notes:
+        say("(notes are no mistakes: what is not on this machine may be where the recipe will run)\n")
 
 
 @app.command()

@@ -43,7 +43,7 @@ def sweep(
     from posttrain.run.directory import RunDirectory
 
     axes = [parse(text) for text in asked]
-    start = load(recipe, overrides, stage="merge")
+    start = preflight.load(recipe, overrides, stage="merge")
     found = points(axes, start.require(MergeRecipe))
     merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
     measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval")  # its own model is never read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from posttrain.errors import DataError, MissingExtra, nearest
@@ -31,9 +32,19 @@ def _row(task: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
+    check(task, params)
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
+    except (AssertionError, TypeError, ValueError) as cause:
+        raise DataError(f"gym:{task} refuses its parameters {params}: {cause}") from cause
+
+
+def check(task: str, params: Mapping[str, Any]) -> None:
+    """Raises DataError where there is no such task, or it has no such parameter."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingExtra("reasoning-gym", f"data gym:{task}", "train")
-    import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
@@ -52,7 +63,3 @@ def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
                 allowed=f"it has: {', '.join(sorted(known))}",
                 hint=f"did you mean `{near}`?" if near else "",
             )
-    try:
-        return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
-    except (AssertionError, TypeError, ValueError) as cause:
-        raise DataError(f"gym:{task} refuses its parameters {params}: {cause}") from cause

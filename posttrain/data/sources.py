@@ -99,7 +99,7 @@ def _stored(section: Source, name: str, base_dir: Path, stop: int | None) -> lis
     if path is not None:
         return _file(path, stop)
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(name, base_dir)))
-    if name.endswith(FILES) or name.startswith((".", "/", "~")) or not hub.looks_like_id(name):
+    if hub.only_a_path(name, FILES):
         hint = meant(name, candidates(name, base_dir))
         raise DataError(f"data not found: {name}", allowed=f"searched: {searched}", hint=hint)
     return _from_hub(section, name, searched, stop)

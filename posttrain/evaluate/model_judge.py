@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.render import render_prompt
 from posttrain.errors import RewardError
+from posttrain.recipe.section import ModelName, TemplateName
 from posttrain.recipe.sections import Data, Model, Sampling
 from posttrain.verify import judging
 from posttrain.verify.contract import Score, in_trainer, judge
@@ -78,9 +79,9 @@ def score(
     answer: Sequence[Any] | None = None,
     rubric: Sequence[Any] | None = None,
     *,
-    path: str = "",
+    path: ModelName = "",
     ask: Ask = "rating",
-    template: str = "",
+    template: TemplateName = "",
     pattern: str = judging.SCORE,
     scale: Sequence[float] = (0, 10),
     samples: int = 1,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from posttrain.data.render import prompt_messages, render_example
 from posttrain.errors import RewardError
+from posttrain.recipe.section import ModelName
 from posttrain.recipe.sections import Data, Model
 from posttrain.verify.contract import Score, in_trainer
 
@@ -55,7 +56,7 @@ def score(
     messages: Sequence[Any],
     tools: Sequence[Any] | None = None,
     *,
-    path: str | list[str] = "",
+    path: ModelName | list[ModelName] = "",
     aggregate: Aggregate = "auto",
     uwo_coef: float = 0.5,
     ddof: int = 0,

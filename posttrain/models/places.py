@@ -47,7 +47,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
         if path.exists():
             return _existing(path.resolve(), name)
     searched = ", ".join(str(p) for p in dict.fromkeys(tried))
-    if name.endswith(".gguf") or name.startswith((".", "/", "~")) or not hub.looks_like_id(name):
+    if hub.only_a_path(name, (".gguf",)):
         raise ModelError(f"model not found: {name}", allowed=f"searched: {searched}", hint=meant(name, tried))
     return Place("hub", name)
 
@@ -61,7 +61,7 @@ def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelErr
     return ModelError(
         f"model not found: {place.name}",
         allowed=f"no directory {searched}; {where}",
-        hint=_hint(place.name) or hub.way_out(),
+        hint=_hint(place.name) or meant(place.name, candidates(place.name, base_dir)) or hub.way_out(),
     )
 
 

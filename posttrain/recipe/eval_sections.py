@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.recipe.section import Section
+from posttrain.recipe.section import EvalName, Section
 from posttrain.recipe.sections import NonNegative, Positive, Reward, Scoring, Share
 
 
@@ -27,7 +27,7 @@ class EvalSettings(Section):
     k: list[Positive] = Field(default_factory=lambda: [1], description="pass@k and cons@k for these k <= samples")
     bootstrap: Positive = Field(10000, description="resamples of the interval")
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
-    baseline: str | None = Field(
+    baseline: EvalName | None = Field(
         None,
         description="run directory of an evaluation of the same problems (the start model) to compare with; in a "
         "pipeline stage:NAME/problems.jsonl",

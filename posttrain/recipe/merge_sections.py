@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from posttrain.recipe.section import Section
+from posttrain.recipe.section import ModelName, Section
 from posttrain.recipe.sections import Positive
 
 
@@ -50,5 +50,5 @@ class MergeParameters(Section):
 class MergeModel(Section):
     """One input of a merge."""
 
-    model: str
+    model: ModelName
     parameters: MergeParameters = Field(default_factory=MergeParameters)

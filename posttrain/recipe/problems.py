@@ -180,7 +180,9 @@ def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
     own = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
     allowed = f"known: {', '.join(known)}{own}"
-    return Problem(node.origin.mark, what, allowed, f"did you mean `{near}`?" if near else "")
+    hint = f"did you mean `{near}`?" if near else ""
+    hint = f"write {item['input']}:FUNCTION" if own and str(item["input"]).endswith(".py") else hint
+    return Problem(node.origin.mark, what, allowed, hint)
 
 
 def _unknown_key(node: Node, path: Sequence[str | int], stage: type[Stage], tree: Node, shown_path: str) -> Problem:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_serializer, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
@@ -15,6 +16,29 @@ from posttrain.options import Channel, Gate
 from posttrain.places import split_function
 
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)  # built when used
+
+
+@dataclass(frozen=True)
+class Names:
+    """Marks a key of the schema, or an argument of a function, as the name of something outside of the recipe.
+
+    kind: a model; data; a run (its directory or a file of it); a file that goes with the recipe, such as a template.
+    what: how errors call it. holds: files of which a directory must have one.
+    """
+
+    kind: Literal["model", "data", "run", "file"]
+    what: str
+    holds: tuple[str, ...] = ()
+
+
+ModelName = Annotated[str, Names("model", "model")]
+DataName = Annotated[str, Names("data", "data")]
+CompletionsName = Annotated[str, Names("run", "completions", ("completions.jsonl",))]
+PairsName = Annotated[str, Names("run", "pairs", ("pairs.jsonl",))]
+EVALUATION = Names("run", "evaluation", ("problems.jsonl",))
+EvalName = Annotated[str, EVALUATION]
+CriticName = Annotated[str, Names("run", "critic", ("critic.safetensors", "final/critic.safetensors"))]
+TemplateName = Annotated[str, Names("file", "template")]
 
 
 class Section(BaseModel):

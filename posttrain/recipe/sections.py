@@ -11,7 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, OnNone, Section
+from posttrain.recipe.section import (
+    ComponentSection,
+    CriticName,
+    DataName,
+    ModelName,
+    OnNone,
+    Section,
+    TemplateName,
+)
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -30,7 +38,7 @@ class Lora(Section):
 class Model(Section):
     """Which weights, and how they are trained."""
 
-    path: str = Field(description="a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline")
+    path: ModelName = Field(description="a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline")
     revision: str | None = Field(None, description="hub revision")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -50,14 +58,14 @@ class Model(Section):
     offload_reference: bool = Field(
         False, description="full training: the frozen reference waits in host memory while it is not read"
     )
-    chat_template: str | None = Field(None, description="a Jinja file that replaces the tokenizer's template")
+    chat_template: TemplateName | None = Field(None, description="a Jinja file that replaces the tokenizer's template")
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
 
 class Source(Section):
     """Where rows come from."""
 
-    source: str | None = Field(
+    source: DataName | None = Field(
         None,
         description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, file.py:function, or "
         "accepted:EVAL_RUN (its right completions)",
@@ -370,7 +378,7 @@ class Kl(ComponentSection):
     use: str = "k3"
     coef: NonNegative = 0.0
     where: Literal["loss", "reward"] = "loss"
-    reference: str | None = Field(
+    reference: ModelName | None = Field(
         None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
     )
 
@@ -393,7 +401,7 @@ class Critic(Section):
     """The value head: a linear layer on the policy's last hidden states, which it does not change."""
 
     lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the value head")
-    path: str | None = Field(
+    path: CriticName | None = Field(
         None,
         description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "
         "from: it stays as it is, and reads the reference's hidden states",
@@ -452,11 +460,11 @@ class Anchors(Section):
     """Other policies that the preference loss reads, as models (path or `stage:NAME`): the log-probs of every pair are
     computed once, one model after the other, before the policy is loaded."""
 
-    reference: str | None = Field(None, description="the reference; default: the policy as it is loaded")
-    previous: str | None = Field(
+    reference: ModelName | None = Field(None, description="the reference; default: the policy as it is loaded")
+    previous: ModelName | None = Field(
         None, description="the policy that the pairs were sampled from (dno, inpo, p3o_pair); default: as it is loaded"
     )
-    history: list[str] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
+    history: list[ModelName] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
 
 
 class RewardObjective(Section):
@@ -517,7 +525,7 @@ class SftObjective(ComponentSection):
     divide_by: Literal["tokens", "weights"] | None = Field(
         None, description="what the sum of a step is divided by; default: weights for action_aware, else trained tokens"
     )
-    behavior_model: str | None = Field(
+    behavior_model: ModelName | None = Field(
         None, description="pear: the model that wrote the data; its log-probs are computed once and kept in the run"
     )
     neftune: NonNegative = Field(

@@ -14,7 +14,7 @@ from posttrain.recipe import sections as s
 from posttrain.recipe.building import Builder
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, Search
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters
-from posttrain.recipe.section import ComponentSection, Section, registered
+from posttrain.recipe.section import CompletionsName, ComponentSection, ModelName, PairsName, Section, registered
 
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[
@@ -241,7 +241,7 @@ class MergeRecipe(Stage):
         description="see `posttrain methods list`"
     )
     models: list[MergeModel] = Field(min_length=1)
-    base_model: str | None = None
+    base_model: ModelName | None = None
     parameters: MergeParameters = Field(default_factory=MergeParameters)
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the first model's")
     tokenizer_source: str | None = Field(None, description="base, or one of the models; default: base or the first")
@@ -316,14 +316,14 @@ class PairsRecipe(Stage):
     verb: ClassVar = "pairs"
     unused: ClassVar = _NO_TRAINING
     stage: Literal["pairs"] = "pairs"
-    completions: str = Field(
+    completions: CompletionsName = Field(
         description="the policy's: the run directory of an eval or a generate, or its completions.jsonl; in a pipeline "
         "stage:NAME/completions.jsonl"
     )
     builder: Builder = Field("right_wrong", description="which answers make pairs: docs/preference.md")
-    past: str | None = Field(None, description="completions of an earlier policy (temporal, versus_past)")
-    future: str | None = Field(None, description="completions of the model of phase 1 (temporal)")
-    teacher: str | None = Field(None, description="completions of a teacher (verified, large_margin)")
+    past: CompletionsName | None = Field(None, description="completions of an earlier policy (temporal, versus_past)")
+    future: CompletionsName | None = Field(None, description="completions of the model of phase 1 (temporal)")
+    teacher: CompletionsName | None = Field(None, description="completions of a teacher (verified, large_margin)")
     max_pairs: s.Positive = Field(10, description="pairs a prompt at most, where a builder makes several")
     prefer_teacher: bool = Field(True, description="verified: the teacher's answer before the policy's own right one")
     min_positive: float = Field(5.0, description="large_margin: least score of a chosen answer")
@@ -337,7 +337,7 @@ class PairsRecipe(Stage):
     max_gap: Annotated[float, Field(ge=1)] | None = Field(
         None, description="leave out pairs whose longer side has more than this times the tokens of the other"
     )
-    not_in: list[str] = Field(
+    not_in: list[PairsName] = Field(
         default_factory=list, description="pairs of earlier rounds (files or run directories), not to be made again"
     )
     separability: s.Share | None = Field(

@@ -51,7 +51,7 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
     if section.command:
         return _command(section)
     target = locate(str(section.use), base_dir)
-    function = load_function(target, None, what="tool", error=ToolError)
+    function = load_function(target, base_dir, what="tool", error=ToolError)
     name = section.name or target.rpartition(":")[2]
     params = _params(function, name, section.params, base_dir)
     schema = schema_of(function, name, params)
@@ -72,7 +72,7 @@ def locate(use: str, base_dir: Path | None) -> str:
             hint=f"did you mean `{near}`?" if near else f"write {use}:FUNCTION" if use.endswith(".py") else "",
         )
     left, name = split
-    return f"{find(left, base_dir, 'tool', ToolError)}:{name}" if left.endswith(".py") else use
+    return f"{find(left, base_dir, 'tool script', ToolError)}:{name}" if left.endswith(".py") else use
 
 
 def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base_dir: Path | None) -> dict[str, Any]:
@@ -128,12 +128,15 @@ def environment_class(section: Environment, base_dir: Path | None) -> Callable[[
             near = nearest(section.use, known)
             allowed = f"shipped: {', '.join(sorted(known))}; or file.py:Class"
             hint = f"did you mean `{near}`?" if near else ""
+            hint = f"write {section.use}:CLASS" if section.use.endswith(".py") else hint
             raise ToolError(f"unknown environment: {section.use}", allowed=allowed, hint=hint)
         target = f"{known[section.use]}:Environment"
     else:
         left, name = split
-        target = f"{find(left, base_dir, 'environment', ToolError)}:{name}" if left.endswith(".py") else section.use
-    made = load_function(target, None, what="environment", error=ToolError)
+        target = (
+            f"{find(left, base_dir, 'environment script', ToolError)}:{name}" if left.endswith(".py") else section.use
+        )
+    made = load_function(target, base_dir, what="environment", error=ToolError)
     for method in ("reset", "step", "score", "close", *(("actions",) if section.simulations else ())):
         if not callable(getattr(made, method, None)):
             raise ToolError(f"environment {section.use} has no method `{method}`")

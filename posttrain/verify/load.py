@@ -110,7 +110,7 @@ class LoadedReward:
 def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
     """Load the function that `section.use` names and check `section.params` against it. Raises RewardError."""
     target = locate(section.use, base_dir)
-    function = _load(target)
+    function = _load(target, base_dir)
     params = _files(function, target, section.params, base_dir)
     name = section.name or (section.use if section.use in MODELS else target.rpartition(":")[2])
     reward = describe(function, target, params, name)
@@ -171,7 +171,7 @@ def _locate_shipped(use: str) -> str:
 
 def shipped_function(use: str) -> Callable[..., Any]:
     """The function behind a shipped reward's name, e.g. `length.cosine`."""
-    return _load(_locate_shipped(use))
+    return _load(_locate_shipped(use), None)
 
 
 def describe(function: Callable[..., Any], target: str, params: dict[str, Any], name: str) -> LoadedReward:
@@ -304,8 +304,8 @@ def load_script(path: Path) -> dict[str, Any]:
         raise RewardError(error.problems[0].what) from error
 
 
-def _load(target: str) -> Callable[..., Any]:
+def _load(target: str, base_dir: Path | None) -> Callable[..., Any]:
     file = target.rpartition(":")[0]
     if file.endswith(".py"):
         load_script(Path(file))
-    return load_function(target, None, what="reward", error=RewardError)
+    return load_function(target, base_dir, what="reward", error=RewardError)

@@ -100,7 +100,7 @@ def test_what_the_recipe_fixes_is_not_the_models(folder: Path) -> None:
         (tool("scaled", params={"bye": 1}), "did you mean `by`"),
         (tool("adds"), "adds"),
         (Tool(use="calculater"), "did you mean `calculator`"),
-        (Tool(use="nowhere.py:f"), "tool not found"),
+        (Tool(use="nowhere.py:f"), "tool script not found"),
         (Tool(command="no-such-command"), "no command"),
         (Tool(command="cat"), "needs a `name`"),
     ],

@@ -1,0 +1,92 @@
+"""Whether a script or module of the user has a function, read off its text. Nothing is imported where its text says
+enough: a script may need torch, which takes seconds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from posttrain.errors import UserError, nearest
+from posttrain.places import find, find_module, no_function, split_function
+from posttrain.registry import load_function
+
+
+def written(use: str, base_dir: Path, what: str, error: type[UserError] = UserError) -> ast.FunctionDef | None:
+    """The text of `path/file.py:function` or `package.module:function`; None where it is written somewhere else.
+
+    Raises `error` where there is no such file, module or function, with what there is and the nearest name.
+    """
+    split = split_function(use)
+    if split is None:
+        raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
+    left, name = split
+    if left.endswith(".py"):
+        path = find(left, base_dir, f"{what} script", error)
+        return _in_text(path, str(path), name, error)[0]
+    spec = find_module(left)
+    if spec is not None and spec.origin and spec.origin.endswith(".py"):
+        function, sure = _in_text(Path(spec.origin), left, name, error)
+        if sure:
+            return function
+    load_function(use, base_dir, what=what, error=error)  # compiled, made by another module, or not there
+    return None
+
+
+def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[ast.FunctionDef | None, bool]:
+    """The function in the text of a file, and whether the text says that it is there. Raises `error` if it is not."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+    except (SyntaxError, UnicodeDecodeError) as cause:
+        why = f"line {cause.lineno}: {cause.msg}" if isinstance(cause, SyntaxError) else str(cause)
+        raise error(f"{path} is no Python: {why}") from cause
+    names = set(_top_level(body))
+    if name in names:
+        return next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == name), None), True
+    if not names & {"*", "__getattr__"}:
+        own = set(_top_level([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
+        raise no_function(left, name, own or names, error)
+    return None, False
+
+
+def strange_arguments(
+    function: ast.FunctionDef, given: Iterable[str], *, of_data: bool = False
+) -> dict[str, UserError]:
+    """Key -> what is wrong, for every key of `given` that is no argument for a recipe to set: a keyword-only one, or of
+    a data function any but `size` and `seed`."""
+    takes = [argument.arg for argument in function.args.kwonlyargs]
+    if of_data:
+        takes = [a.arg for a in (*function.args.args, *function.args.kwonlyargs) if a.arg not in ("size", "seed")]
+    if function.args.kwarg is not None:
+        return {}
+    found = {}
+    for key in given:
+        if key not in takes:
+            near = nearest(key, takes)
+            hint = f"did you mean `{near}`?" if near else ""
+            allowed = f"it takes: {', '.join(takes) or 'none'}"
+            found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
+    return found
+
+
+_NO_FUNCTIONS = (ast.Constant, ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.Tuple)
+
+
+def _top_level(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """The names that statements give to what may be a function; `*` where they cannot be read off."""
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name for alias in node.names)
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if not all(isinstance(t, ast.Name) for t in targets):
+                    yield "*"
+                elif not isinstance(node.value, _NO_FUNCTIONS):
+                    yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
+                yield "*"
+            case ast.Expr(value=ast.Call()):
+                yield "*"  # such as globals().update
