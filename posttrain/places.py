@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pkgutil
 import sys
@@ -27,7 +28,9 @@ def is_shipped(path: Path) -> bool:
 
 def candidates(name: str, base_dir: Path | None) -> list[Path]:
     """The places where `name` is looked for, in order. `base_dir` is the folder of the recipe."""
-    path = Path(name).expanduser()
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # nobody is called so: `~` is a letter
+        path = path.expanduser()
     if path.is_absolute():
         return [path]
     places = [base_dir / path] if base_dir else []

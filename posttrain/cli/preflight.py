@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Model = TypeVar("Model", bound=BaseModel)
 
 FILES = (".jsonl", ".json", ".csv", ".parquet")
-MADE = ("gym:", "accepted:")  # data that is no file and no function
+ACCEPTED = "accepted:"
 Values = Mapping[str, Any]
 
 
@@ -110,8 +110,9 @@ class _Look:
                 self._part(part, self.rewards[place])
             self._tools_together(place, section)
 
-    def collected(self, path: Path_, into: list[Problem] | None = None) -> _Collected:
-        return _Collected(self.mark(path), path, self.problems if into is None else into)
+    def collected(self, path: Path_, into: list[Problem] | None = None, about: str = "") -> _Collected:
+        key = ".".join(map(str, path))
+        return _Collected(self.mark(path), f"{key}: {about}", self.problems if into is None else into)
 
     def _part(self, part: Part, rewards: list[LoadedReward]) -> None:
         """Look at what the `use` of a section names."""
@@ -161,22 +162,31 @@ class _Look:
             with self.collected((*place, "tools", 0, "use" if tools[0] and tools[0].use else "command")):
                 load_tools([tool for tool in tools if tool], self.base_dir)
 
-    def _thing(self, path: Path_, names: Names, name: str, part: Part) -> None:
+    def _thing(self, path: Path_, names: Names, name: str, part: Part, about: str = "") -> None:
         """Look for a model, data, a run or a file. One that has no place on this machine is absent, unless it goes with
-        the recipe."""
-        if names.kind == "data" and split_function(name) and not name.startswith(MADE):
+        the recipe. about: what of the thing at `path` it is."""
+        if name.startswith("gym:"):
+            with self.collected(path):
+                _find_task(name.removeprefix("gym:"), part.values.get("params"))
+            return
+        if names.kind == "data" and split_function(name) and not name.startswith(ACCEPTED):
             self._data_function(path, name, part)
             return
-        places = candidates(name.removeprefix("accepted:"), self.base_dir)
-        here = any(place.exists() for place in places)
-        with self.collected(path, self.problems if here or names.kind == "file" else self.absent):
+        places = candidates(name.removeprefix(ACCEPTED), self.base_dir)
+        here = names.kind == "file" or any(map(_is_there, places))
+        base = ""
+        with self.collected(path, self.problems if here else self.absent, about):
             if names.kind == "model":
-                _find_model(name, self.base_dir)
+                base = _find_model(name, self.base_dir)
             elif names.kind == "data":
-                _find_data(name, part.values.get("params"), self.base_dir)
+                _find_data(name, self.base_dir)
             else:
                 _find_run(name, names, self.base_dir)
-        if not here and names.kind in ("model", "data") and _may_be_of_the_hub(name) and (hint := meant(name, places)):
+        if base:
+            self._thing(path, names, base, part, f"the base of the adapter {name}: ")
+        elif (
+            not here and names.kind in ("model", "data") and _may_be_of_the_hub(name) and (hint := meant(name, places))
+        ):
             with self.collected(path, self.doubts):
                 raise UserError(f"`{name}` is taken for a hub id: there is no such {names.what} here", hint=hint)
 
@@ -201,13 +211,21 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
     return sorted(once.values(), key=in_order)
 
 
-def _find_model(name: str, base_dir: Path) -> None:
+def _is_there(path: Path) -> bool:
+    """Whether a path exists; also where it may not be looked at, which is told when it is read."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
+def _find_model(name: str, base_dir: Path) -> str:
+    """Raises ModelError where there is no such model. The base that an adapter names."""
     from posttrain.models import adapters
     from posttrain.models.places import locate
 
     place = locate(name, base_dir)
-    if place.kind == "adapter" and place.path is not None:
-        locate(adapters.base_of(place.path), base_dir)
+    return adapters.base_of(place.path) if place.kind == "adapter" and place.path is not None else ""
 
 
 def _may_be_of_the_hub(name: str) -> bool:
@@ -216,19 +234,21 @@ def _may_be_of_the_hub(name: str) -> bool:
     return name != "tiny" and not hub.only_a_path(name, (".gguf", *FILES))
 
 
-def _find_data(name: str, params: Any, base_dir: Path) -> None:
+def _find_data(name: str, base_dir: Path) -> None:
     from posttrain import hub
-    from posttrain.data import gym
     from posttrain.recipe.section import EVALUATION
 
-    kind, _, rest = name.partition(":")
-    if kind == "gym" and rest:
-        if importlib.util.find_spec("reasoning_gym"):  # a package that is missing is told by cli/packages.py
-            gym.check(rest, params if isinstance(params, Mapping) else {})
-    elif kind == "accepted" and rest:
-        _find_run(rest, EVALUATION, base_dir)
+    if name.startswith(ACCEPTED):
+        _find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
     elif hub.only_a_path(name, FILES):
         find(name, base_dir, "data", DataError)
+
+
+def _find_task(name: str, params: Any) -> None:
+    from posttrain.data import gym
+
+    if importlib.util.find_spec("reasoning_gym"):  # a package that is missing is told by cli/packages.py
+        gym.check(name, params if isinstance(params, Mapping) else {})
 
 
 def _find_run(name: str, names: Names, base_dir: Path) -> None:
@@ -317,19 +337,19 @@ def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
 
 
 class _Collected:
-    """Errors inside `with` become problems that stand at the line of their place."""
+    """Errors inside `with` become problems that stand at a line, each behind the `head` of what it says."""
 
-    def __init__(self, where: str, path: Path_, problems: list[Problem]) -> None:
-        self.where, self.path, self.problems = where, path, problems
+    def __init__(self, where: str, head: str, problems: list[Problem]) -> None:
+        self.where, self.head, self.problems = where, head, problems
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, PosttrainError):
-            return False
-        key = ".".join(map(str, self.path))
-        for problem in error.problems:
-            told = dataclasses.replace(problem, where=self.where, what=f"{key}: {problem.what}")
-            self.problems.append(told)
-        return True
+        if isinstance(error, PosttrainError):
+            for problem in error.problems:
+                told = dataclasses.replace(problem, where=self.where, what=f"{self.head}{problem.what}")
+                self.problems.append(told)
+        elif isinstance(error, OSError):
+            self.problems.append(Problem(self.where, f"{self.head}{error.strerror or error}: {error.filename}"))
+        return isinstance(error, PosttrainError | OSError)

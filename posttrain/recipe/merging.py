@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 from posttrain import registry
+from posttrain.errors import nearest
 
 PER_MODEL = ("weight", "density", "gamma", "epsilon")  # keys that each model may have its own value of
 ARGUMENTS = {"lambda_": "lam"}  # recipe key -> argument of the rule, where they differ
@@ -76,6 +77,13 @@ def problems(recipe: Any) -> Iterator[tuple[str, str, str]]:
     yield from _counts(recipe, described["needs"])
     if "adapters" in described["needs"]:
         yield from _adapters(recipe)
+    elif recipe.tokenizer_source is not None:
+        base = ["base", recipe.base_model] if recipe.base_model else []
+        known = [*base, *(model.model for model in recipe.models)]
+        if recipe.tokenizer_source not in known:
+            near = nearest(recipe.tokenizer_source, known)
+            right = f"did you mean `{near}`?" if near else f"known: {', '.join(dict.fromkeys(known))}"
+            yield "tokenizer_source", f"`{recipe.tokenizer_source}` is none of the models", right
     takes = {*described["params"], *(() if method in UNWEIGHTED else ("weight",))}
     shown = ", ".join(sorted(_shown(key) for key in takes)) or "none"
     for place, block in _blocks(recipe):

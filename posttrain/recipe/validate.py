@@ -75,5 +75,6 @@ def origins(values: dict[str, Any], tree: Node) -> dict[str, Origin]:
     found: dict[str, Origin] = {}
     for path, _ in leaves(values):
         node, depth = follow(tree, path)
-        found[dotted(path)] = node.origin if depth == len(path) else DEFAULT
+        short = path[depth:] == ("use",) and isinstance(node.value, str)  # `NAME` instead of `{use: NAME}`
+        found[dotted(path)] = node.origin if depth == len(path) or short else DEFAULT
     return found

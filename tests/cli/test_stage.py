@@ -88,7 +88,7 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
     (folder / "mine.py").write_text("def score(completion: str) -> float:\n    return 1.0\n", encoding="utf-8")
     (folder / "rl.yaml").write_text(
         "stage: rl\nmodel: {path: tiny}\nrun: {steps: 1}\n"
-        "data:\n  mix: [{source: rows.jsonl}, {source: nope.jsonl}, {source: 'gym:chain_sum'}, {source: 'make.py:rows'}]\n"
+        "data:\n  mix: [{source: rows.jsonl}, {source: nope.jsonl}, {source: 'gym:dice'}, {source: 'make.py:rows'}]\n"
         "rewards:\n  - use: mine.py:scor\n  - use: mine.py:score\n    params: {tau: 1}\n  - use: maths.accuracy\n",
         encoding="utf-8",
     )
@@ -97,7 +97,7 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
     told = [line for line in result.stderr.splitlines() if line.startswith("rl.yaml")]
     assert [line.partition(": ")[0] for line in told] == [
         "rl.yaml:5:40  data.mix.1.source",
-        "rl.yaml:5:89  data.mix.3.source",
+        "rl.yaml:5:84  data.mix.3.source",
         "rl.yaml:7:10  rewards.0.use",
         "rl.yaml:8:10  rewards.1.use",
         "rl.yaml:10:10  rewards.2.use",
