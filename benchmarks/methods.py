@@ -23,7 +23,7 @@ from typing import Any
 
 from posttrain.evaluate.estimators import bootstrap_ci, pass_contributions
 from posttrain.places import shipped
-from posttrain.recipe.sections import Optim
+from posttrain.recipe.training_sections import Optim
 from posttrain.run.curves import Point, nice_ticks, number, running_mean
 from posttrain.run.metrics import read_metrics
 

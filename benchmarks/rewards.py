@@ -26,7 +26,7 @@ from typing import Any
 
 from sides import write
 
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 
 WARM = 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.decode import decode
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request

@@ -106,7 +106,7 @@ def test_rl_does_not_wait_for_libraries_that_it_has_no_use_for() -> None:
 
 
 def test_an_import_against_an_arrow_would_be_seen() -> None:
-    node = ast.parse("from posttrain.recipe.sections import Loss").body[0]
+    node = ast.parse("from posttrain.recipe.rl_sections import Loss").body[0]
     assert imported_parts(node) - ALLOWED["loss"] == {"recipe"}
     node = ast.parse("from posttrain import pipeline").body[0]
     assert imported_parts(node) - ALLOWED["train"] == {"pipeline"}

@@ -117,7 +117,8 @@ class _Look:
     def _part(self, part: Part, rewards: list[LoadedReward]) -> None:
         """Look at what the `use` of a section names."""
         from posttrain.recipe import named
-        from posttrain.recipe import sections as s
+        from posttrain.recipe.reward_sections import Reward
+        from posttrain.recipe.rollout_sections import Environment, Tool
         from posttrain.recipe.section import ComponentSection
         from posttrain.tools.load import environment_class, load_tool
         from posttrain.verify.load import load_reward
@@ -125,16 +126,16 @@ class _Look:
         use = (*part.path, "use")
         if issubclass(part.model, ComponentSection):
             self._component(part, part.model)
-        elif part.model is s.Reward and (reward := as_far_as_right(s.Reward, part.values)):
+        elif part.model is Reward and (reward := as_far_as_right(Reward, part.values)):
             with self.collected(use):
                 loaded = load_reward(reward, self.base_dir)
                 rewards.append(loaded)
                 for path, names, name in named.arguments(loaded.function, reward.params, (*part.path, "params")):
                     self._thing(path, names, name, part)
-        elif part.model is s.Tool and (tool := as_far_as_right(s.Tool, part.values)):
+        elif part.model is Tool and (tool := as_far_as_right(Tool, part.values)):
             with self.collected(use if tool.use else (*part.path, "command")):
                 load_tool(tool, self.base_dir)
-        elif part.model is s.Environment and (environment := as_far_as_right(s.Environment, part.values)):
+        elif part.model is Environment and (environment := as_far_as_right(Environment, part.values)):
             with self.collected(use):
                 environment_class(environment, self.base_dir)
 
@@ -153,7 +154,7 @@ class _Look:
                 raise error
 
     def _tools_together(self, place: Path_, section: Values) -> None:
-        from posttrain.recipe.sections import Tool
+        from posttrain.recipe.rollout_sections import Tool
         from posttrain.tools.load import load_tools
 
         listed = section.get("tools")

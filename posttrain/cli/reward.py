@@ -17,7 +17,8 @@ from posttrain.places import find, known_files
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
-    from posttrain.recipe.sections import Data, Reward, Scoring
+    from posttrain.recipe.reward_sections import Reward, Scoring
+    from posttrain.recipe.sections import Data
     from posttrain.verify.examples import Outcome
     from posttrain.verify.trial import Trial
 
@@ -81,7 +82,7 @@ def _labelled(
     """The rewards of a script or recipe beside the labels of a file."""
     from posttrain.errors import DataError
     from posttrain.recipe.load import load
-    from posttrain.recipe.sections import Reward, Scoring
+    from posttrain.recipe.reward_sections import Reward, Scoring
     from posttrain.verify.labelled import read_labelled, try_labelled
 
     rows = read_labelled(find(str(path), None, "labelled rows", DataError))
@@ -140,7 +141,7 @@ def _script(target: str) -> tuple[Path, str | None] | None:
 
 def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -> dict[str, Any]:
     """A script's EXAMPLES, then its ROWS."""
-    from posttrain.recipe.sections import Scoring
+    from posttrain.recipe.reward_sections import Scoring
     from posttrain.verify.shelf import own_rows
 
     found: dict[str, Any] = {"examples": _examples([script], timeout, quiet), "rows": []}
@@ -213,7 +214,8 @@ def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: boo
 
 def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Scoring]]:
     """(stage, data, rewards, scoring) of a recipe, or of each stage of a pipeline; equal ones once."""
-    from posttrain.recipe import sections
+    from posttrain.recipe.reward_sections import Reward, Scoring
+    from posttrain.recipe.sections import Data
 
     recipe: Any = loaded.recipe
     if recipe.verb != "run":
@@ -221,9 +223,9 @@ def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Sco
     parts: dict[str, Any] = {}
     for entry in recipe.stages:
         if entry.get("rewards") and entry.get("data"):  # a stage that takes another's completions has no rows
-            data = sections.Data.model_validate(entry["data"])
-            rewards = [sections.Reward.model_validate(r) for r in entry["rewards"]]
-            scoring = sections.Scoring.model_validate(entry.get("scoring", {}))
+            data = Data.model_validate(entry["data"])
+            rewards = [Reward.model_validate(r) for r in entry["rewards"]]
+            scoring = Scoring.model_validate(entry.get("scoring", {}))
             parts.setdefault(f"{data} {rewards} {scoring}", (entry["name"], data, rewards, scoring))
     return list(parts.values())
 

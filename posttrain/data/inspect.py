@@ -14,7 +14,8 @@ from posttrain.data import prepare, render
 from posttrain.data.prepare import Prepared
 from posttrain.data.render import Example, Pair
 from posttrain.errors import DataError, counted
-from posttrain.recipe.sections import Data, PairRules
+from posttrain.recipe.preference_sections import PairRules
+from posttrain.recipe.sections import Data
 
 if TYPE_CHECKING:
     from posttrain.batch import Prompt

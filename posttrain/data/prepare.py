@@ -16,7 +16,8 @@ from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
 from posttrain.data.sft_rows import without_thought
 from posttrain.errors import DataError, counted
-from posttrain.recipe.sections import Data, PairRules
+from posttrain.recipe.preference_sections import PairRules
+from posttrain.recipe.sections import Data
 
 if TYPE_CHECKING:
     from posttrain.batch import Prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.extract import Extractor, after_think, extract
 from posttrain.verify.load import LoadedReward
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.data.render import render_prompt
 from posttrain.errors import RewardError
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.section import ModelName, TemplateName
-from posttrain.recipe.sections import Data, Model, Sampling
+from posttrain.recipe.sections import Data, Model
 from posttrain.verify import judging
 from posttrain.verify.contract import Score, in_trainer, judge
 from posttrain.verify.extract import after_think

@@ -16,7 +16,7 @@ from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.errors import Interrupted, counted
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, load, load_tokenizer
-from posttrain.recipe.sections import EngineSection
+from posttrain.recipe.rollout_sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note

@@ -14,7 +14,9 @@ from posttrain.places import split_function
 from posttrain.recipe import building, merging, objective_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.eval_sections import EvalSettings
-from posttrain.recipe.sections import Critic, EngineSection, Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.recipe.rl_sections import Critic
+from posttrain.recipe.rollout_sections import EngineSection
 from posttrain.recipe.tree import Node, dotted, follow
 
 Found = Iterator[tuple[str, str, str]]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from posttrain.recipe.section import EvalName, Section
-from posttrain.recipe.sections import NonNegative, Positive, Reward, Scoring, Share
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.recipe.section import EvalName, NonNegative, Positive, Section, Share
 
 
 class Contamination(Section):

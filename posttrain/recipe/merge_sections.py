@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from posttrain.recipe.section import ModelName, Section
-from posttrain.recipe.sections import Positive
+from posttrain.recipe.section import ModelName, Positive, Section
 
 
 class Filtered(Section):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from posttrain.recipe.rl_sections import Loss
 from posttrain.recipe.section import ComponentSection
-from posttrain.recipe.sections import Loss
 from posttrain.recipe.stages import RlRecipe
 
 Found = Iterator[tuple[str, str, str]]

@@ -28,8 +28,7 @@ from pydantic import Field, ValidationError
 from posttrain.errors import Problem, counted, nearest
 from posttrain.recipe import layers
 from posttrain.recipe.problems import tell
-from posttrain.recipe.section import Section
-from posttrain.recipe.sections import Positive, Share
+from posttrain.recipe.section import Positive, Section, Share
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import Node, Origin, Path_, from_plain, plain
 

@@ -15,6 +15,10 @@ from posttrain import registry
 from posttrain.options import Channel, Gate
 from posttrain.places import split_function
 
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
 STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)  # built when used
 
 

@@ -10,15 +10,46 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 
 from posttrain.errors import counted
 from posttrain.recipe import merging
-from posttrain.recipe import sections as s
 from posttrain.recipe.building import Builder
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, Search
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters
-from posttrain.recipe.section import CompletionsName, ComponentSection, ModelName, PairsName, Section, registered
+from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.recipe.rl_sections import (
+    Advantage,
+    Bonus,
+    Controller,
+    CorrectionSection,
+    Critic,
+    Factor,
+    GroupReward,
+    Keep,
+    Kl,
+    Loss,
+    Opponent,
+    Regulariser,
+    RlBatch,
+    Select,
+    Spread,
+)
+from posttrain.recipe.rollout_sections import EngineSection, Environment, Rollout, Sampling, Tool
+from posttrain.recipe.section import (
+    CompletionsName,
+    ComponentSection,
+    ModelName,
+    NonNegative,
+    PairsName,
+    Positive,
+    Section,
+    Share,
+    registered,
+)
+from posttrain.recipe.sections import Data, Model, Run
+from posttrain.recipe.training_sections import DpoOptim, Optim, RewardOptim, SftObjective, SftOptim, TrainBatch
 
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
 OneOrMany = Annotated[
-    Annotated[s.Keep, Tag(TAGS[0])] | Annotated[list[s.Keep], Tag(TAGS[1])],
+    Annotated[Keep, Tag(TAGS[0])] | Annotated[list[Keep], Tag(TAGS[1])],
     Discriminator(lambda value: TAGS[isinstance(value, list)]),
 ]
 
@@ -30,7 +61,7 @@ class Stage(Section):
     presets: ClassVar[bool] = False
     unused: ClassVar[dict[str, str]] = {}  # keys of a shared section that this stage has no use for, and why
     extends: str | None = Field(None, description="a recipe whose values this one overrides")
-    run: s.Run = Field(default_factory=s.Run)
+    run: Run = Field(default_factory=Run)
     _base_dir: Path = PrivateAttr(default_factory=Path.cwd)
 
     @property
@@ -41,15 +72,15 @@ class Stage(Section):
 class Acting(Stage):
     """A stage whose model may call tools or act in an environment."""
 
-    tools: list[s.Tool] = Field(default_factory=list, description="what the model can call")
+    tools: list[Tool] = Field(default_factory=list, description="what the model can call")
     tool_format: Literal["auto", "json", "llama3", "xml"] = Field(
         "auto", description="how it writes calls; auto: as its chat template does"
     )
     tool_prompt: Literal["auto", "none"] = Field(
         "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
     )
-    tool_workers: s.Positive = Field(4, description="worker processes of tools, threads of environments")
-    environment: s.Environment | None = Field(None, description="what it acts in, instead of tools")
+    tool_workers: Positive = Field(4, description="worker processes of tools, threads of environments")
+    environment: Environment | None = Field(None, description="what it acts in, instead of tools")
     earlier_turns: Literal["refuse", "as_sampled"] = Field(
         "refuse",
         description="a template that rewrites earlier turns (drops their thoughts): refuse it, or go on with the "
@@ -106,11 +137,11 @@ class SftRecipe(Stage):
     verb: ClassVar = "sft"
     unused: ClassVar = {**_NO_ROLLOUTS, **_NO_REFERENCE_COPY}
     stage: Literal["sft"] = "sft"
-    model: s.Model
-    data: s.Data
-    objective: s.SftObjective = Field(default_factory=lambda: s.SftObjective.model_validate({}))
-    batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
-    optim: s.SftOptim = Field(default_factory=s.SftOptim)
+    model: Model
+    data: Data
+    objective: SftObjective = Field(default_factory=lambda: SftObjective.model_validate({}))
+    batch: TrainBatch = Field(default_factory=TrainBatch)
+    optim: SftOptim = Field(default_factory=SftOptim)
 
 
 class DpoRecipe(Stage):
@@ -127,14 +158,14 @@ class DpoRecipe(Stage):
     }
     stage: Literal["dpo"] = "dpo"
     algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
-    model: s.Model
-    data: s.Data
-    loss: s.PairLossSection = Field(default_factory=lambda: s.PairLossSection.model_validate({}))
-    online_kl: s.OnlineKl | None = Field(None, description="a KL on the policy's own answers, besides the loss (hypo)")
-    anchors: s.Anchors = Field(default_factory=s.Anchors)
-    pairs: s.PairRules = Field(default_factory=s.PairRules)
-    batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
-    optim: s.DpoOptim = Field(default_factory=s.DpoOptim)
+    model: Model
+    data: Data
+    loss: PairLossSection = Field(default_factory=lambda: PairLossSection.model_validate({}))
+    online_kl: OnlineKl | None = Field(None, description="a KL on the policy's own answers, besides the loss (hypo)")
+    anchors: Anchors = Field(default_factory=Anchors)
+    pairs: PairRules = Field(default_factory=PairRules)
+    batch: TrainBatch = Field(default_factory=TrainBatch)
+    optim: DpoOptim = Field(default_factory=DpoOptim)
 
 
 class RewardModelRecipe(Stage):
@@ -154,11 +185,11 @@ class RewardModelRecipe(Stage):
     }
     stage: Literal["reward_model"] = "reward_model"
     algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
-    model: s.Model
-    data: s.Data
-    objective: s.RewardObjective = Field(default_factory=s.RewardObjective)
-    batch: s.TrainBatch = Field(default_factory=s.TrainBatch)
-    optim: s.RewardOptim = Field(default_factory=s.RewardOptim)
+    model: Model
+    data: Data
+    objective: RewardObjective = Field(default_factory=RewardObjective)
+    batch: TrainBatch = Field(default_factory=TrainBatch)
+    optim: RewardOptim = Field(default_factory=RewardOptim)
 
 
 class RlRecipe(Acting):
@@ -172,38 +203,36 @@ class RlRecipe(Acting):
     }
     stage: Literal["rl"] = "rl"
     algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
-    model: s.Model
-    data: s.Data
-    rollout: s.Rollout = Field(default_factory=s.Rollout)
-    rewards: list[s.Reward] = Field(min_length=1)
-    scoring: s.Scoring = Field(default_factory=s.Scoring)
-    group_rewards: list[s.GroupReward] = Field(
+    model: Model
+    data: Data
+    rollout: Rollout = Field(default_factory=Rollout)
+    rewards: list[Reward] = Field(min_length=1)
+    scoring: Scoring = Field(default_factory=Scoring)
+    group_rewards: list[GroupReward] = Field(
         default_factory=list, description="rewards of whole groups, in order, before `keep`"
     )
     keep: OneOrMany | None = Field(None, description="one filter, or a list: all must hold")
-    advantage: s.Advantage = Field(default_factory=lambda: s.Advantage.model_validate({}))
-    factors: list[s.Factor] = Field(default_factory=list, description="what multiplies the advantages of a row")
-    bonuses: list[s.Bonus] = Field(default_factory=list, description="what changes advantages after the factors")
-    spread: s.Spread | None = None
-    select: list[s.Select] = Field(default_factory=list, description="tokens to train on: all must hold")
-    corrections: list[s.CorrectionSection] = Field(
+    advantage: Advantage = Field(default_factory=lambda: Advantage.model_validate({}))
+    factors: list[Factor] = Field(default_factory=list, description="what multiplies the advantages of a row")
+    bonuses: list[Bonus] = Field(default_factory=list, description="what changes advantages after the factors")
+    spread: Spread | None = None
+    select: list[Select] = Field(default_factory=list, description="tokens to train on: all must hold")
+    corrections: list[CorrectionSection] = Field(
         default_factory=list, description="weights and masks on the policy-gradient term"
     )
-    loss: s.Loss = Field(default_factory=lambda: s.Loss.model_validate({}))
-    kl: s.Kl = Field(default_factory=lambda: s.Kl.model_validate({}))
-    regularisers: list[s.Regulariser] = Field(default_factory=list, description="terms added to the loss")
-    controllers: dict[str, s.Controller] = Field(
+    loss: Loss = Field(default_factory=lambda: Loss.model_validate({}))
+    kl: Kl = Field(default_factory=lambda: Kl.model_validate({}))
+    regularisers: list[Regulariser] = Field(default_factory=list, description="terms added to the loss")
+    controllers: dict[str, Controller] = Field(
         default_factory=dict, description="key of a number (`kl.coef`, `bonuses.0.alpha`): what drives it"
     )
-    critic: s.Critic = Field(default_factory=s.Critic)
-    opponent: s.Opponent | None = Field(
-        None, description="what the policy plays against (`versus_opponent`, `nash_mp`)"
-    )
-    batch: s.RlBatch = Field(default_factory=s.RlBatch)
-    optim: s.Optim = Field(default_factory=s.Optim)
+    critic: Critic = Field(default_factory=Critic)
+    opponent: Opponent | None = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
+    batch: RlBatch = Field(default_factory=RlBatch)
+    optim: Optim = Field(default_factory=Optim)
 
     @property
-    def keeps(self) -> list[s.Keep]:
+    def keeps(self) -> list[Keep]:
         """The filters of `keep`, however they are written."""
         return self.keep if isinstance(self.keep, list) else [self.keep] if self.keep else []
 
@@ -267,12 +296,12 @@ class EvalRecipe(Acting):
     verb: ClassVar = "eval"
     unused: ClassVar = _READ_ONLY
     stage: Literal["eval"] = "eval"
-    model: s.Model
-    data: s.Data
-    sampling: s.Sampling = Field(default_factory=s.Sampling)
-    engine: s.EngineSection = Field(default_factory=s.EngineSection)
-    rewards: list[s.Reward] = Field(min_length=1)
-    scoring: s.Scoring = Field(default_factory=s.Scoring)
+    model: Model
+    data: Data
+    sampling: Sampling = Field(default_factory=Sampling)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    rewards: list[Reward] = Field(min_length=1)
+    scoring: Scoring = Field(default_factory=Scoring)
     eval: EvalSettings = Field(default_factory=EvalSettings)
 
 
@@ -282,11 +311,11 @@ class GenerateRecipe(Acting):
     verb: ClassVar = "generate"
     unused: ClassVar = _READ_ONLY
     stage: Literal["generate"] = "generate"
-    model: s.Model
-    data: s.Data
-    sampling: s.Sampling = Field(default_factory=s.Sampling)
-    engine: s.EngineSection = Field(default_factory=s.EngineSection)
-    samples: s.Positive = Field(1, description="completions a prompt")
+    model: Model
+    data: Data
+    sampling: Sampling = Field(default_factory=Sampling)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    samples: Positive = Field(1, description="completions a prompt")
     best_of: BestOf | None = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
 
     search: Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
@@ -324,12 +353,12 @@ class PairsRecipe(Stage):
     past: CompletionsName | None = Field(None, description="completions of an earlier policy (temporal, versus_past)")
     future: CompletionsName | None = Field(None, description="completions of the model of phase 1 (temporal)")
     teacher: CompletionsName | None = Field(None, description="completions of a teacher (verified, large_margin)")
-    max_pairs: s.Positive = Field(10, description="pairs a prompt at most, where a builder makes several")
+    max_pairs: Positive = Field(10, description="pairs a prompt at most, where a builder makes several")
     prefer_teacher: bool = Field(True, description="verified: the teacher's answer before the policy's own right one")
     min_positive: float = Field(5.0, description="large_margin: least score of a chosen answer")
     margin: float = Field(2.0, description="large_margin: least gap of the scores")
     margin_student: float = Field(1.0, description="large_margin: the same where the chosen answer is the policy's own")
-    min_length: s.NonNegative = Field(0.0, description="after_verification: tokens of a good answer at least")
+    min_length: NonNegative = Field(0.0, description="after_verification: tokens of a good answer at least")
     flags: dict[Literal["consistent", "repetitive", "reflective"], str] = Field(
         default_factory=dict, description="after_verification: the reward component that says it"
     )
@@ -340,13 +369,13 @@ class PairsRecipe(Stage):
     not_in: list[PairsName] = Field(
         default_factory=list, description="pairs of earlier rounds (files or run directories), not to be made again"
     )
-    separability: s.Share | None = Field(
+    separability: Share | None = Field(
         0.9, description="warn when style alone tells unseen pairs apart more often than this; null = do not ask"
     )
-    rewards: list[s.Reward] = Field(
+    rewards: list[Reward] = Field(
         default_factory=list, description="what grades completions of `generate`; those of `eval` keep their grades"
     )
-    scoring: s.Scoring = Field(default_factory=s.Scoring)
+    scoring: Scoring = Field(default_factory=Scoring)
 
 
 class PipelineRecipe(Stage):
@@ -363,7 +392,7 @@ class PipelineRecipe(Stage):
     )
     stages: list[dict[str, Any]] = Field(min_length=1, description="name, stage, and that stage's sections")
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="the whole pipeline once a seed")
-    parallel: s.Positive = Field(1, description="seeds run side by side, each with its share of the cores")
+    parallel: Positive = Field(1, description="seeds run side by side, each with its share of the cores")
     table: list[str] = Field(default_factory=list, description="eval stages compared in the closing table, in order")
 
 

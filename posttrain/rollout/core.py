@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import EngineError
-from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import rank, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request

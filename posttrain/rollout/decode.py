@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from posttrain.errors import NonFiniteError
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.sampling import sample
 from posttrain.rollout.stopping import StopStrings

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from posttrain import whereabouts
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
 from posttrain.errors import DataError, counted
-from posttrain.recipe.sections import EngineSection, Sampling
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel

@@ -16,7 +16,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.decode import cache_gap, decode
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.sampling import uniforms

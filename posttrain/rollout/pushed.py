@@ -17,7 +17,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
-from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps

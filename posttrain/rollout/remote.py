@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from posttrain.errors import MissingExtra, RecipeError, counted
-from posttrain.recipe.sections import Sampling, Server, Vllm
+from posttrain.recipe.rollout_sections import Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights, wire
 from posttrain.rollout.client import Client
 from posttrain.rollout.engine import Completion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 
 
 def uniforms(rows: int, length: int, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion, Weightless, as_rollouts
 
 Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]

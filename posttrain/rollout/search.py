@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.eval_sections import Search
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion, Engine, as_rollouts
 from posttrain.seeds import derive
 

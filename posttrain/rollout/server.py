@@ -30,7 +30,7 @@ from torch import Tensor
 
 from posttrain import __version__
 from posttrain.errors import EngineError, PosttrainError
-from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import lifeline, shared_memory, wire
 from posttrain.rollout.client import BUSY
 from posttrain.rollout.engine import Completion

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from posttrain.batch import Prompt, Rollout
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion, Weightless, as_rollouts
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from posttrain.batch import Prompt, Rollout, Segment, Turn
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Engine
 from posttrain.rollout.template import Between, check_template
 from posttrain.seeds import derive

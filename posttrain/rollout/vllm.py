@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.recipe.sections import Sampling, Vllm
+from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import vllm_start, weights
 from posttrain.rollout.core import VllmCore
 from posttrain.rollout.engine import Completion

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
-from posttrain.recipe.sections import Vllm
+from posttrain.recipe.rollout_sections import Vllm
 from posttrain.rollout import rank
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for

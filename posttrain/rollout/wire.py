@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from posttrain import errors
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import ToolError, nearest
 from posttrain.places import find, known_files, shipped, split_function
-from posttrain.recipe.sections import Environment, Tool
+from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.registry import load_function, types_of, wrong_type
 from posttrain.tools.schema import schema_of
 

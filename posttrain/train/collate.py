@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
 from posttrain.batch import Rollout, RolloutBatch
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.train.logprobs import Sequences
 from posttrain.verify.extract import Extractor, extract
 

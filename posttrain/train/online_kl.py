@@ -16,7 +16,8 @@ from posttrain.batch import Prompt, RolloutBatch
 from posttrain.data.render import Pair
 from posttrain.loss.distribution import online_kl
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import OnlineKl, Sampling
+from posttrain.recipe.preference_sections import OnlineKl
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import check_fits
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.train.collate import rollout_batch, sequences_of

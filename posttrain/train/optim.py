@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from posttrain.errors import MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import Optim
+from posttrain.recipe.training_sections import Optim
 
 PAGED = "paged_adamw_8bit"
 

@@ -9,7 +9,7 @@ from typing import Any
 from posttrain import registry, whereabouts
 from posttrain.errors import DataError, counted
 from posttrain.places import split_function
-from posttrain.recipe.sections import Anchors
+from posttrain.recipe.preference_sections import Anchors
 
 Row = Mapping[str, Any]
 Columns = dict[str, list[Any]]

@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.errors import Problem, RewardError, UserError, nearest
 from posttrain.places import find, known_files, split_function
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import load_function, load_module, types_of, wrong_type
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from posttrain import whereabouts
 from posttrain.errors import RewardError, RunError, counted, nearest
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.combine import by_turn, closed, combine
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch

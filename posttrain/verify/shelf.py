@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.contract import shown
 from posttrain.verify.examples import only_reward
 from posttrain.verify.load import load_reward, load_script

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import DataError
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
 from posttrain.verify.load import check_columns
 from posttrain.verify.probes import Probe, injections, outbids, pays, probes, samples_of, talked_over

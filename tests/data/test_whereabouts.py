@@ -12,7 +12,9 @@ from posttrain import whereabouts
 from posttrain.data.prepare import prepare_examples, prepare_prompts
 from posttrain.data.rows import load_rows
 from posttrain.errors import DataError, RewardError, RunError
-from posttrain.recipe.sections import Data, Reward, Sampling, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.sections import Data
 from posttrain.rollout.engine import check_fits
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Sample, Scorer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.evaluate.answers import vote_order, voted_answer
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.load import load_reward
 
 

@@ -11,7 +11,7 @@ import pytest
 from posttrain.errors import ModelError, RewardError
 from posttrain.evaluate import model_judge
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl

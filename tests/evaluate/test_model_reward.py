@@ -15,7 +15,8 @@ from posttrain.errors import ModelError, RewardError
 from posttrain.evaluate import model_reward
 from posttrain.models import scorer
 from posttrain.models.scorer import Card
-from posttrain.recipe.sections import Data, Model, Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.recipe.sections import Data, Model
 from posttrain.verify.contract import in_trainer
 from posttrain.verify.load import load_reward
 from posttrain.verify.score import Sample, Scorer

@@ -13,7 +13,8 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel, load
-from posttrain.recipe.sections import EngineSection, Lora, Model, Sampling, Vllm
+from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import evaluating
 

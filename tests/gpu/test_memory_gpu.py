@@ -11,7 +11,7 @@ from torch import nn
 
 from posttrain.models import tiny
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import Optim
+from posttrain.recipe.training_sections import Optim
 from posttrain.train import optim
 from posttrain.train.reference import reference_policy
 

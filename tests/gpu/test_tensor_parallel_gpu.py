@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain.batch import Prompt, Rollout
 from posttrain.models import tiny
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import EngineSection, Sampling
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.rollout import local_server
 from posttrain.rollout.engine import make_engine
 from posttrain.run.metrics import read_metrics

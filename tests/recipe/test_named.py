@@ -13,8 +13,9 @@ import pytest
 from posttrain.errors import UserError
 from posttrain.recipe import keys, named
 from posttrain.recipe.functions import strange_arguments, written
+from posttrain.recipe.reward_sections import Reward
+from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.recipe.section import CompletionsName, ComponentSection, CriticName, EvalName, PairsName
-from posttrain.recipe.sections import Environment, Reward, Tool
 
 # Keys that speak of files or models and name none that can be looked for: checked elsewhere, or written by the run.
 OTHERS = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify import sandbox
 from posttrain.verify.score import Sample, Scorer
 

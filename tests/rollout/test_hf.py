@@ -19,7 +19,7 @@ from transformers import (
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError, NonFiniteError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import EngineSection, Sampling
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine
 

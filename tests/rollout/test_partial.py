@@ -13,7 +13,7 @@ import torch
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import EngineSection, Sampling
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.rollout.engine import Completion, as_rollouts, make_engine
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.partial import Gate, complete

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from posttrain.errors import EngineError, RecipeError
-from posttrain.recipe.sections import EngineSection, Vllm
+from posttrain.recipe.rollout_sections import EngineSection, Vllm
 from posttrain.rollout import local_server, rank, remote, vllm_start, wire
 
 

@@ -7,7 +7,7 @@ import pytest
 from posttrain.batch import Prompt
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import Sampling
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.scripted import ScriptedEngine
 
 

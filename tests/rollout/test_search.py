@@ -13,7 +13,8 @@ from posttrain.evaluate import generate
 from posttrain.models import tiny
 from posttrain.recipe.eval_sections import Search
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Reward, Sampling
+from posttrain.recipe.reward_sections import Reward
+from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.scripted import ScriptedEngine
 from posttrain.rollout.search import SearchEngine, beam_step, step_labels

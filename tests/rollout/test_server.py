@@ -20,7 +20,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.models.rounding import logp_tolerance
-from posttrain.recipe.sections import EngineSection, Sampling
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.rollout import client, local_server, shared_memory, wire
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine

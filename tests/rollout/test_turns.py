@@ -12,7 +12,7 @@ import pytest
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, ToolError
 from posttrain.models.tiny import build_tokenizer
-from posttrain.recipe.sections import Sampling, Tool
+from posttrain.recipe.rollout_sections import Sampling, Tool
 from posttrain.rollout.engine import Completion, as_rollouts
 from posttrain.rollout.scripted import ScriptedEngine
 from posttrain.rollout.template import Between, check_template, rewrites

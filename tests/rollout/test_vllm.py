@@ -15,7 +15,7 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine, evaluating
 from posttrain.rollout.pushed import requests_of

@@ -14,7 +14,7 @@ import torch
 from posttrain.batch import Prompt
 from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.sections import EngineSection, Sampling, Server, Vllm
+from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
 from posttrain.rollout import vllm_start, weights
 from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps

@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.data import gym
 from posttrain.errors import ToolError
-from posttrain.recipe.sections import Environment
+from posttrain.recipe.rollout_sections import Environment
 from posttrain.tools.load import environment_class
 from posttrain.tools.worlds import Environments
 

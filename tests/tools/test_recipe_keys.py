@@ -10,7 +10,7 @@ import pytest
 
 from posttrain.errors import RecipeError, ToolError
 from posttrain.recipe.load import load, load_dict
-from posttrain.recipe.sections import Environment, Tool
+from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.tools.load import environment_class, load_tool
 
 

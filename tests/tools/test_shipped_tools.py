@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.places import shipped
-from posttrain.recipe.sections import Tool
+from posttrain.recipe.rollout_sections import Tool
 from posttrain.registry import load_module
 from posttrain.tools.load import load_tool
 from posttrain.verify.sandbox import isolation

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import ToolError
-from posttrain.recipe.sections import Environment
+from posttrain.recipe.rollout_sections import Environment
 from posttrain.tools.load import environment_class
 from posttrain.tools.simulate import mean_return
 from posttrain.tools.worlds import Environments, Simulations

@@ -14,7 +14,8 @@ from posttrain.data import rows as rows_module
 from posttrain.data.prepare import prepare_pairs
 from posttrain.errors import DataError
 from posttrain.models import load as models
-from posttrain.recipe.sections import Data, PairRules
+from posttrain.recipe.preference_sections import PairRules
+from posttrain.recipe.sections import Data
 from posttrain.train import hf_trainer, pair_columns, preference
 
 GOOD = {"name": "good", "prompt": "1+1", "chosen": "2", "rejected": "3"}

@@ -13,7 +13,8 @@ from posttrain.batch import PairBatch
 from posttrain.data.render import Pair
 from posttrain.loss import distribution
 from posttrain.models import load as models
-from posttrain.recipe.sections import Model, OnlineKl
+from posttrain.recipe.preference_sections import OnlineKl
+from posttrain.recipe.sections import Model
 from posttrain.train.logprobs import completion_logprobs
 from posttrain.train.online_kl import OnlinePolicy
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from posttrain.errors import MissingExtra, RecipeError
 from posttrain.models import tiny
-from posttrain.recipe.sections import Optim
+from posttrain.recipe.training_sections import Optim
 from posttrain.train import optim, preference, sft
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ import pytest
 from posttrain.batch import Prompt, Rollout, Segment
 from posttrain.errors import RewardError
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl, scoring
@@ -191,7 +191,8 @@ def test_an_engine_tells_prompts_that_are_whole(batch_size: int) -> None:
     """Batches of five rows cut the groups of three: each prompt is told once, with the objects that are returned."""
     from posttrain.batch import Prompt
     from posttrain.models import load as models
-    from posttrain.recipe.sections import Model, Sampling
+    from posttrain.recipe.rollout_sections import Sampling
+    from posttrain.recipe.sections import Model
 
     loaded = models.load(Model(path="tiny"), Path.cwd())
     prompts = [Prompt(str(i), {}, "", tuple(range(10, 12 + i % 2))) for i in range(4)]

@@ -131,7 +131,7 @@ def test_messages_that_are_not_to_be_learnt(answers: Any, tmp_path: Path, rows_o
 
 def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
     """10 steps, 4 of decay: constant for 6, continuous there, never rising, min_lr behind the end."""
-    from posttrain.recipe.sections import Optim
+    from posttrain.recipe.training_sections import Optim
 
     section = Optim(lr=1.0, schedule="stable_decay", decay_steps=4, min_lr=0.1)
     rates = [optim.lr_factor(step, section, 10) for step in range(12)]

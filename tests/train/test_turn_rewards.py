@@ -15,7 +15,7 @@ from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
 from posttrain.errors import RewardError
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.rollout.told import told
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl

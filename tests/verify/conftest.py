@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 
 

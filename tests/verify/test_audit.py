@@ -150,7 +150,7 @@ def test_variants_differ_and_know_their_ending() -> None:
 
 
 def test_a_trial_counts_what_happens_by_kind(script: Callable[..., Path]) -> None:
-    from posttrain.recipe.sections import Reward, Scoring
+    from posttrain.recipe.reward_sections import Reward, Scoring
 
     path = script(
         """

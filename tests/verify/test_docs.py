@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.recipe import tree, yaml
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.examples import run_examples
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"

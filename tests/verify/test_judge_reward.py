@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RewardError, RunError
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.load import load_reward
 from posttrain.verify.score import Sample
 from posttrain.verify.trial import try_rewards

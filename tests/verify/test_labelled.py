@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import DataError
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.labelled import confusion, kappa, read_labelled, try_labelled
 
 

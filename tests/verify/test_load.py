@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from posttrain.errors import RewardError
-from posttrain.recipe.sections import Reward
+from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.load import LoadedReward, check_columns, describe, load_reward, locate, shipped_function
 
 Script = Callable[..., Path]

@@ -217,7 +217,7 @@ def test_workers_end_when_their_parent_is_killed(script: Callable[..., Path], tm
         """
     )
     program = """
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 with Scorer([Reward(use="./mine.py:score", timeout_s=3.0)], Scoring(workers=2), None) as s:
     s.score([Sample("x", {"what": "hang"}), Sample("x", {"what": "quick"})])
@@ -246,7 +246,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
 def test_what_a_reward_prints_never_reaches_stdout(script: Callable[..., Path], tmp_path: Path) -> None:
     script("import os\ndef score(completion):\n print('talk')\n os.write(1, b'raw talk')\n return 1.0")
     program = """
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 with Scorer([Reward(use="./mine.py:score")], Scoring(workers=1), None) as s:
     print(s.score([Sample("x", {})]).rewards)
@@ -270,7 +270,7 @@ def test_a_script_called_math_beside_import_random(script: Callable[..., Path], 
     program = """
 import sys
 sys.path[:] = [p for p in sys.path if p]  # as the `posttrain` command runs
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 with Scorer([Reward(use="./math.py:score")], Scoring(workers=1), None) as s:
     print(s.score([Sample("x", {})]).rewards)

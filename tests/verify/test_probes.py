@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.recipe.sections import Reward, Scoring
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.probes import Probe, mutations, pays, probes
 from posttrain.verify.trial import Trial, as_json, try_rewards
 from posttrain.verify.variants import WRITERS

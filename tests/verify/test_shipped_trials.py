@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.errors import RewardError
 from posttrain.places import known_files
-from posttrain.recipe.sections import Scoring
+from posttrain.recipe.reward_sections import Scoring
 from posttrain.verify.examples import examples_of
 from posttrain.verify.shelf import CORRECTNESS, own_rows
 from posttrain.verify.trial import try_rewards

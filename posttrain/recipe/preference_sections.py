@@ -1,0 +1,103 @@
+"""The sections of what is learnt from preferences: pairs and reward models. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.section import ComponentSection, ModelName, NonNegative, Positive, Section
+
+
+class PairLossSection(ComponentSection):
+    """The preference loss."""
+
+    kinds: ClassVar = ("pair_loss",)
+    use: str = "dpo"
+
+
+class OnlineKl(Section):
+    """The KL to the starting policy on the policy's own answers to the pairs' prompts, added to the preference loss."""
+
+    coef: Annotated[float, Field(gt=0)] = Field(1e-3, description="its weight; 1e-4 to 1e-2 is usual")
+    samples: Positive = Field(1, description="answers to a prompt, in each step")
+    baseline: Literal["none", "rloo"] = Field(
+        "none", description="rloo: less the mean KL of a prompt's other answers, which makes the estimate steadier"
+    )
+    max_new_tokens: Positive = Field(256, description="longest answer")
+
+    @model_validator(mode="after")
+    def _has_others(self) -> OnlineKl:
+        if self.baseline == "rloo" and self.samples == 1:
+            raise ValueError("`baseline: rloo` compares the answers to a prompt: write `samples` of 2 or more")
+        return self
+
+
+class PairRules(Section):
+    """What becomes of pairs from which nothing can be learned. They are counted and told by row in any case."""
+
+    bad: Literal["drop", "error"] = Field("drop", description="pairs with equal sides, an empty side or no prompt")
+    max_gap: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="pairs whose longer side has more than this times the tokens of the other are bad too"
+    )
+
+
+class Anchors(Section):
+    """Other policies that the preference loss reads, as models (path or `stage:NAME`): the log-probs of every pair are
+    computed once, one model after the other, before the policy is loaded."""
+
+    reference: ModelName | None = Field(None, description="the reference; default: the policy as it is loaded")
+    previous: ModelName | None = Field(
+        None, description="the policy that the pairs were sampled from (dno, inpo, p3o_pair); default: as it is loaded"
+    )
+    history: list[ModelName] = Field(default_factory=list, description="earlier policies, the newest first (mnpo)")
+
+
+class RewardObjective(Section):
+    """What the heads of a reward model learn, and from which columns."""
+
+    use: Literal["bradley_terry", "mixture", "label_regression", "gaussian"] = Field(
+        "bradley_terry",
+        description="bradley_terry: each head ranks all pairs; mixture: heads divide the users among them; "
+        "label_regression: a head a label; gaussian: heads with a mean and a deviation each, of one label",
+    )
+    heads: Positive | None = Field(
+        None, description="default: 1 (bradley_terry), 2 (mixture), 5 (gaussian); label_regression: one a label"
+    )
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the rows that each head sees, drawn for each: makes heads of one model differ"
+    )
+    center_coef: NonNegative = Field(0.01, description="pull of the pair's summed scores to 0 (pairs)")
+    margin: str | None = Field(None, description="column with the score that chosen must be ahead by (pairs)")
+    labels: list[str] = Field(default_factory=list, description="columns with numbers, one a head; may be null")
+    user: str | None = Field(None, description="column that says who preferred (mixture); default: each pair is one")
+    rounds: Positive = Field(5, description="how often users are assigned to heads anew (mixture)")
+    soft: bool = Field(False, description="weigh heads by how likely they are instead of the best one (mixture)")
+    holdout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.1, description="share of the rows kept out of training, which the report is about"
+    )
+
+    @property
+    def pairs(self) -> bool:
+        """Rows are pairs; otherwise answers with labels."""
+        return self.use in ("bradley_terry", "mixture")
+
+    @property
+    def count(self) -> int:
+        """Number of heads."""
+        fixed = {"bradley_terry": 1, "mixture": 2, "gaussian": 5}
+        return len(self.labels) if self.use == "label_regression" else self.heads or fixed[self.use]
+
+    @model_validator(mode="after")
+    def _fits(self) -> RewardObjective:
+        if self.use == "label_regression" and (not self.labels or self.heads):
+            raise ValueError("label_regression has a head for each of `labels`: name them, and leave `heads` out")
+        if self.use == "gaussian" and len(self.labels) != 1:
+            raise ValueError("gaussian learns one label: name its column in `labels`")
+        if self.pairs and self.labels:
+            raise ValueError(f"`labels` are for label_regression and gaussian; {self.use} learns from pairs")
+        unread = {"margin": "bradley_terry", "user": "mixture"}
+        for key, reader in unread.items():
+            if getattr(self, key) and self.use != reader:
+                raise ValueError(f"`{key}` is for {reader}")
+        return self

@@ -1,0 +1,57 @@
+"""The sections of rewards: which there are, and how they are run. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from posttrain.recipe.section import OnNone, Positive, Section, Share
+
+
+class Condition(Section):
+    """When a component counts."""
+
+    on: str = Field(description="name of another reward")
+    min: float = Field(1.0, description="its least score for the component to count; below it the component is 0")
+
+
+class Reward(Section):
+    """One reward component."""
+
+    use: str = Field(description="script.function of a shipped reward (math.accuracy), or file.py:function")
+    name: str | None = Field(None, description="name in metrics; default: the function's")
+    weight: float = Field(1.0, description="0 = log only")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    correct: bool = Field(False, description="this component says whether an answer is right (default: the first)")
+    on_none: OnNone = Field("auto", description="what a None (does not apply) means for the row")
+    clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="[low, high] of the score before it is weighted"
+    )
+    condition: Condition | None = Field(None, description="count only where another reward says so")
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="wall clock a call; default: 10, of a judge what its script says"
+    )
+    canary: bool = Field(
+        False, description="never trained on (weight 0): an alarm when it falls while the trained reward rises"
+    )
+
+
+class Scoring(Section):
+    """How rewards are run."""
+
+    workers: Positive = Field(2, description="worker processes")
+    correct_at: float = Field(1.0, description="an answer is right when the correctness component is at least this")
+    max_error_rate: Share = Field(
+        0.1, description="stop when more calls of a component than this fail or time out in a step"
+    )
+    max_bad_gold: Share = Field(
+        0.05, description="refuse to start when gold does not score best on more rows than this"
+    )
+    memory_mb: Positive | None = Field(
+        None, description="memory of a worker process; a call that needs more fails; null = no limit"
+    )
+    split: Literal["lines", "paragraphs"] | None = Field(
+        None, description="how a completion of one turn is divided into steps, for rewards by turn (`@per_turn`)"
+    )
+    canary_window: Annotated[int, Field(ge=5)] = Field(20, description="steps over which canaries are watched")

@@ -1,0 +1,132 @@
+"""The sections of `rl`: from the rewards of a step to its loss, one part after the other. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.section import ComponentSection, CriticName, ModelName, NonNegative, Positive, Section
+
+
+class GroupReward(ComponentSection):
+    """A reward of a whole group: it makes new rewards from those of the rows, their components and lengths."""
+
+    kinds: ClassVar = ("group_reward",)
+
+
+class Keep(ComponentSection):
+    """Which groups or rows stay in the batch."""
+
+    kinds: ClassVar = ("keep",)
+
+
+class Advantage(ComponentSection):
+    """How rewards become advantages: the normaliser."""
+
+    kinds: ClassVar = ("advantage",)
+    use: str = "group"
+
+
+class Factor(ComponentSection):
+    """A factor on the advantages of each row."""
+
+    kinds: ClassVar = ("factor",)
+
+
+class Bonus(ComponentSection):
+    """New advantages from those that there are."""
+
+    kinds: ClassVar = ("bonus",)
+
+
+class Spread(ComponentSection):
+    """How a row's advantage is divided among its turns or tokens."""
+
+    kinds: ClassVar = ("spread",)
+
+
+class Select(ComponentSection):
+    """Which rows and tokens are trained on."""
+
+    kinds: ClassVar = ("select",)
+
+
+class CorrectionSection(ComponentSection):
+    """A weight or mask against the difference between the engine's and the trainer's log-probs."""
+
+    kinds: ClassVar = ("correction",)
+
+
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "local_token_mean"]
+
+
+class Loss(ComponentSection):
+    """The policy loss and how its token matrix becomes one number."""
+
+    kinds: ClassVar = ("loss", "group_loss")
+    use: str = "clip"
+    aggregation: Aggregation = "seq_mean_token_mean"
+    norm_len: Positive | None = Field(None, description="constant length of `fixed`; default: max_new_tokens")
+    count_empty_rows: bool = Field(True, description="rows without trained tokens stay in the row count")
+    mask_truncated: bool = Field(False, description="completions that hit the limit carry no loss")
+
+
+class Kl(ComponentSection):
+    """Distance to the reference policy. coef 0 = no reference model at all."""
+
+    kinds: ClassVar = ("kl",)
+    use: str = "k3"
+    coef: NonNegative = 0.0
+    where: Literal["loss", "reward"] = "loss"
+    reference: ModelName | None = Field(
+        None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
+    )
+
+
+class Regulariser(ComponentSection):
+    """A term added to the loss."""
+
+    kinds: ClassVar = ("regulariser",)
+    coef: float = Field(1.0, description="it is multiplied by this")
+    aggregation: Aggregation | None = Field(None, description="default: that of the loss")
+
+
+class Controller(ComponentSection):
+    """What drives one number of the recipe over the run."""
+
+    kinds: ClassVar = ("controller",)
+
+
+class Critic(Section):
+    """The value head: a linear layer on the policy's last hidden states, which it does not change."""
+
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the value head")
+    path: CriticName | None = Field(
+        None,
+        description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "
+        "from: it stays as it is, and reads the reference's hidden states",
+    )
+
+    @model_validator(mode="after")
+    def _stays(self) -> Critic:
+        if self.path and "lr" in self.model_fields_set:
+            raise ValueError("a critic with a `path` is not trained: remove `lr`")
+        return self
+
+
+class Opponent(Section):
+    """A slow copy of the policy to play against: its answers to a step's prompts are what the policy's must beat."""
+
+    ema: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.01, description="share of the way to the policy that it goes after each step; 1 = the policy itself"
+    )
+    samples: Positive = Field(1, description="its answers to a prompt")
+
+
+class RlBatch(Section):
+    """How a step's rollouts are divided for the update."""
+
+    minibatches: Positive = Field(1, description="optimiser updates an epoch")
+    epochs: Positive = Field(1, description="passes over the rollouts")
+    micro_tokens: Positive = Field(16384, description="tokens (prompt + completion) of one forward pass at most")

@@ -1,0 +1,164 @@
+"""The sections of what generates: sampling, engines, tools and environments. No torch here."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.section import NonNegative, Positive, Section, Share
+
+
+class Sampling(Section):
+    """How completions are drawn."""
+
+    temperature: NonNegative = Field(1.0, description="0 = greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="0 = all tokens")
+    max_new_tokens: Positive = 512
+    stop: list[str] = Field(default_factory=list, description="texts that end a completion, besides EOS")
+    max_turns: Positive = Field(8, description="with tools or an environment: turns of the model at most")
+    turn_tokens: Positive | None = Field(
+        None, description="the same: longest turn; default: max_new_tokens, which holds all turns and replies"
+    )
+    reply_tokens: Positive = Field(512, description="the same: longest reply of a turn's tools, cut behind it")
+    rollout_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the same: no further turn begins after this much time since the rollouts began"
+    )
+
+
+class Tool(Section):
+    """Something that the model can call: a function of a file, a shipped tool by name, or a command."""
+
+    use: str | None = Field(None, description="a shipped tool (calculator, python, sql, search), or file.py:function")
+    command: str | None = Field(None, description="instead of use: a command that reads the model's input from stdin")
+    name: str | None = Field(None, description="as the model calls it; default: the function's")
+    description: str | None = Field(None, description="of a command, for the model")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword-only arguments of the function")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="wall clock a call")
+    max_chars: Positive = Field(4000, description="longest answer; the rest is cut and told")
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Tool:
+        if bool(self.use) == bool(self.command):
+            raise ValueError("give either `use` or `command`")
+        if self.command and self.params:
+            raise ValueError("a command has no `params`: write its arguments behind it")
+        if self.use and self.description:
+            raise ValueError("`description` is for a command: a function has its docstring")
+        return self
+
+
+class Environment(Section):
+    """What the model acts in, turn by turn: a class with reset(row), step(text), score() and close()."""
+
+    use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step, or of a state's simulations")
+    simulations: Annotated[int, Field(ge=0)] = Field(
+        0, description="random plays from the state before each turn, for advantage mc_critic; needs a method actions()"
+    )
+    horizon: Positive = Field(200, description="steps of such a play at most")
+
+
+class Server(Section):
+    """vLLM in processes of its own, each with its own GPU, instead of beside the trainer on the trainer's."""
+
+    urls: list[str] = Field(
+        default_factory=list,
+        description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; they share the "
+        "prompts",
+    )
+    devices: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list,
+        description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]",
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0, description="longest silence of a server that was asked for something"
+    )
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Server:
+        if bool(self.urls) == bool(self.devices):
+            raise ValueError("give either `urls` or `devices`")
+        for url in self.urls:
+            if not re.fullmatch(r"http://[^/\s:@]+:\d+/?", url):
+                raise ValueError(f"`{url}` is no address of a server: write http://HOST:PORT")
+        if len(set(self.devices)) < len(self.devices) or len(set(self.urls)) < len(self.urls):
+            raise ValueError("a server is named twice")
+        return self
+
+
+class Vllm(Section):
+    """Settings of the vLLM engine."""
+
+    gpu_memory: Share | None = Field(
+        None,
+        description="share of the GPU's memory for weights and KV cache; default: 0.3 beside the trainer, 0.9 with "
+        "`server`",
+    )
+    max_model_len: Positive | None = Field(None, description="prompt + completion; default: what the data needs")
+    enforce_eager: bool = Field(False, description="start faster, generate slower")
+    sleep: bool = Field(False, description="free the engine's memory during the update")
+    merge_adapter: bool = Field(
+        False,
+        description="with LoRA: add the adapter to the base's weights at every sync; else the adapter is pushed alone, "
+        "and the engine computes it apart, which is exact but slower",
+    )
+    server: Server | None = Field(None, description="generate on other GPUs or machines")
+    tensor_parallel: Positive = Field(1, description="GPUs of one engine, each with a part of every weight (`server`)")
+
+    @property
+    def share(self) -> float:
+        """`gpu_memory` or its default."""
+        return (0.9 if self.server else 0.3) if self.gpu_memory is None else self.gpu_memory
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """The GPUs of each engine that the run starts itself."""
+        size, devices = self.tensor_parallel, self.server.devices if self.server else []
+        return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
+
+
+class EngineSection(Section):
+    """What generates."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    batch_size: Positive = Field(512, description="sequences generated together (transformers)")
+    vllm: Vllm = Field(default_factory=Vllm)
+
+    @model_validator(mode="after")
+    def _whole_engines(self) -> Self:
+        size, server = self.vllm.tensor_parallel, self.vllm.server
+        if size > 1 and (server is None or self.engine != "vllm"):
+            raise ValueError("vllm.tensor_parallel needs `engine: vllm` and `vllm.server`: beside the trainer it is 1")
+        if server is not None and len(server.devices) % size:
+            raise ValueError(
+                f"vllm.server.devices names {len(server.devices)} GPUs, which engines of {size}"
+                " (vllm.tensor_parallel) do not divide"
+            )
+        return self
+
+
+class Rollout(EngineSection, Sampling):
+    """One step's samples: prompts_per_step x group_size completions."""
+
+    engine: Literal["transformers", "vllm", "stored"] = Field(  # type: ignore[assignment]
+        "transformers", description="stored: nothing is sampled; the rows' own completions are trained on"
+    )
+    prompts_per_step: Positive = 32
+    group_size: Positive = Field(8, description="completions of one prompt, the group of group-relative methods")
+    max_gen_batches: Positive = Field(
+        1,
+        description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
+    )
+    staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+        0,
+        description="updates between sampling and training: 1 draws the next rollouts while this step trains (with "
+        "vllm.server)",
+    )
+    partial: bool = Field(
+        False,
+        description="with staleness 1: rollouts still drawn when an update ends are paused and go on with its weights",
+    )

@@ -1,0 +1,84 @@
+"""The sections of training of any kind: optimiser, batches, and what each token counts in SFT. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.section import ComponentSection, ModelName, NonNegative, Positive, Section
+
+
+class SftObjective(ComponentSection):
+    """How much each trained token counts: weights in one sum of negative log-probs."""
+
+    kinds: ClassVar = ("token_weight",)
+    use: str = "ce"
+    divide_by: Literal["tokens", "weights"] | None = Field(
+        None, description="what the sum of a step is divided by; default: weights for action_aware, else trained tokens"
+    )
+    behavior_model: ModelName | None = Field(
+        None, description="pear: the model that wrote the data; its log-probs are computed once and kept in the run"
+    )
+    neftune: NonNegative = Field(
+        0.0, description="noise on the input embeddings while training: alpha, 5 is usual; smaller with packing"
+    )
+
+    @property
+    def divisor(self) -> str:
+        """`tokens` or `weights`."""
+        return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
+
+
+class Optim(Section):
+    """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
+
+    use: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        "adamw",
+        description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
+    )
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.0
+    schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
+        "constant", description="stable_decay: constant, then down to min_lr in the last decay_steps"
+    )
+    decay_steps: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="stable_decay: default a tenth of the steps"
+    )
+    min_lr: NonNegative | None = Field(None, description="stable_decay: the last learning rate; default lr / 10")
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class SftOptim(Optim):
+    """The optimiser, with the usual learning rate of supervised fine-tuning."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+
+
+class DpoOptim(Optim):
+    """The optimiser, with the usual learning rate of preference optimisation."""
+
+    lr: Annotated[float, Field(gt=0)] = 5e-7
+
+
+class RewardOptim(Optim):
+    """The optimiser, with the usual learning rate of a full reward model (LoRA: 1e-4)."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+
+
+class TrainBatch(Section):
+    """Rows of one optimiser step, and of one forward pass."""
+
+    size: Positive = Field(32, description="rows (pairs) an optimiser step")
+    micro_size: Positive | None = Field(None, description="rows a forward pass; default: size; must divide size")
+    packing: bool = Field(False, description="put short rows behind each other in one sequence (sft)")
+
+    @model_validator(mode="after")
+    def _divides(self) -> TrainBatch:
+        if self.micro_size and self.size % self.micro_size:
+            raise ValueError(f"micro_size {self.micro_size} does not divide size {self.size}")
+        return self
