@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.evaluate.estimators import mean
+
 Unit = Literal["word", "char"]
 
 _WORD = re.compile(r"[a-z0-9]+")
@@ -52,7 +54,7 @@ def contamination_check(
             cut = compared(continuation, unit)[: len(hidden)]
             exact.append(float(cut == hidden))
             rouge.append(overlap(hidden, cut))
-    return Contamination(exact, rouge, _mean(exact), _mean(rouge))
+    return Contamination(exact, rouge, mean(exact), mean(rouge))
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,3 @@ def common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
         for j, y in enumerate(b, start=1):
             diagonal, row[j] = row[j], diagonal + 1 if x == y else max(row[j], row[j - 1])
     return row[-1]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.evaluate.estimators import pass_at_k
+from posttrain.evaluate.estimators import mean, pass_at_k
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def efficiency_metrics(
     """
     if len(correct) != len(lengths):
         raise ValueError(f"{len(correct)} verdicts but {len(lengths)} lengths")
-    accuracy, length = _mean(correct), _mean(lengths)
+    accuracy, length = mean(correct), mean(lengths)
     right = sum(correct)
     return Efficiency(
         accuracy=accuracy,
         mean_length=length,
-        mean_length_correct=_mean([n for n, c in zip(lengths, correct, strict=True) if c]),
-        mean_length_wrong=_mean([n for n, c in zip(lengths, correct, strict=True) if not c]),
+        mean_length_correct=mean([n for n, c in zip(lengths, correct, strict=True) if c]),
+        mean_length_wrong=mean([n for n, c in zip(lengths, correct, strict=True) if not c]),
         tokens_per_correct=sum(lengths) / right if right else None,
         accuracy_per_1k=accuracy / (length / 1000) if accuracy is not None and length else None,
         aes=accuracy_efficiency(accuracy, length, base_accuracy, base_length, alpha, beta, gamma),
@@ -118,7 +118,3 @@ def accuracy_capability(
         self_distillation_gain=sum(gain for gain, solved in gains if solved),
         capability_gain=sum(gain for gain, solved in gains if not solved),
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

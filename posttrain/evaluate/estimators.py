@@ -28,7 +28,7 @@ def pass_at_k(n: Sequence[int], c: Sequence[int], k: Sequence[int]) -> dict[int,
     exact integers. A k above the n of any problem gives None: it is never extrapolated.
     """
     _same_length(n, c)
-    return {size: _mean(pass_contributions(n, c, size)) for size in k}
+    return {size: mean(pass_contributions(n, c, size)) for size in k}
 
 
 def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float] | None:
@@ -61,8 +61,8 @@ class Average:
 
 def avg_at_k(correct: Sequence[Sequence[float | None]]) -> Average:
     """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row."""
-    per_problem = [_mean(scored(row)) for row in correct]
-    return Average(per_problem, _mean(scored(per_problem)))
+    per_problem = [mean(scored(row)) for row in correct]
+    return Average(per_problem, mean(scored(per_problem)))
 
 
 def scored(row: Sequence[float | None]) -> list[float]:
@@ -158,12 +158,17 @@ def cons_at_k(
             verdicts = [_class_verdict(result, leader, right[problem]) for leader in result.leaders]
         considered = verdicts[:1] if ties_rule == "first" else verdicts
         values.append(sum(considered) / len(considered) if considered else 0.0)
-    return Consensus([v.majority for v in votes], values, _mean(values), [v.share for v in votes])
+    return Consensus([v.majority for v in votes], values, mean(values), [v.share for v in votes])
 
 
 def _class_verdict(result: Vote, leader: int, right: Sequence[bool | None]) -> bool:
     members = next(c for c in result.classes if c[0] == leader)
     return bool(next((right[i] for i in members if right[i] is not None), False))
+
+
+def mean(values: Sequence[float] | None) -> float | None:
+    """The mean; None where there is nothing."""
+    return math.fsum(values) / len(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -238,10 +243,6 @@ def _trust(data: np.ndarray) -> tuple[bool, str]:
     if data.size < FEW_PROBLEMS:
         return True, f"coarse: only {data.size} problems"
     return True, ""
-
-
-def _mean(values: Sequence[float] | None) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def _same_length(a: Sequence[object], b: Sequence[object]) -> None:
