@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from posttrain.evaluate.estimators import bootstrap_ci, pass_contributions
+from posttrain.evaluate.summary import with_bounds
 from posttrain.places import shipped
 from posttrain.recipe.training_sections import Optim
 from posttrain.run.curves import Point, nice_ticks, number, running_mean
@@ -170,16 +171,12 @@ def table(found: Figures) -> str:
     head = ["model", "accuracy", "pass@8", "mean tokens", *(f"accuracy, seed {s}" for s in found["settings"]["seeds"])]
     rows = []
     for name, of in found["models"].items():
-        pooled = [interval(of["accuracy"]["pooled"]), interval(of["pass@8"]["pooled"])]
+        pooled = [with_bounds(of["accuracy"]["pooled"]), with_bounds(of["pass@8"]["pooled"])]
         tokens = f"{of['tokens']['pooled']['mean']:.1f}"
         shown = "the start, after SFT" if name == START else f"`{name}`"
-        rows.append([shown, *pooled, tokens, *(interval(seed) for seed in of["accuracy"]["seeds"])])
+        rows.append([shown, *pooled, tokens, *(with_bounds(seed) for seed in of["accuracy"]["seeds"])])
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def interval(of: Mapping[str, Any]) -> str:
-    return f"{of['mean']:.3f} [{of['low']:.3f}, {of['high']:.3f}]"
 
 
 def seen(found: Figures) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.errors import RecipeError, nearest
 from posttrain.evaluate.estimators import Interval, bootstrap_ci
-from posttrain.evaluate.summary import by_problem, verdict
+from posttrain.evaluate.summary import by_problem, verdict, with_bounds
 
 Record = Mapping[str, Any]
 SUM = "reward"  # the weighted sum of all components
@@ -100,13 +100,10 @@ def table(rows: Sequence[Mapping[str, Any]], by: str) -> dict[str, Any]:
     """`title`, `head` and `rows` for people."""
     judged = any("accuracy" in row for row in rows)
     shown = [
-        [str(row["n"]), *([_cell(row["accuracy"])] if judged else []), f"{row['score']['mean']:.4g}"] for row in rows
+        [str(row["n"]), *([with_bounds(row["accuracy"])] if judged else []), f"{row['score']['mean']:.4g}"]
+        for row in rows
     ]
     return {"title": f"Best of n by {by}", "head": ["n", *(["accuracy"] if judged else []), by], "rows": shown}
-
-
-def _cell(interval: Mapping[str, Any]) -> str:
-    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
 
 def best_records(records: Sequence[Record], by: str = SUM) -> list[Record]:

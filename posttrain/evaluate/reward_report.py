@@ -12,6 +12,7 @@ from rich.console import Console
 from posttrain.errors import counted
 from posttrain.evaluate.estimators import bootstrap_ci
 from posttrain.evaluate.run import titled
+from posttrain.evaluate.summary import with_bounds
 
 BINS = 10  # of confidence, from 1/2 to 1
 MATCHED = 0.1  # sides whose lengths differ by at most this share of the longer one
@@ -148,7 +149,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
     if not found["pairs"]:
         return ["no pair was held out: nothing is known of this model beyond its training pairs"]
     accuracy, length, calibrated = found["accuracy"], found["length"], found["calibration"]
-    lines = [f"the chosen answer scores higher in {_shown(accuracy)} of {counted(found['pairs'], 'pair')}"]
+    lines = [f"the chosen answer scores higher in {with_bounds(accuracy)} of {counted(found['pairs'], 'pair')}"]
     if accuracy["low"] <= 0.5:
         lines.append("that is not shown to be better than a coin")
     if calibrated["low"] > 2 * calibrated["expected_if_calibrated"]:
@@ -175,7 +176,7 @@ def _of_length(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[s
     if matched["mean"] is None:
         lines.append("no two sides are of similar length: what it knows beside length cannot be told")
     elif matched["low"] <= 0.5 < accuracy["low"]:
-        lines.append(f"where lengths match it is not shown to be better than a coin: {_shown(matched)}")
+        lines.append(f"where lengths match it is not shown to be better than a coin: {with_bounds(matched)}")
     return lines
 
 
@@ -187,10 +188,6 @@ def _label_findings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         elif one["variance"] is not None and one["mse"]["high"] >= one["variance"]:
             lines.append(f"{name}: not shown to be better than the label's mean (mse {one['mse']['mean']:.4f})")
     return lines
-
-
-def _shown(interval: Mapping[str, Any]) -> str:
-    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
 
 def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -230,7 +227,7 @@ def show(found: Mapping[str, Any]) -> None:
 
 
 def _cell(interval: Mapping[str, Any]) -> str:
-    return "-" if interval.get("mean") is None else _shown(interval)
+    return "-" if interval.get("mean") is None else with_bounds(interval)
 
 
 def _number(value: float | None) -> str:

@@ -31,6 +31,11 @@ def verdict(record: Record) -> bool | None:
     return bool(record["correct"]) and record["finish"] != "length"
 
 
+def with_bounds(interval: Mapping[str, Any]) -> str:
+    """A measured `interval` for people: `0.512 [0.401, 0.620]`."""
+    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
 def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One row a problem, what problems.jsonl holds and runs are compared by."""
     rows = []
