@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.verify.extract import after_think, last_tag
+from posttrain.verify.text import overlap
 
 WEIGHTS = {"execution": 3.0, "judge": 2.0, "syntax": 1.0, "schema": 1.0, "ngram": 1.0}
 MAX_ROWS = 100_000
@@ -61,11 +62,6 @@ def names(query: str) -> set[str]:
         elif match["quoted"]:
             found.add(match["quoted"][1:-1])
     return found
-
-
-def overlap(a: set[Any], b: set[Any]) -> float:
-    """Common members / all members; 1 if both are empty."""
-    return len(a & b) / len(a | b) if a | b else 1.0
 
 
 def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify.extract import after_think
-from posttrain.verify.text import weighted_mean
+from posttrain.verify.text import overlap, weighted_mean
 
 PARTS = ("validity", "format", "structure", "content", "length")
 _FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n?(.*?)```", re.DOTALL)
@@ -95,7 +95,7 @@ def json_reward(
         parts |= {
             "validity": 1.0,
             "format": form,
-            "structure": _overlap(wanted, set(found)) if schema is None else float(fits(found, schema)),
+            "structure": overlap(wanted, set(found)) if schema is None else float(fits(found, schema)),
             "content": sum(k in found and alike(found[k], v, decimals) for k, v in answer.items()) / len(answer)
             if answer
             else 1.0,
@@ -103,10 +103,6 @@ def json_reward(
         if budget:
             parts["length"] = 1 - min(1.0, (tokens or 0) / budget)
     return {"reward": weighted_mean(parts, {"length": 0.0, **(weights or {})}, PARTS), **parts}
-
-
-def _overlap(a: set[str], b: set[str]) -> float:
-    return len(a & b) / len(a | b) if a | b else 1.0
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:

@@ -107,6 +107,11 @@ def pieces(text: str, tags: Sequence[str]) -> Iterator[tuple[str, bool]]:
         yield piece, number % 2 == 1
 
 
+def overlap(a: set[Any], b: set[Any]) -> float:
+    """Common members / all members; 1 if both are empty."""
+    return len(a & b) / len(a | b) if a | b else 1.0
+
+
 def weighted_mean(parts: Mapping[str, float], weights: Mapping[str, float] | None, known: Sequence[str]) -> float:
     """Mean of the parts by `weights`, 1 for a part that they do not name; 0 if all weigh nothing.
 
