@@ -11,14 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from mechanics import Adapter, Case, Names, arguments, by_group, by_table, flat, given, gradient, renamed, tensor, typed
+from mechanics import (
+    Adapter,
+    Case,
+    Names,
+    arguments,
+    by_group,
+    by_table,
+    flat,
+    given,
+    gradient,
+    part_of,
+    renamed,
+    sections,
+    taken,
+    tensor,
+    typed,
+)
 from torch import Tensor
 
 from posttrain.advantage.recompose import admitted
 from posttrain.batch import RolloutBatch
 from posttrain.loss.aggregate import aggregate, totals
 from posttrain.train.objective import Objective
-from posttrain.train.parts import Part
 from posttrain.verify.combine import combine
 
 Scored = tuple[Callable[..., Any], Names, Mapping[str, Any], Sequence[str]]  # function, names, constants, required
@@ -60,12 +75,6 @@ def at(value: Any, place: tuple[int, ...]) -> Any:
             return value
         value = value[index]
     return value
-
-
-def taken(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that the function has arguments for."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in values.items() if name in known}
 
 
 def scored(
@@ -116,7 +125,7 @@ def through(
         keys = {key: value for name, value in values.items() for key in listed(params.get(name, ()))}
         made, components = components_of(rewards or {}, values)
         batch, logp = batch_of(case, fields or {}, objects or {}, by_prompt, made, components, width)
-        objective = Objective.from_preset(preset, **nested(keys))
+        objective = Objective.from_preset(preset, **sections(keys))
         full, objective = (
             objective,
             dataclasses.replace(objective, **{step: empty(objective, step) for step in without}),
@@ -136,18 +145,6 @@ def through(
 
 def listed(keys: str | Sequence[str]) -> Sequence[str]:
     return (keys,) if isinstance(keys, str) else keys
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.0.b": 1} -> {"a": {"0": {"b": 1}}}"""
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *parents, key = path.split(".")
-        place = tree
-        for part in parents:
-            place = place.setdefault(part, {})
-        place[key] = value
-    return tree
 
 
 def components_of(rewards: Mapping[str, Scored], values: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
@@ -229,12 +226,6 @@ def read_step(objective: Objective, done: RolloutBatch, logp: Tensor | None, out
         elif path == "grad_logp":
             found[name] = gradient(loss, logp)
     return found
-
-
-def part_of(objective: Objective, key: str) -> Part:
-    name, _, number = key.partition(".")
-    found = getattr(objective, name)
-    return found[int(number)] if number else found
 
 
 def follow(value: Any, path: str) -> Any:
