@@ -166,6 +166,12 @@ class _Look:
     def _thing(self, path: Path_, names: Names, name: str, part: Part, about: str = "") -> None:
         """Look for a model, data, a run or a file. One that has no place on this machine is absent, unless it goes with
         the recipe. about: what of the thing at `path` it is."""
+        from posttrain.data.sources import refuse_script
+
+        if names.kind == "data" and name.endswith(".py"):
+            with self.collected(path):
+                refuse_script(name)
+            return
         if name.startswith("gym:"):
             with self.collected(path):
                 _find_task(name.removeprefix("gym:"), part.values.get("params"))

@@ -29,6 +29,7 @@ def records(section: Source, base_dir: Path) -> list[Record]:
     name = section.source
     assert name is not None, "a source without a name is refused by the recipe"
     stop = None if section.size is None else section.skip + section.size
+    refuse_script(name)
     if name.startswith("gym:"):
         found = _made(name, gym.rows(name[4:], _needed(section), section.seed, section.params))
     elif name.startswith("accepted:"):
@@ -43,6 +44,12 @@ def records(section: Source, base_dir: Path) -> list[Record]:
         why = f" after the first {section.skip}, which are skipped" if section.skip else ""
         raise DataError(f"{name} has no rows{why}")
     return found
+
+
+def refuse_script(name: str) -> None:
+    """Raises DataError for `file.py`, which names no function."""
+    if name.endswith(".py"):
+        raise DataError(f"data `{name}` names no function", hint=f"write {name}:FUNCTION")
 
 
 def _needed(section: Source) -> int:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain import registry
+from posttrain.errors import RecipeError
 from posttrain.recipe.objective_checks import numbers
 from posttrain.recipe.stages import RlRecipe
+from posttrain.train.parts import check_keys
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,21 @@ class Controls:
 
     @classmethod
     def from_recipe(cls, recipe: RlRecipe, steps: int = 1) -> Controls:
-        """The controllers with their arguments; the user's are looked for beside the recipe. steps: of the run."""
+        """The controllers with their arguments; the user's are looked for beside the recipe. steps: of the run.
+
+        Raises UserError for a name or argument that does not exist, and for what is no controller.
+        """
         found: dict[str, Any] = {}
         for key, section in recipe.controllers.items():
             length = {"total_steps": steps} if section.params.get("total_steps", 0) is None else {}
             component = registry.resolve(section.kinds, section.use, recipe.base_dir)
+            check_keys(component, section)
             found[key] = component.function(**{**section.params, **length})
+            for method in ("start", "value", "update"):
+                if not callable(getattr(found[key], method, None)):
+                    raise RecipeError(
+                        f"controller `{section.use}` has no method `{method}`", where=f"controllers.{key}"
+                    )
         known = numbers(recipe)
         return cls(found, {key: known[key] for key in found})
 

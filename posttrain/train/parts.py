@@ -61,7 +61,7 @@ def _like(before: Any, number: float) -> float:
 def bind(key: str, section: ComponentSection, base_dir: Path | None) -> Part:
     """The part of a recipe section. Raises UserError for a name or argument that does not exist."""
     component = registry.resolve(section.kinds, section.use, base_dir)
-    _check_keys(component, section)
+    check_keys(component, section)
     return Part(
         kind=component.kind,  # type: ignore[arg-type]
         name=component.name,
@@ -74,7 +74,7 @@ def bind(key: str, section: ComponentSection, base_dir: Path | None) -> Part:
     )
 
 
-def _check_keys(component: registry.Component, section: ComponentSection) -> None:
+def check_keys(component: registry.Component, section: ComponentSection) -> None:
     """A function of the user is only known now: the recipe's keys must be its keyword-only arguments."""
     unknown = [key for key in section.params if key not in component.params]
     missing = [key for key, (_, default) in component.params.items() if default is ... and key not in section.params]

@@ -90,6 +90,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
+    controls = Controls.from_recipe(recipe, steps)
     rehearse(objective, recipe, prepared.items)
     stored = None
     if recipe.rollout.engine == "stored":
@@ -143,7 +144,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                     sampler=sampler,
                     prompts=prepared.items,
                     objective=objective,
-                    controls=Controls.from_recipe(recipe, steps),
+                    controls=controls,
                     optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                     scaler=optim.loss_scaler(loaded),
                     steps=steps,

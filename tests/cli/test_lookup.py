@@ -74,6 +74,7 @@ FUNCTIONS = [  # verb, what is written, the key told, what is told, the hint
     ("rl", "controllers: {kl.coef: {use: 'mine.py:schedule', slop: 2}}", "controllers.kl.coef.slop",
      "has no argument slop", "`slope`"),
     ("rl", "data: {source: 'mine.py:rwos', size: 3}", "data.source", "mine.py has no function rwos", "`rows`"),
+    ("rl", "data: {source: mine.py, size: 3}", "data.source", "data `mine.py` names no function", "mine.py:FUNCTION"),
     ("rl", "data: {source: 'jsn:rows', size: 3}", "data.source", "cannot import jsn", "`json:rows`"),
     ("rl", "data: {source: 'mine.py:rows', size: 3, params: {tems: 1}}", "data.params.tems", "no argument tems",
      "`terms`"),

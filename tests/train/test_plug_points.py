@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.controls import Controls
 from posttrain.train.logprobs import micro_batches
@@ -172,6 +173,38 @@ def test_controllers_change_numbers_and_nothing_else(objective: Any) -> None:
     assert changed.kl is not None and changed.kl.coef == 0.5
     assert made.factors[1].params == {"by": 2.0} and made.kl.coef == 0.1
     assert changed.surrogate == made.surrogate
+
+
+@pytest.mark.parametrize(
+    ("use", "told"),
+    [
+        ({"use": "mine.py:Kept", "slop": 1}, "has no argument slop.*it takes: slope.*did you mean `slope`"),
+        ({"use": "mine.py:Kept"}, "needs the argument slope"),
+        ({"use": "mine.py:half", "by": 1}, "has no method `start`"),
+        ({"use": "mine.py:nothing"}, "has no function nothing"),
+        ({"use": "broken.py:Kept"}, "broken.py cannot be imported: ValueError: at import"),
+    ],
+)
+def test_a_wrong_controller_is_told_before_a_model_is_loaded(
+    use: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from posttrain.recipe.load import load_dict
+    from posttrain.run.directory import RunDirectory
+    from posttrain.train import rl, sharding
+
+    kept = "class Kept:\n    def __init__(self, *, slope: float): ...\n\ndef half(*, by): return by\n"
+    (tmp_path / "mine.py").write_text(kept, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("raise ValueError('at import')\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n', encoding="utf-8")
+    values = {"stage": "rl", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}, "kl": {"coef": 0.1},
+              "rewards": [{"use": "math.accuracy"}], "run": {"steps": 1}, "controllers": {"kl.coef": use}}  # fmt: skip
+    loaded = load_dict(values, base_dir=tmp_path, where="recipe")
+    monkeypatch.setattr(sharding, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    with (
+        RunDirectory.open(tmp_path / "run", name="r", text="", resolved=loaded.resolved) as directory,
+        pytest.raises(UserError, match=f"(?s){told}"),
+    ):
+        rl.run(loaded.require(RlRecipe), directory)
 
 
 def test_a_controlled_coefficient_of_0_keeps_its_term() -> None:
