@@ -118,7 +118,10 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` was most likely meant to be, or None: of close ones, one of the same letters first."""
-    found = difflib.get_close_matches(word, list(known), n=5, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The known name that `word` was most likely meant to be, or None: of close ones, one of the same letters first.
+
+    alike: difflib's ratio that a name must reach; at 0.9 long words differ by one letter.
+    """
+    found = difflib.get_close_matches(word, list(known), n=5, cutoff=alike)
     return next((name for name in found if sorted(name) == sorted(word)), found[0] if found else None)

@@ -198,6 +198,8 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
     name = stage.model_fields["stage"].default
     if said := sentence(key, name):
         return said
+    if near := nearest(key, known, alike=0.9):  # a slip of the pen, even where it makes a key of another section
+        return f"did you mean `{near}`?"
     if at := keys.homes(stage).get(key):
         above_it = [path.rpartition(".")[0] for path in at[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"

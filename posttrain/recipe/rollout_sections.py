@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from posttrain.errors import counted
 from posttrain.recipe.section import NonNegative, Positive, Section, Share
 
 
@@ -135,8 +136,8 @@ class EngineSection(Section):
             raise ValueError("vllm.tensor_parallel needs `engine: vllm` and `vllm.server`: beside the trainer it is 1")
         if server is not None and len(server.devices) % size:
             raise ValueError(
-                f"vllm.server.devices names {len(server.devices)} GPUs, which engines of {size}"
-                " (vllm.tensor_parallel) do not divide"
+                f"vllm.server.devices names {counted(len(server.devices), 'GPU')}; with vllm.tensor_parallel: {size}"
+                f" it must be a multiple of {size}"
             )
         return self
 

@@ -185,7 +185,9 @@ def _tell(first: _Process, processes: Sequence[_Process]) -> int:
         raise RunError(
             f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
             allowed=f"the last that it said:\n{said}" if said else "",
-            hint="SIGKILL without anyone's doing is most often the system's when memory is short",
+            hint="without anyone's doing that is most often the system's when memory is short"
+            if -code == signal.SIGKILL
+            else "",
         )
     print(f"rank {first.rank}: {said or f'ended with {code}'}", file=sys.stderr, flush=True)
     return code

@@ -215,6 +215,8 @@ def train(
     if state.controllers is None:
         state.controllers = p.controls.start()
     canaries = canaries_of(p.recipe, directory, state.step)
+    if distributed.any_rank(stop.requested):  # while the model and the engine started: there is nothing to save yet
+        raise Interrupted(f"stopped before step {state.step + 1} of {steps}", where=str(directory.path))
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)

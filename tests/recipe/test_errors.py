@@ -127,6 +127,7 @@ def test_a_component_without_a_name(errors: Errors) -> None:
     [
         (RL + "group_size: 4\n", "`group_size` belongs to `rollout`"),
         (RL + "optim: {temperature: 1}\n", "`temperature` belongs to `rollout`"),
+        (RL + "rollout: {vllm: {server: {device: [0]}}}\n", "did you mean `devices`?"),
         (SFT + "rollout: {}\n", "`rollout` is not used by stage sft; it is a key of stage rl"),
         (SFT + "batch: {minibatches: 2}\n", "`minibatches` is not used by stage sft; it is a key of stage rl"),
         (SFT.replace("sft", "dpo") + "loss: {gamma_beta_ratio: 1}\n",

@@ -118,7 +118,7 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("size", "server", "told"),
     [
         (2, {}, "needs `engine: vllm` and `vllm.server`"),
-        (2, {"devices": [1, 2, 3]}, "names 3 GPUs, which engines of 2"),
+        (2, {"devices": [1, 2, 3]}, "names 3 GPUs; with vllm.tensor_parallel: 2 it must be a multiple"),
     ],
 )
 def test_what_cannot_be(size: int, server: dict[str, Any], told: str) -> None:

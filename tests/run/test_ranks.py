@@ -51,8 +51,15 @@ def test_what_rank_0_told_is_not_told_again(tmp_path: Path, capfd: pytest.Captur
 
 def test_a_killed_process_is_named(tmp_path: Path) -> None:
     body = 'print("step 3", flush=True); rank or time.sleep(60); os.kill(os.getpid(), signal.SIGKILL)'
-    with pytest.raises(RunError, match=r"(?s)rank 1 was killed by signal 9 \(SIGKILL\).*step 3"):
+    with pytest.raises(RunError, match=r"(?s)rank 1 was killed by signal 9 \(SIGKILL\).*step 3.*memory is short"):
         ranks.launch(script(tmp_path, body), 2)
+
+
+def test_memory_is_not_blamed_for_another_signal(tmp_path: Path) -> None:
+    body = "rank or time.sleep(60); os.kill(os.getpid(), signal.SIGTERM)"
+    with pytest.raises(RunError, match=r"rank 1 was killed by signal 15 \(SIGTERM\)") as told:
+        ranks.launch(script(tmp_path, body), 2)
+    assert "memory" not in str(told.value)
 
 
 def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import pytest
@@ -187,6 +189,21 @@ def test_a_step_without_a_group_that_passes_leaves_samples_to_read(recipe: Make,
         assert [json.loads(line)["correct"] for line in path.read_text().splitlines()] == [0.0] * 4
 
 
+def test_ctrl_c_while_the_engine_starts_costs_no_step(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), SIGINT)
+        return make_engine(*args, **kwargs)
+
+    make_engine = rl.make_engine
+    monkeypatch.setattr(rl, "make_engine", interrupted)
+    with opened() as directory:
+        with pytest.raises(Interrupted, match="stopped before step 1 of 3"):
+            rl.run(recipe(), directory)
+        assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
+
+
 @pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])
 def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened, case: str) -> None:
     settings = {"run": {"steps": 4, "save_every": 2}, "kl": {"coef": 0.01}, "batch": {"minibatches": 2}}
@@ -230,9 +247,8 @@ class StopAfter:
             self.left -= 1
             if self.left == 0:
                 import os
-                import signal
 
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), SIGINT)
             return result
 
         rl.step = step
