@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import counted
-from posttrain.recipe.section import NonNegative, Positive, Section, Share
+from posttrain.recipe.section import NonNegative, Positive, Section
 
 
 class Sampling(Section):
@@ -94,7 +94,7 @@ class Server(Section):
 class Vllm(Section):
     """Settings of the vLLM engine."""
 
-    gpu_memory: Share | None = Field(
+    gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
         description="share of the GPU's memory for weights and KV cache; default: 0.3 beside the trainer, 0.9 with "
         "`server`",

@@ -94,9 +94,10 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
 
 
 def start_note(section: EngineSection) -> str | None:
-    """A line for people who wait for `make_engine`, where that takes long."""
+    """A line for people before `make_engine`: that it takes long, or that it leaves settings aside."""
     if section.engine != "vllm":
-        return None
+        aside = ", ".join(f"`vllm.{key}`" for key in sorted(section.vllm.model_dump(exclude_defaults=True)))
+        return f"the engine is {section.engine}: {aside} without effect" if aside else None
     return "starting vLLM" + (
         "" if section.vllm.enforce_eager else ": up to two minutes, less with vllm.enforce_eager: true"
     )

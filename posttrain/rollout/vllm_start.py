@@ -91,8 +91,6 @@ def check_settings(section: Vllm) -> None:
         raise RecipeError(
             "rollout.vllm.sleep needs a GPU", hint="leave it out: on a CPU there is no memory to hand over"
         )
-    if section.share == 0:
-        raise RecipeError("rollout.vllm.gpu_memory must be above 0")
     if torch.cuda.is_available() and (count := torch.cuda.device_count()) < section.tensor_parallel:
         raise RecipeError(
             f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees {counted(count, 'GPU')}",
