@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=BaseModel)
 
-FILES = (".jsonl", ".json", ".csv", ".parquet")
 ACCEPTED = "accepted:"
 Values = Mapping[str, Any]
 
@@ -237,12 +236,14 @@ def _find_model(name: str, base_dir: Path) -> str:
 
 def _may_be_of_the_hub(name: str) -> bool:
     from posttrain import hub
+    from posttrain.data.sources import FILES
 
     return name != "tiny" and not hub.only_a_path(name, (".gguf", *FILES))
 
 
 def _find_data(name: str, base_dir: Path) -> None:
     from posttrain import hub
+    from posttrain.data.sources import FILES
     from posttrain.recipe.section import EVALUATION
 
     if name.startswith(ACCEPTED):
