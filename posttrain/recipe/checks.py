@@ -6,7 +6,7 @@ Each check is a function on a recipe; it yields (key, what is wrong, what would 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from posttrain.errors import Problem
@@ -14,12 +14,11 @@ from posttrain.places import split_function
 from posttrain.recipe import building, merging, objective_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.eval_sections import EvalSettings
+from posttrain.recipe.objective_checks import Found
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rl_sections import Critic
 from posttrain.recipe.rollout_sections import EngineSection
 from posttrain.recipe.tree import Node, dotted, follow
-
-Found = Iterator[tuple[str, str, str]]
 
 
 def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
