@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import MissingExtra, PosttrainError, RecipeError, RunError, UserError
+from posttrain.errors import Interrupted, MissingExtra, PosttrainError, RecipeError, RunError, UserError
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.stages import PipelineRecipe, Stage
@@ -28,6 +28,7 @@ from posttrain.run.children import ERROR, MILESTONE, Child, run_children, stop_w
 from posttrain.run.directory import RunDirectory, refuse_other_recipe
 from posttrain.run.durable import read_json, write_json
 from posttrain.run.environment import usable_cpus
+from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import finite
 from posttrain.run.progress import duration
 from posttrain.run.report import write_report
@@ -108,8 +109,11 @@ def _minutes(name: str, summary: Mapping[str, Any]) -> float:
 def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
     """All stages of one seed in this process, so that heavy libraries are imported once."""
     done: dict[str, Done] = {}
+    GracefulStop.unheeded()  # what came before is not about these stages
     for stage in recipe.stages:
         name = stage["name"]
+        if GracefulStop.unheeded():
+            raise Interrupted(f"stopped after stage {list(done)[-1]}", where=str(path))
         values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name)}}, done)
         loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")
         folder = path.resolve() / f"seed-{seed}" / name

@@ -1,6 +1,8 @@
 """Order, references, resuming and the table of a pipeline, with runners that only write down what they were given."""
 
 import json
+import os
+import signal
 import sys
 import types
 
@@ -11,6 +13,7 @@ from posttrain.errors import Interrupted, RecipeError, RunError, UserError
 from posttrain.evaluate.table import closing_table, findings
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
+from posttrain.run.interrupt import GracefulStop
 
 TRAIN = {"data": {"source": "rows.jsonl"}, "run": {"steps": 2}}
 GRADED = {"data": {"source": "rows.jsonl"}, "rewards": [{"use": "math.accuracy"}]}
@@ -111,6 +114,25 @@ def test_resume_goes_on_at_the_stage_that_did_not_finish(tmp_path, runners, erro
     assert runners.names == ["sft", "rl", "rl", "longer", "acc-sft", "acc-rl"]
     assert [attempt for name, _, attempt in runners.calls if name == "rl"] == [1, 2]
     assert [p.name for p in (tmp_path / "out" / "seed-0" / "sft" / "logs").iterdir()] == ["attempt_1"]
+
+
+def test_ctrl_c_in_the_last_step_of_a_stage_begins_no_other(tmp_path, runners):
+    """The stage has nothing left to stop and ends; the pipeline must not take that for an order to go on."""
+    whole = runners.run
+
+    def asked(recipe, directory):
+        with GracefulStop():
+            if directory.path.name == "rl":
+                os.kill(os.getpid(), signal.SIGINT)
+            return whole(recipe, directory)
+
+    sys.modules["fake_runners"].run = asked
+    with pytest.raises(Interrupted, match="stopped after stage rl"):
+        run(tmp_path)
+    assert runners.names == ["sft", "rl"]
+    sys.modules["fake_runners"].run = whole
+    run(tmp_path, resume=True)
+    assert runners.names == ["sft", "rl", "longer", "acc-sft", "acc-rl"]
 
 
 def test_what_was_computed_with_another_recipe_is_not_taken_over(tmp_path, runners):

@@ -45,7 +45,7 @@ class GrpoD:
         return dict(state)
 
 
-@register("controller", "remix_convex", paper="2507.06892")
+@register("controller", "remix_convex", paper="2507.06892", needs=("multiplies",))
 @dataclass(frozen=True, kw_only=True)
 class RemixConvex:
     """ReMix's convex mixture of two leashes: the reference's share is 1 for 50 steps, then falls by 0.1 every 10 to

@@ -206,6 +206,8 @@ _CONFLICTS = {
     "token_rewards": "only rewards that know no turns: it needs one marked @per_turn, or an `environment` that pays",
     "turn_scores": "only rewards that know no turns: it needs those that its keys name, marked @per_turn",
     "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
+    "every_group": "keep without rollout.max_gen_batches above 1: it puts the step's groups together",
+    "multiplies": "a number of 0: it multiplies what the recipe has there",
 }
 
 

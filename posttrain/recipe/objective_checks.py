@@ -26,7 +26,10 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with a slow copy of the policy
-MARKS = {"groups", "several_updates", "all_correct", "every_row", "own_mean", "frozen_critic"}
+MARKS = {
+    *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
+    "multiplies",
+}
 WHY_NOT = {
     **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
     **dict.fromkeys(("opponent_rewards", "opponent_logp"), "a policy to play against: `opponent: {ema: 0.01}`"),
@@ -134,6 +137,16 @@ def _filtered_away(recipe: Any) -> Found:
                 yield f"{key}.use", what, right
 
 
+def _every_group(recipe: Any) -> Found:
+    """A component that puts the step's prompts together, behind a filter that leaves any number of them."""
+    if not isinstance(recipe, RlRecipe) or not recipe.keeps or recipe.rollout.max_gen_batches > 1:
+        return
+    for key, section in used(recipe):
+        if "every_group" in section.needs:
+            what = f"`{section.use}` needs all groups of a step, and `keep` drops some"
+            yield f"{key}.use", what, "remove `keep`, or refill with `rollout.max_gen_batches` above 1"
+
+
 def _whole_groups(recipe: Any) -> Found:
     """A loss over groups: its minibatches hold whole groups, and what acts on a token matrix has no place."""
     if not isinstance(recipe, RlRecipe) or not _is_group_loss(recipe):
@@ -178,6 +191,9 @@ def _controlled(recipe: Any) -> Found:
                 "is no number that can change during a run",
                 f"one of: {', '.join(sorted(known))}",
             )
+        elif "multiplies" in section.needs and known[key] == 0:
+            what = f"multiplies the number of the recipe, and {key} is 0: it stays 0"
+            yield f"controllers.{key}", what, f"write the `{key}` to start with"
         largest = max(section.params.get("values", ()), default=0)
         if key == "rollout.max_new_tokens" and largest > known[key]:
             what = f"goes up to {largest:g}, and the engine starts for rollout.max_new_tokens {known[key]}"
@@ -298,6 +314,7 @@ CHECKS = (
     _needs,
     _exclusive,
     _filtered_away,
+    _every_group,
     _whole_groups,
     _sequence_clip,
     _controlled,

@@ -198,6 +198,7 @@ class RlRecipe(Acting):
     verb: ClassVar = "rl"
     presets: ClassVar = True
     unused: ClassVar = {
+        "run.log_every": "rl writes every step",
         "data.train_on": "rl trains on the completions that it samples",
         "data.thought_dropout": "only sft empties thoughts",
     }

@@ -7,15 +7,20 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class GracefulStop:
     """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the loop finishes its step, saves and raises
     `Interrupted`. A second Ctrl-C raises KeyboardInterrupt at once: the last checkpoint is what remains.
 
+    A request that comes when nothing is left to stop (in the last step, or while the final model is saved) lets the
+    stage end as it would have; `unheeded` tells whoever would begin the next one.
+
     Signals belong to the main thread: entered from another one, this does nothing.
     """
+
+    _unheeded: ClassVar[bool] = False  # of the process, since it was asked last
 
     def __init__(self) -> None:
         self.requested = False
@@ -31,6 +36,14 @@ class GracefulStop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if self.requested and kind is None:
+            GracefulStop._unheeded = True
+
+    @classmethod
+    def unheeded(cls) -> bool:
+        """Whether a stage ended as if nobody had asked it to stop, although somebody had; True once."""
+        found, GracefulStop._unheeded = cls._unheeded, False
+        return found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame

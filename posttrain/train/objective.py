@@ -132,10 +132,14 @@ class Objective:
     def assign(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch with rewards, keep, advantages and the edited mask: everything that looks at the whole step.
 
-        Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask.
+        Nothing is removed, so that rows keep their numbers; dropped rows have advantage 0 and an empty mask. Where all
+        are dropped, no part is asked what to make of no rows, and none remembers the step.
         """
         batch = self.regrouped(batch)
         kept = self.kept(batch)
+        if not bool(kept.any()):
+            nothing = torch.zeros(len(batch), dtype=torch.float64, device=kept.device)
+            return batch.replace(keep=kept, mask=torch.zeros_like(batch.mask), advantages=nothing)
         rows = self.selected(self.credited(batch.select(kept)))
         stay = kept.clone()
         if rows.keep is not None:

@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,6 +67,7 @@ from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, named_reference, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sample_records, signal_note
+from posttrain.train.salvage import salvaged
 from posttrain.train.scoring import check_turns, scoring, throughput
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
@@ -196,6 +197,7 @@ def train(
     settings = p.recipe.run
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
     metrics, samples = directory.metrics(resume_after=state.step), directory.samples(resume_after=state.step)
+    saved_rollouts.cut(directory.path, state.step)
     longest = max(len(prompt.ids) for prompt in p.prompts)
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, longest, state, directory)
     if state.step:
@@ -222,7 +224,8 @@ def train(
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
         with explained():
-            rollouts, values, saved = step(p.at(numbers), state, ahead)
+            drawing = salvaged(p, state, directory, drawn_ahead=ahead is not None, note=progress.note)
+            rollouts, values, saved = step(p.at(numbers), state, ahead, drawing)
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= {**p.watchdog.times(), **peak_memory()}
         values["time/step"] = time.perf_counter() - started
@@ -257,7 +260,7 @@ def train(
                     p.critic,
                     *([ahead.write] if ahead is not None else [p.opponent.save] if p.opponent is not None else []),
                 )
-        if stopping:
+        if stopping and not ends:
             raise Interrupted(f"stopped after step {state.step} of {steps}", where=str(directory.path))
     with p.watchdog.phase("final save"):
         report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
@@ -283,11 +286,13 @@ def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canarie
 
 
 def step(
-    p: Pieces, state: checkpoint.State, ahead: Ahead | None = None
+    p: Pieces, state: checkpoint.State, ahead: Ahead | None, drawing: AbstractContextManager[None]
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step, on its own rollouts or on those drawn ahead. Returns the scored rollouts, the step's metrics, and
-    what `whatif` needs of the rollouts; moves `state` past the prompts that it drew."""
-    rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
+    what `whatif` needs of the rollouts; moves `state` past the prompts that it drew. drawing: around what comes before
+    any weight changes."""
+    with drawing:
+        rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
     if ahead is None:
         p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the sync
     sequences = sequences_of(rollouts)

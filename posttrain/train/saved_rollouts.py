@@ -71,6 +71,18 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
         old.unlink()
 
 
+def cut(run: Path, after: int) -> None:
+    """Remove the rollouts of steps behind `after`, where a run goes on: it draws those steps anew."""
+    if distributed.is_main():
+        for path in steps(run):
+            if _step_of(path) > after:
+                path.unlink()
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
+
+
 def steps(run: Path) -> list[Path]:
     """The files of a run's saved steps, oldest first."""
     return sorted((run / FOLDER).glob("step-*.safetensors"))
@@ -78,7 +90,7 @@ def steps(run: Path) -> list[Path]:
 
 def read(run: Path, step: int | None = None) -> Saved:
     """The rollouts of a step, by default the newest. Raises UserError where the run has none."""
-    found = {int(path.stem.partition("-")[2]): path for path in steps(run)}
+    found = {_step_of(path): path for path in steps(run)}
     if not found or (step is not None and step not in found):
         raise UserError(
             f"{run} has no rollouts of step {step}" if found else f"{run} has no saved rollouts",

@@ -70,6 +70,12 @@ TWO = {"minibatches": 2}
             {"rollout": {"max_new_tokens": 1024}},
         ),
         ({"kl": {"use": "k1"}, "controllers": {"kl.coef": "grpo_d"}}, "k1 in the loss", {"kl": {"use": "k2"}}),
+        ({"controllers": {"kl.coef": "adaptive_kl"}}, "kl.coef is 0: it stays 0", {"kl": {"coef": 0.01}}),
+        (
+            {"advantage": {"use": "riskpo", "bundle_size": 4}, "keep": "dynamic_sampling"},
+            "`riskpo` needs all groups of a step",
+            {"rollout": {"max_gen_batches": 5}},
+        ),
     ],
 )
 def test_refused_with_the_reason(changes: dict[str, Any], told: str, right: dict[str, Any]) -> None:

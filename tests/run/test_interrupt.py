@@ -38,3 +38,14 @@ def test_interrupted_says_how_to_go_on():
     error = Interrupted("stopped after step 3 of 9", where="runs/x")
     assert error.exit_code == 130
     assert "--resume" in str(error)
+
+
+def test_a_request_with_nothing_left_to_stop_is_told_to_who_goes_on():
+    with GracefulStop():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert GracefulStop.unheeded()
+    assert not GracefulStop.unheeded(), "once"
+    with pytest.raises(Interrupted), GracefulStop():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise Interrupted("stopped after step 3 of 9")
+    assert not GracefulStop.unheeded()

@@ -1,0 +1,133 @@
+"""Errors that end an rl run between two updates, and steps in which there is nothing to learn: nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RunError
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+from posttrain.train import overlap, rl, saved_rollouts
+
+Make = Callable[..., Stage]
+Opened = Callable[..., AbstractContextManager[Any]]
+
+REWARDS = """
+import os
+
+def digits(completion, token_count, step):
+    if step == 2 and os.path.exists("{flag}"):
+        raise RuntimeError("no more")
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def never(completion):
+    return 0.0
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Make:
+    """4 steps of 4 prompts; the reward `digits` fails in step 3 while there is a file `broken`."""
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("{flag}", str(tmp_path / "broken")))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(24)))
+    base: dict[str, Any] = {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+        "rewards": [{"use": "rewards.py:digits"}],
+        "scoring": {"workers": 1},
+        "optim": {"lr": 5e-3},
+        "run": {"steps": 4},
+    }
+
+    def make(**changes: Any) -> Stage:
+        whole = {**base, **{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()}}
+        return load_dict(whole, base_dir=tmp_path, where="test").recipe
+
+    return make
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
+
+
+def finished(opened: Opened, name: str, recipe: Stage, *, resume: bool = False) -> list[dict[str, Any]]:
+    with opened(name, resume=resume) as directory:
+        rl.run(recipe, directory)
+    return timeless(directory.path)
+
+
+def test_a_reward_that_fails_keeps_the_steps_that_are_done(recipe: Make, opened: Opened, tmp_path: Path) -> None:
+    """No `save_every`: the two steps before were lost. Put right, the run goes on as if nothing had been."""
+    expected = finished(opened, "straight", recipe())
+    (tmp_path / "broken").touch()
+    with opened("broken run") as directory, pytest.raises(RunError, match="no more"):
+        rl.run(recipe(), directory)
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    (tmp_path / "broken").unlink()
+    assert finished(opened, "broken run", recipe(), resume=True) == expected
+
+
+def test_rollouts_drawn_ahead_keep_an_older_checkpoint_whose_resume_is_exact(
+    recipe: Make, opened: Opened, tmp_path: Path
+) -> None:
+    """What failed would be drawn with other weights from a newer one; without any checkpoint that is what is saved."""
+    (tmp_path / "broken").touch()
+    stale = {"rollout": {"staleness": 1}, "corrections": ["tis"]}
+    for name, save_every in (("saved", 1), ("never", None)):
+        with opened(name) as directory, pytest.raises(RunError, match="no more"):
+            rl.run(recipe(**stale, run={"steps": 4, "save_every": save_every}), directory)
+        newest = checkpoints.latest(directory.checkpoints)
+        assert newest is not None and checkpoints.step_of(newest) == 1, "step 3 is drawn before the update of step 2"
+        assert (newest / overlap.FILE).is_file() == (save_every == 1)
+
+
+@pytest.mark.parametrize("changes", [{"algorithm": "verl_rank"}, {"advantage": {"use": "gae"}}, {}])
+def test_a_step_in_which_every_group_is_dropped_changes_nothing(
+    recipe: Make, opened: Opened, changes: dict[str, Any]
+) -> None:
+    made = recipe(**changes, keep="dynamic_sampling", rewards=[{"use": "rewards.py:never"}], run={"steps": 2})
+    rows = finished(opened, "run", made)
+    assert [row["updates"] for row in rows] == [0, 0]
+    assert [row["signal/share"] for row in rows] == [0, 0]
+
+
+def test_rollouts_of_steps_that_are_drawn_anew_are_not_kept(recipe: Make, opened: Opened) -> None:
+    """Killed after step 4, whose checkpoint was not due, and resumed for step 3 alone: `whatif` read those of step 4,
+    and step 3's were removed as the older ones."""
+    with opened() as directory:
+        rl.run(recipe(run={"steps": 4, "save_every": 2, "keep_rollouts": 1}), directory)
+    (directory.checkpoints / "step-00000004" / checkpoints.MANIFEST).unlink()
+    with opened(resume=True) as directory:
+        rl.run(recipe(run={"steps": 3, "keep_rollouts": 1}), directory)
+    assert [path.stem for path in saved_rollouts.steps(directory.path)] == ["step-00000003"]
+    assert saved_rollouts.read(directory.path).batch.step == 2
+
+
+def test_ctrl_c_in_the_last_step_leaves_the_final_model(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in sft and dpo: there is nothing to go on with."""
+    collect = rl.collect
+
+    def interrupted(p: Any, state: Any) -> Any:
+        if state.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return collect(p, state)
+
+    monkeypatch.setattr(rl, "collect", interrupted)
+    with opened() as directory:
+        summary = rl.run(recipe(run={"steps": 2}), directory)
+    assert summary["steps"] == 2 and (directory.final / "model.safetensors").is_file()
