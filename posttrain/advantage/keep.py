@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.registry import register
 
 Metric = Literal["correct", "reward"]
@@ -24,7 +25,7 @@ def dynamic_sampling(
 
     metric: `correct` (right or wrong), or `reward`. Correctness is the default because a reward with a length or format
     term differs within an all-wrong group too, and would keep it. Rows whose reward could not be scored (NaN) are left
-    out; a scored row with a NaN metric raises ValueError. Groups of one row stay, unless keep_single is False. Dropped
+    out; a scored row with a NaN metric raises UserError. Groups of one row stay, unless keep_single is False. Dropped
     rows leave the batch: neither their tokens nor their rows count in a denominator.
     """
     values = batch.correct if metric == "correct" else batch.rewards
@@ -45,7 +46,12 @@ def differs(
     unknown = counted & metric.isnan()
     if unknown.any():
         groups = group_ids[unknown].unique().tolist()
-        raise ValueError(f"the filter metric is NaN in groups {groups}: unknown is neither right nor wrong")
+        raise UserError(
+            f"the metric that `keep` filters on is unknown (NaN) for scored rows of groups {groups}: unknown is neither"
+            " right nor wrong",
+            hint="where the reward that says what is correct has no score and others do, write `keep.metric: reward`, or"
+            " `on_none: skip_row` in that reward",
+        )
     key, size = torch.unique(group_ids, return_inverse=True, return_counts=True)[1:]
     start = metric.new_full(size.shape, torch.inf)
     lowest = start.scatter_reduce(0, key, torch.where(counted, metric, torch.inf), "amin")

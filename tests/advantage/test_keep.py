@@ -9,6 +9,7 @@ import torch
 
 from posttrain.advantage.keep import Refill, differs, dynamic_sampling, oversample
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 
 NAN = float("nan")
 
@@ -50,7 +51,7 @@ def test_a_group_of_one_row_stays() -> None:
 
 
 def test_an_unknown_metric_raises() -> None:
-    with pytest.raises(ValueError, match=r"NaN in groups \[4\]"):
+    with pytest.raises(UserError, match=r"\(NaN\) for scored rows of groups \[4\](.|\n)*metric: reward"):
         dynamic_sampling(batch([1, 0, NAN, 1], [2, 2, 4, 4]))
     with pytest.raises(ValueError, match="has no correct"):
         dynamic_sampling(batch([1], [0]).replace(correct=None))
