@@ -49,7 +49,7 @@ def differs(
         raise UserError(
             f"the metric that `keep` filters on is unknown (NaN) for scored rows of groups {groups}: unknown is neither"
             " right nor wrong",
-            hint="where the reward that says what is correct has no score and others do, write `keep.metric: reward`, or"
+            hint="where the reward that says what is correct has no score and others do, write `metric: reward`, or"
             " `on_none: skip_row` in that reward",
         )
     key, size = torch.unique(group_ids, return_inverse=True, return_counts=True)[1:]
