@@ -4,6 +4,7 @@ enough: a script may need torch, which takes seconds."""
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -42,26 +43,42 @@ def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[
         raise error(f"{path} is no Python: {why}") from cause
     names = set(_top_level(body))
     if name in names:
-        return next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == name), None), True
+        return next((found for node in body if (found := _function(node)) and found.name == name), None), True
     if not names & {"*", "__getattr__"}:
         own = set(_top_level([node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]))
         raise no_function(left, name, own or names, error)
     return None, False
 
 
+def _function(node: ast.stmt) -> ast.FunctionDef | None:
+    """A function, or of a class what makes it, under the name of the class; None where that is not written in it."""
+    if not isinstance(node, ast.ClassDef):
+        return node if isinstance(node, ast.FunctionDef) else None
+    inits = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
+    if not inits:
+        return None
+    made = copy.copy(inits[0])
+    made.name = node.name
+    return made
+
+
 def strange_arguments(
     function: ast.FunctionDef, given: Iterable[str], *, of_data: bool = False
 ) -> dict[str, UserError]:
     """Key -> what is wrong, for every key of `given` that is no argument for a recipe to set: a keyword-only one, or of
-    a data function any but `size` and `seed`."""
+    a data function any but `size` and `seed`. Under `use` what a component must be given and is not."""
     takes = [argument.arg for argument in function.args.kwonlyargs]
     if of_data:
         takes = [a.arg for a in (*function.args.args, *function.args.kwonlyargs) if a.arg not in ("size", "seed")]
-    if function.args.kwarg is not None:
-        return {}
     found = {}
+    given = list(given)
+    needed = [
+        a.arg for a, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if not default
+    ]
+    if not of_data and (missing := [f"`{key}`" for key in needed if key not in given]):
+        found["use"] = UserError(f"{function.name} needs {', '.join(missing)}")
     for key in given:
-        if key not in takes:
+        if key not in takes and function.args.kwarg is None:
             near = nearest(key, takes)
             hint = f"did you mean `{near}`?" if near else ""
             allowed = f"it takes: {', '.join(takes) or 'none'}"

@@ -15,6 +15,8 @@ SCRIPT = """
 def score(completion, answer): return 1.0
 def part(batch, *, width: float = 1.0): ...
 def schedule(*, slope: float = 1.0): ...
+class Slope:
+    def __init__(self, *, by, base=0): ...
 def rows(size, seed, *, terms=2): return []
 """
 RL = (
@@ -73,6 +75,9 @@ FUNCTIONS = [  # verb, what is written, the key told, what is told, the hint
     ("rl", "controllers: {kl.coef: 'mine.py:schedul'}", "controllers.kl.coef.use", "no function schedul", "`schedule`"),
     ("rl", "controllers: {kl.coef: {use: 'mine.py:schedule', slop: 2}}", "controllers.kl.coef.slop",
      "has no argument slop", "`slope`"),
+    ("rl", "controllers: {kl.coef: {use: 'mine.py:Slope', bas: 2}}", "controllers.kl.coef.bas",
+     "Slope has no argument bas", "`base`"),
+    ("rl", "controllers: {kl.coef: 'mine.py:Slope'}", "controllers.kl.coef.use", "Slope needs `by`", ""),
     ("rl", "data: {source: 'mine.py:rwos', size: 3}", "data.source", "mine.py has no function rwos", "`rows`"),
     ("rl", "data: {source: mine.py, size: 3}", "data.source", "data `mine.py` names no function", "mine.py:FUNCTION"),
     ("rl", "data: {source: 'jsn:rows', size: 3}", "data.source", "cannot import jsn", "`json:rows`"),

@@ -132,3 +132,16 @@ def test_arguments_of_a_function_that_was_only_read(package: Path) -> None:
     assert list(strange_arguments(function, ["deep", "terms", "size"])) == ["terms", "size"]
     assert list(strange_arguments(function, ["deep", "terms", "size", "dep"], of_data=True)) == ["size", "dep"]
     assert strange_arguments(open_one, ["x"]) == {}
+
+
+def test_arguments_of_a_class_and_those_that_are_needed(package: Path) -> None:
+    text = "class C:\n    def __init__(self, *, slope, base=0): ...\nclass D(C): ...\n"
+    (package / "f.py").write_text(text, encoding="utf-8")
+    made = written("f.py:C", package, "controller")
+    assert made is not None and written("f.py:D", package, "controller") is None
+    assert strange_arguments(made, ["slope"]) == {}
+    told = strange_arguments(made, ["slop"])
+    assert {key: str(error) for key, error in told.items()} == {
+        "use": "C needs `slope`",
+        "slop": "C has no argument slop\n  it takes: slope, base\n  hint: did you mean `slope`?",
+    }
