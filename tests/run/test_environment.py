@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 
 import pytest
 
@@ -19,3 +20,13 @@ def test_vllm_is_recorded_under_any_of_its_names(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert environment.describe()["packages"] == {"vllm": "0.32.0"}
+
+
+def test_variables_that_change_what_vllm_computes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But no others of its: a key to an API is one of them."""
+    for name in list(os.environ):
+        monkeypatch.delenv(name)
+    wanted = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    for name, value in {**wanted, "VLLM_API_KEY": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    assert environment.describe()["variables"] == wanted
