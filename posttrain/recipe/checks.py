@@ -176,6 +176,10 @@ def _idle_keys(recipe: Any) -> Found:
     terms = [recipe.loss.aggregation, *(term.aggregation for term in recipe.regularisers)]
     if recipe.loss.norm_len is not None and "fixed" not in terms:
         yield "loss.norm_len", f"does nothing with aggregation {recipe.loss.aggregation}", "write `aggregation: fixed`"
+    if not recipe.loss.count_empty_rows and {term for term in terms if term} == {"token_mean"}:
+        yield "loss.count_empty_rows", "does nothing with aggregation token_mean, which counts no rows", "remove it"
+    if recipe.rollout.vllm.merge_adapter and recipe.model.lora is None:
+        yield "rollout.vllm.merge_adapter", "does nothing without an adapter", "remove it, or train one: `model.lora`"
     if recipe.kl.model_fields_set - {"coef"} and not (
         "coef" in recipe.kl.model_fields_set or "kl.coef" in recipe.controllers
     ):
