@@ -62,10 +62,12 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, step: int, values: Mapping[str, float | int | None]) -> None:
-        """Show a step that is done. Without a terminal: a line, but not more often than every few seconds."""
+    def update(self, step: int, values: Mapping[str, float | int | None], *, spent: float | None = None) -> None:
+        """Show a step that is done. Without a terminal: a line, but not more often than every few seconds.
+
+        spent: seconds that count towards max_minutes, those before a resume too; None: all since the first step."""
         now = time.monotonic()
-        left = self._left(step, now)
+        left = self._left(step, now, spent)
         cells = [(label(key), format_value(label(key), values[key])) for key in self.columns if key in values]
         head = values.get(self.columns[0]) if self.columns else None
         if head is not None:
@@ -77,14 +79,15 @@ class Progress:
             shown = "  ".join(f"{name} {text}" for name, text in cells)
             self._plain(f"{self.title} {step}{f'/{self.total}' if self.total else ''}  {shown}  left {duration(left)}")
 
-    def _left(self, step: int, now: float) -> float | None:
+    def _left(self, step: int, now: float, spent: float | None) -> float | None:
         """Seconds until the last step at the pace so far, or until the time limit if that comes before."""
         first_step, first_time = self._first = self._first or (step, now)
         if step == first_step or (self.total is None and self.max_minutes is None):
             return None
         pace = (now - first_time) / (step - first_step)
         by_steps = pace * (self.total - step) if self.total is not None else float("inf")
-        by_time = 60 * self.max_minutes - (now - first_time) if self.max_minutes is not None else float("inf")
+        spent = now - first_time if spent is None else spent
+        by_time = 60 * self.max_minutes - spent if self.max_minutes is not None else float("inf")
         return max(0.0, min(by_steps, by_time))
 
     def note(self, text: str) -> None:

@@ -241,7 +241,7 @@ class RunLoop(abc.ABC):
         over = distributed.any_rank(self.stop.requested) or self.job.finished
         if state.step % run.log_every == 0 or self.job.finished:
             self.metrics.write(state.step, values)
-        self.progress.update(state.step, values)
+        self.progress.update(state.step, values, spent=state.seconds)
         if over or (run.save_every and state.step % run.save_every == 0):
             with self.watchdog.phase("save"):
                 save_checkpoint(self.job)

@@ -239,7 +239,7 @@ def train(
         metrics.write(state.step, values)
         saved_rollouts.write(directory.path, state.step, saved, keep=settings.keep_rollouts)
         samples.write(state.step, sample_records(rollouts, settings.samples_per_step))
-        progress.update(state.step, values)
+        progress.update(state.step, values, spent=state.seconds)
         if any(r.weight for r in p.recipe.rewards) and (warning := signal_note(values)):
             progress.note(warning)
         for alarm in alarms:

@@ -23,6 +23,17 @@ def test_without_a_terminal_lines_are_rare_but_the_last_always_comes(monkeypatch
     assert lines[1] == "rl 4/5  reward 0.4  signal 50%  tokens/s 12.3k  left 0:02"  # 3 steps took 6 s, one is left
 
 
+def test_the_time_left_of_a_resumed_run_counts_what_was_spent_before(monkeypatch):
+    """50 of 60 minutes were spent before the resume; a step takes 6 s, so the limit comes first."""
+    clock = iter([0.0, 6.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    out = console()
+    with Progress("rl", 1000, ["reward"], max_minutes=60, console=out) as progress:
+        progress.update(501, {"reward": 0.1}, spent=3000.0)
+        progress.update(502, {"reward": 0.1}, spent=3006.0)
+    assert out.file.getvalue().splitlines()[-1].endswith("left 9:54")
+
+
 def test_a_terminal_gets_a_live_display_with_a_curve():
     out = console(force_terminal=True)
     with Progress("rl", 3, ["reward"], console=out) as progress:
