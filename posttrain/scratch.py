@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +30,17 @@ class Scratch:
         remove_left(purpose)
         new = Path(tempfile.mkdtemp(prefix="posttrain-new-"))
         self._lock = _lock(new)
+        self._closing = threading.Lock()
         # Only now by the name that others look for: a folder of that name is locked from its first moment.
         self.path = new.rename(new.with_name(_prefix(purpose) + new.name.removeprefix("posttrain-new-")))
 
     def close(self) -> None:
-        """Remove the folder. Calling it twice is fine."""
+        """Remove the folder. Calling it twice is fine, also from two threads at once."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        with self._closing:
+            lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
     def __enter__(self) -> Self:
         return self

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,3 +62,21 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(temporary: Path)
             assert all(folder.is_dir() for folder in (kept, mine, *others))
     finally:
         living.communicate("\n")
+
+
+def test_two_threads_may_close_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's process leaves when its stdin ends and when its run's connection does, which is often both."""
+    folder, close, closed = Scratch("engine"), os.close, list[int]()
+
+    def slow(descriptor: int) -> None:
+        closed.append(descriptor)
+        time.sleep(0.2)
+        close(descriptor)
+
+    folder.path.rmdir()  # so that no descriptor but the lock's is closed
+    monkeypatch.setattr(os, "close", slow)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(folder.close) for _ in range(2)]:
+            done.result()
+    assert len(closed) == 1
