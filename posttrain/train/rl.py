@@ -97,7 +97,6 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prepared.items, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     with (
-        GracefulStop() as stop,
         Progress("rl", steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
@@ -158,10 +157,11 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                     compiled=compiled.compiled(loaded.model, recipe.model),
                 )
             if recipe.rollout.staleness == 0:
-                return train(pieces, directory, steps, progress, stop)
+                with GracefulStop() as stop:  # until here there is nothing to finish, and Ctrl-C ends the run at once
+                    return train(pieces, directory, steps, progress, stop)
             for note in stale_notes(recipe):
                 progress.note(note)
-            with Ahead(collect, engine) as ahead:
+            with GracefulStop() as stop, Ahead(collect, engine) as ahead:
                 return train(pieces, directory, steps, progress, stop, ahead)
         finally:
             engine.close()
@@ -217,7 +217,7 @@ def train(
     if state.controllers is None:
         state.controllers = p.controls.start()
     canaries = canaries_of(p.recipe, directory, state.step)
-    if distributed.any_rank(stop.requested):  # while the model and the engine started: there is nothing to save yet
+    if distributed.any_rank(stop.requested):  # there is nothing to save yet
         raise Interrupted(f"stopped before step {state.step + 1} of {steps}", where=str(directory.path))
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()

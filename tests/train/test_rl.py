@@ -189,17 +189,22 @@ def test_a_step_without_a_group_that_passes_leaves_samples_to_read(recipe: Make,
         assert [json.loads(line)["correct"] for line in path.read_text().splitlines()] == [0.0] * 4
 
 
-def test_ctrl_c_while_the_engine_starts_costs_no_step(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "error"), [("make_engine", KeyboardInterrupt), ("check_start", Interrupted)], ids=["starting", "checking"]
+)
+def test_ctrl_c_before_the_first_step_costs_no_step(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: str, error: type[BaseException]
 ) -> None:
+    """At once while the engine starts, which can take minutes."""
+    inner = getattr(rl, place)
+
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), SIGINT)
-        return make_engine(*args, **kwargs)
+        return inner(*args, **kwargs)
 
-    make_engine = rl.make_engine
-    monkeypatch.setattr(rl, "make_engine", interrupted)
+    monkeypatch.setattr(rl, place, interrupted)
     with opened() as directory:
-        with pytest.raises(Interrupted, match="stopped before step 1 of 3"):
+        with pytest.raises(error):
             rl.run(recipe(), directory)
         assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
 
