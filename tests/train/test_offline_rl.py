@@ -136,7 +136,7 @@ def test_a_critic_is_trained_alone_and_read_frozen(cli: Any, tmp_path: Path) -> 
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert torch.equal(load_file(checkpoint / "critic.safetensors")["weight"], head["weight"])
     elsewhere = [*command, "run.steps=2", "--output", str(tmp_path / "other")]
-    assert "no critic.safetensors in" in cli.refused(*elsewhere, f"critic.path={tmp_path}")
+    assert "holds no critic: critic.safetensors is missing" in cli.refused(*elsewhere, f"critic.path={tmp_path}")
     assert "trained apart" in cli.refused(*elsewhere, "critic.path=null")
     assert "stays as it is" in cli.refused(*elsewhere, "loss={use: oreo}")
     assert "scoring.split" in cli.refused(*elsewhere, "scoring.split=null")
