@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGINT
+from signal import SIGINT, default_int_handler
+from signal import signal as handle
 from typing import Any
 
 import pytest
@@ -203,9 +204,13 @@ def test_ctrl_c_before_the_first_step_costs_no_step(
         return inner(*args, **kwargs)
 
     monkeypatch.setattr(rl, place, interrupted)
+    before = handle(SIGINT, default_int_handler)  # pytest-xdist ignores it
     with opened() as directory:
-        with pytest.raises(error):
-            rl.run(recipe(), directory)
+        try:
+            with pytest.raises(error):
+                rl.run(recipe(), directory)
+        finally:
+            handle(SIGINT, before)
         assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
 
 
