@@ -27,6 +27,7 @@ from posttrain.errors import PeerLost, UserError
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
+from posttrain.train.dealing import dealt, units_of
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
@@ -254,16 +255,9 @@ def mine(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int
 
 def divided(costs: Sequence[float], count: int, units: Sequence[int] | None = None) -> list[list[int]]:
     """`mine` of each of `count` ranks; every row is in one of them."""
-    rows: dict[int, list[int]] = {}
-    for row in range(len(costs)):
-        rows.setdefault(row if units is None else units[row], []).append(row)
-    loads, parts = [0.0] * count, [list[int]() for _ in range(count)]
-    weights = {unit: sum(costs[r] for r in members) for unit, members in rows.items()}
-    for unit in sorted(rows, key=lambda u: (-weights[u], rows[u][0])):
-        lightest = min(range(count), key=lambda n: (loads[n], n))
-        loads[lightest] += weights[unit]
-        parts[lightest] += rows[unit]
-    return [sorted(part) for part in parts]
+    together = units_of(len(costs), units)
+    parts = dealt([sum(costs[r] for r in rows) for rows in together], count)
+    return [sorted(row for unit in part for row in together[unit]) for part in parts]
 
 
 @contextlib.contextmanager

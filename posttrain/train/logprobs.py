@@ -6,7 +6,6 @@ where an architecture cannot be packed. The vocabulary projection then runs over
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import on_device
 from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
 from posttrain.train.sharding import as_forward
 
@@ -48,16 +48,14 @@ def micro_batches(
     then levelled: no more of them, and none is left short. groups: a number a row; rows of one group then stay
     together, and a group that is too large stands alone.
     """
-    units: dict[int, list[int]] = {}
-    for row in range(len(lengths)):
-        units.setdefault(row if groups is None else groups[row], []).append(row)
+    units = units_of(len(lengths), groups)
 
     def longest(rows: Sequence[int]) -> int:
         return max(lengths[r] for r in rows)
 
     batches: list[list[int]] = []
     taken: list[int] = []  # tokens of each
-    for unit in sorted(units.values(), key=lambda rows: (-longest(rows), rows[0])):
+    for unit in sorted(units, key=lambda rows: (-longest(rows), rows[0])):
         size = sum(lengths[r] for r in unit)
         if packed:
             place = next((n for n, tokens in enumerate(taken) if tokens + size <= max_tokens), len(batches))
@@ -70,27 +68,20 @@ def micro_batches(
             taken.append(0)
         batches[place] += unit
         taken[place] += size
-    if not packed:
-        return batches
-    sizes = [(sum(lengths[r] for r in unit), unit) for unit in units.values()]
-    return _levelled(sizes, len(batches), max_tokens) or batches
+    return _levelled(units, lengths, len(batches), max_tokens) or batches if packed else batches
 
 
-def _levelled(units: list[tuple[int, list[int]]], count: int, max_tokens: int) -> list[list[int]] | None:
-    """Units of (tokens, rows) in `count` micro-batches of nearly equal tokens; None if one of them became too large.
+def _levelled(units: list[list[int]], lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
+    """Units of rows in `count` micro-batches of nearly equal tokens; None if one of them became too large.
 
-    Largest first, each to the emptiest. A short micro-batch at the end would be computed less well than the others and,
-    where layers are compiled, by a graph of its own: torch's kernels for gradients of norms want 4096 tokens or more.
+    A short micro-batch at the end would be computed less well than the others and, where layers are compiled, by a
+    graph of its own: torch's kernels for gradients of norms want 4096 tokens or more.
     """
-    batches: list[list[int]] = [[] for _ in range(count)]
-    emptiest = [(0, n) for n in range(count)]  # a heap
-    for size, rows in sorted(units, key=lambda unit: (-unit[0], unit[1][0])):
-        taken, n = heapq.heappop(emptiest)
-        if taken and taken + size > max_tokens:
-            return None
-        batches[n] += rows
-        heapq.heappush(emptiest, (taken + size, n))
-    return batches
+    sizes = [sum(lengths[r] for r in unit) for unit in units]
+    parts = dealt(sizes, count)
+    if any(len(part) > 1 and sum(sizes[n] for n in part) > max_tokens for part in parts):
+        return None
+    return [[row for n in part for row in units[n]] for part in parts]
 
 
 @dataclass(frozen=True)
