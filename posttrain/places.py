@@ -63,6 +63,16 @@ def split_function(use: str) -> tuple[str, str] | None:
     return (left, name) if colon and left and name.isidentifier() else None
 
 
+def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] = UserError) -> tuple[Path | str, str]:
+    """The script, or the name of the module, and the function that `use` names. Raises `error` where there is no such
+    script, or `use` has another form."""
+    split = split_function(use)
+    if split is None:
+        raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
+    left, name = split
+    return find(left, base_dir, f"{what} script", error) if left.endswith(".py") else left, name
+
+
 def no_function(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
     """The error for a file or module (`left`) that is there and has no such function. known: what it has."""
     public = sorted(n for n in known if not n.startswith("_"))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import UserError, nearest
-from posttrain.places import find, is_shipped, no_function, no_module, split_function
+from posttrain.places import is_shipped, no_function, no_module, place_of, split_function
 
 _PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
 INDEX = Path(__file__).with_name("components.json")
@@ -209,13 +209,9 @@ def load_function(
     use: str, base_dir: Path | None, *, what: str, error: type[UserError] = UserError
 ) -> Callable[..., Any]:
     """Import `file.py:name` by path under a private module name (its folder stays off sys.path), or `module:name`."""
-    split = split_function(use)
-    if split is None:
-        raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
-    left, name = split
-    if left.endswith(".py"):
-        path = find(left, base_dir, f"{what} script", error)
-        module, left = load_module(path), str(path)
+    left, name = place_of(use, base_dir, what, error)
+    if isinstance(left, Path):
+        module, left = load_module(left), str(left)
     else:
         try:
             module = importlib.import_module(left)

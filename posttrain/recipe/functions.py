@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError, nearest
-from posttrain.places import find, find_module, no_function, split_function
+from posttrain.places import find_module, no_function, place_of
 from posttrain.registry import load_function
 
 
@@ -18,13 +18,9 @@ def written(use: str, base_dir: Path, what: str, error: type[UserError] = UserEr
 
     Raises `error` where there is no such file, module or function, with what there is and the nearest name.
     """
-    split = split_function(use)
-    if split is None:
-        raise error(f"{what} `{use}` is not of the form path/file.py:function or package.module:function")
-    left, name = split
-    if left.endswith(".py"):
-        path = find(left, base_dir, f"{what} script", error)
-        return _in_text(path, str(path), name, error)[0]
+    left, name = place_of(use, base_dir, what, error)
+    if isinstance(left, Path):
+        return _in_text(left, str(left), name, error)[0]
     spec = find_module(left)
     if spec is not None and spec.origin and spec.origin.endswith(".py"):
         function, sure = _in_text(Path(spec.origin), left, name, error)
