@@ -19,6 +19,8 @@ from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import overlap, rl, saved_rollouts
 
+from .conftest import merged
+
 Make = Callable[..., Stage]
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -52,8 +54,7 @@ def recipe(tmp_path: Path) -> Make:
     }
 
     def make(**changes: Any) -> Stage:
-        whole = {**base, **{k: {**base[k], **v} if isinstance(base.get(k), dict) else v for k, v in changes.items()}}
-        return load_dict(whole, base_dir=tmp_path, where="test").recipe
+        return load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
 
     return make
 
