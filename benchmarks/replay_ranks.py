@@ -4,15 +4,18 @@
     python benchmarks/replay_ranks.py --out benchmarks/results/replay_full.json
     python benchmarks/replay_ranks.py --smoke             # tiny, on a CPU
 
-The model is that of work B (`rl_step.py`), the batch 64 x 8 rollouts of seeded tokens and lengths with the reward of
-the benchmark, the objective GRPO with a mean over tokens and a KL term. Exit code 1 if a number differs by more than
---tolerance of the one of the first run (gradient norms, losses), or if the losses are all 0.
+The model is that of work B (`rl_step.py`), the batch rollouts of seeded tokens and lengths with the reward of the
+benchmark, the objective GRPO with a mean over tokens and a KL term. Where there are more ranks than GPUs they share
+them, and add up over gloo, since NCCL wants a GPU a rank. Exit code 1 if a number differs by more than --tolerance of
+the one of the first run (gradient norms, losses), or if the losses are all 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import folders
 import sides
+from clocks import replaced
 from even import even_share
 from rl_work import GROUP, seeded_lengths
 
@@ -44,12 +48,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         spec = specification(args, Path(scratch))
         record: dict[str, Any] = {"lora": args.lora, **sides.environment(lib, 0), "tolerance": args.tolerance}
-        record["ranks"] = {str(n): measured(spec, n, Path(scratch)) for n in counts}
-    record["largest_gap"] = largest_gap(record["ranks"])
-    for count, found in record["ranks"].items():
-        print(f"{count} ranks  loss {numbers(found['loss'])}  gradient norm {numbers(found['grad_norm'])}")
+        gpus = sides.visible_gpus(lib)
+        record |= {"gpus": len(gpus), "ranks": {}}
+        for count in counts:
+            record["ranks"][str(count)] = found = measured(spec, count, gpus, Path(scratch))
+            record["largest_gap"] = largest_gap(record["ranks"])
+            print(f"{count} ranks  " + "  ".join(f"{name} {numbers(of)}" for name, of in found.items()), flush=True)
+            sides.write(record, args.out)  # after each: what was found stays if the next is cut off
     print(f"largest gap {record['largest_gap']:.2e} of the value, {args.tolerance:.0e} allowed")
-    sides.write(record, args.out)
     flat = not any(record["ranks"][str(counts[0])]["loss"])
     sys.exit(flat or not record["largest_gap"] <= args.tolerance)
 
@@ -107,11 +113,14 @@ def made_up(prompts: int, new: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, list[float]]:
-    """Losses and gradient norms with `count` processes."""
+def measured(spec: dict[str, Any], count: int, gpus: list[str], folder: Path) -> dict[str, list[float]]:
+    """Losses and gradient norms with `count` processes on those GPUs."""
     out = folder / f"ranks-{count}.json"
     path = folder / f"spec-{count}.json"
-    path.write_text(json.dumps({**spec, "out": str(out)}))
+    sharing = 0 < len(gpus) < count
+    path.write_text(json.dumps({**spec, "out": str(out), "sharing": sharing}))
+    if sharing:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank % len(gpus)] for rank in range(count))
     code = ranks.launch([sys.executable, __file__, "--worker", str(path)], count)
     if code:
         sys.exit(code)
@@ -140,9 +149,13 @@ def numbers(values: list[float]) -> str:
 def replay(spec: dict[str, Any]) -> None:
     """Five updates on the saved rollouts; rank 0 writes what they gave."""
     ranks.claim_gpu()
+    import torch.distributed as dist
+
     from posttrain.train import distributed
 
-    with distributed.joined():
+    over_gloo = functools.partial(dist.init_process_group, "gloo")
+    join = (lambda _, **more: over_gloo(**more)) if spec["sharing"] else dist.init_process_group
+    with replaced(dist, "init_process_group", join), distributed.joined():
         found = updates(spec)
         if distributed.is_main():
             Path(spec["out"]).write_text(json.dumps(found))

@@ -7,10 +7,12 @@ the other generates.
 
 - `one`: the synchronous loop on GPU 0, vLLM colocated. The others' ratios are to it.
 - `both`: the same on both GPUs (`--gpus 2`), each with its engine.
+- `twice`: `both` with 128 prompts x 8, so that each GPU has the work of `one`.
 - `server`: GPU 0 trains, vLLM in a process of its own on GPU 1, `rollout.staleness: 1`, engine log-probs of every token
   for the correction that old rollouts need, and an adapter that travels alone.
 
-The step is the same for all: 64 prompts x 8 of the same lengths. The first two steps are left out. About 6 minutes.
+The step of the others is the same: 64 prompts x 8 of the same lengths. The first two steps are left out. About 9
+minutes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from posttrain.run import ranks
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, what differs
     "one": (1, {}),
     "both": (2, {}),
+    "twice": (2, {}),
     "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None, "merge_adapter": False}),
 }
 
@@ -43,11 +46,11 @@ def main() -> None:
         return
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="server-") as scratch:
-        spec = {**rl_work.specification(args, "B", Path(scratch)), "alone": False}
+        spec, twice = (rl_work.specification(args, "B", Path(scratch), times=n) | {"alone": False} for n in (1, 2))
         record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib, 0)}
         record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
-            record["runs"][name] = measured(spec, name, Path(scratch), args)
+            record["runs"][name] = measured(twice if name == "twice" else spec, name, Path(scratch), args)
             sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
             print(table(record), flush=True)
 

@@ -43,6 +43,14 @@ def nvml() -> Any:
     return None
 
 
+def visible_gpus(lib: Any) -> list[str]:
+    """The GPUs that processes started from here see, as CUDA_VISIBLE_DEVICES names them. lib: of `nvml`."""
+    if lib is None:
+        return []
+    every = ",".join(str(n) for n in range(lib.nvmlDeviceGetCount()))
+    return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if name]
+
+
 class Memory:
     """Peak memory of everything on the device (or of a process tree) while entered, in GiB."""
 

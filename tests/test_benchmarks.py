@@ -224,9 +224,12 @@ def test_a_step_is_the_same_on_all_numbers_of_ranks(smoke):
 @pytest.mark.slow
 def test_a_step_is_the_same_with_an_engine_elsewhere(smoke):
     """`server` samples what `one` samples, and has its log-probs corrected: another gradient, the same rewards."""
-    record, printed = smoke("server.py", "--smoke", "--runs", "one", "server")  # `both` is two of scale_ranks.py
-    one, server = (record["runs"][name] for name in ("one", "server"))
+    record, printed = smoke(
+        "server.py", "--smoke", "--runs", "one", "server", "twice"
+    )  # `both` is two of scale_ranks.py
+    one, server, twice = (record["runs"][name] for name in ("one", "server", "twice"))
     same(one, server, "reward")
+    assert all(2 * a < 3 * b for a, b in zip(one["tokens"], twice["tokens"], strict=True))
     assert one["grad_norm"] != pytest.approx(server["grad_norm"], rel=0.1)
     assert server["settings"]["staleness"] == 1 and "ahead_rollout" in server["phases"]
     assert "failed" not in printed
