@@ -17,6 +17,7 @@ from rich.text import Text
 from posttrain.run import ranks
 
 PLAIN_EVERY_S = 5.0  # at most one plain line in so many seconds
+LONG_START_S = 20.0  # before the first step; people ask about more
 LABELS = {
     "completions/mean_length": "length",
     "completions/clipped_ratio": "cut",
@@ -48,6 +49,7 @@ class Progress:
         self.title, self.total, self.columns, self.max_minutes = title, total, tuple(columns), max_minutes
         self._console = console or Console(stderr=True, quiet=not ranks.is_main())
         self._live: Live | None = None
+        self._began = time.monotonic()
         self._first: tuple[int, float] | None = None  # step and time of the first update, for the time left
         self._printed = float("-inf")
         self._history: deque[float] = deque(maxlen=200)
@@ -96,6 +98,12 @@ class Progress:
             self._live.console.print(Text(text))
         else:
             self._plain(text)
+
+    def ready(self, parts: Mapping[str, float]) -> None:
+        """The first step comes next. parts: seconds of what was done until here, told if it took long."""
+        total = time.monotonic() - self._began
+        if total >= LONG_START_S:
+            self.note(f"ready after {total:.0f} s: {', '.join(f'{name} {s:.0f} s' for name, s in parts.items())}")
 
     def _plain(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -213,12 +213,14 @@ def train(
         with explained():
             check_start(p)
             if p.loaded.device.type == "cuda":
-                try_longest(p)
+                with p.watchdog.phase("longest rows"):
+                    try_longest(p)
     if state.controllers is None:
         state.controllers = p.controls.start()
     canaries = canaries_of(p.recipe, directory, state.step)
     if distributed.any_rank(stop.requested):  # there is nothing to save yet
         raise Interrupted(f"stopped before step {state.step + 1} of {steps}", where=str(directory.path))
+    progress.ready(p.watchdog.seconds)
     while state.step < steps and not _out_of_time(settings.max_minutes, state.seconds):
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
@@ -343,7 +345,8 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
                 scored.finish(fresh, gathered)
         if p.opponent is not None:
             play(p, state, drawn, fresh, p.opponent, first_group=accumulator.batches * settings.prompts_per_step)
-        fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
+        with p.watchdog.phase("gather"):  # which waits for the slowest rank
+            fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
         try:
             kept = accumulator.add(batch_of(p, fresh, state))
         except RunError as error:

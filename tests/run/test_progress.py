@@ -12,7 +12,7 @@ def console(**kwargs):
 
 
 def test_without_a_terminal_lines_are_rare_but_the_last_always_comes(monkeypatch):
-    clock = iter([0.0, 1.0, 2.0, 6.0, 7.0])
+    clock = iter([0.0, 0.0, 1.0, 2.0, 6.0, 7.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     out = console()
     with Progress("rl", 5, ["reward", "signal/share", "time/tokens_per_s"], console=out) as progress:
@@ -25,7 +25,7 @@ def test_without_a_terminal_lines_are_rare_but_the_last_always_comes(monkeypatch
 
 def test_the_time_left_of_a_resumed_run_counts_what_was_spent_before(monkeypatch):
     """50 of 60 minutes were spent before the resume; a step takes 6 s, so the limit comes first."""
-    clock = iter([0.0, 6.0])
+    clock = iter([0.0, 0.0, 6.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     out = console()
     with Progress("rl", 1000, ["reward"], max_minutes=60, console=out) as progress:
@@ -72,3 +72,13 @@ def test_duration_and_sparkline():
     assert sparkline([0, 0, 7, 7], width=2) == "▁█"
     assert sparkline([3, 3], width=5) == "▁▁"
     assert sparkline([1], width=5) == ""
+
+
+def test_only_a_long_start_is_explained(monkeypatch):
+    clock = iter([0.0, 19.0, 0.0, 95.4])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    out = console()
+    for _ in range(2):
+        with Progress("rl", 5, ["reward"], console=out) as progress:
+            progress.ready({"engine start": 60.2, "longest rows": 18.9})
+    assert out.file.getvalue() == "ready after 95 s: engine start 60 s, longest rows 19 s\n"
