@@ -2,12 +2,14 @@
 
     python benchmarks/replay_ranks.py --lora --out benchmarks/results/replay_lora.json
     python benchmarks/replay_ranks.py --out benchmarks/results/replay_full.json
+    python benchmarks/replay_ranks.py --shard --ranks 1 2 --out benchmarks/results/replay_shard.json
     python benchmarks/replay_ranks.py --smoke             # tiny, on a CPU
 
 The model is that of work B (`rl_step.py`), the batch rollouts of seeded tokens and lengths with the reward of the
-benchmark, the objective GRPO with a mean over tokens and a KL term. Where there are more ranks than GPUs they share
-them, and add up over gloo, since NCCL wants a GPU a rank. Exit code 1 if a number differs by more than --tolerance of
-the one of the first run (gradient norms, losses), or if the losses are all 0.
+benchmark, the objective GRPO with a mean over tokens and a KL term. With --shard, two and more ranks hold parts of the
+weights. Where there are more ranks than GPUs they share them, and add up over gloo, since NCCL wants a GPU a rank. Exit
+code 1 if a number differs by more than --tolerance of the one of the first run (gradient norms, losses), or if the
+losses are all 0.
 """
 
 from __future__ import annotations
@@ -47,7 +49,12 @@ def main() -> None:
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         spec = specification(args, Path(scratch))
-        record: dict[str, Any] = {"lora": args.lora, **sides.environment(lib, 0), "tolerance": args.tolerance}
+        record: dict[str, Any] = {
+            "lora": args.lora,
+            "shard": args.shard,
+            **sides.environment(lib, 0),
+            "tolerance": args.tolerance,
+        }
         gpus = sides.visible_gpus(lib)
         record |= {"gpus": len(gpus), "ranks": {}}
         for count in counts:
@@ -64,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", help="numbers of processes (default: 1 2 4)")
     parser.add_argument("--lora", action="store_true", help="train a rank-16 adapter on all linear layers")
+    parser.add_argument("--shard", action="store_true", help="model.shard where there are several ranks")
     parser.add_argument("--micro-tokens", type=int, default=8192, help="batch.micro_tokens")
     parser.add_argument("--prompts", type=int, default=16, help="of 8 rollouts each")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="model.dtype")
@@ -98,7 +106,7 @@ def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "optim": {"lr": args.lr},
         "run": {"steps": 1},
     }
-    return {"recipe": recipe, "rollouts": str(rollouts), "folder": str(folder)}
+    return {"recipe": recipe, "shard": args.shard, "rollouts": str(rollouts), "folder": str(folder)}
 
 
 def made_up(prompts: int, new: int) -> list[dict[str, Any]]:
@@ -182,21 +190,28 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
 
 def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
     """What an update works with, the scored batch, and its tokens."""
-    from posttrain.models import load as models
     from posttrain.recipe.load import load_dict
     from posttrain.recipe.stages import RlRecipe
     from posttrain.run.watchdog import Watchdog
-    from posttrain.train import distributed, optim
+    from posttrain.train import distributed, optim, sharding
     from posttrain.train.attention import use_packed_attention
     from posttrain.train.collate import rollout_batch, sequences_of
     from posttrain.train.controls import Controls
     from posttrain.train.objective import Objective
     from posttrain.train.pieces import Pieces
-    from posttrain.train.reference import reference_policy
+    from posttrain.train.reference import frozen_policy, reference_policy
 
-    recipe = load_dict(spec["recipe"], base_dir=Path(__file__).parent, where="benchmark").require(RlRecipe)
-    loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    values = spec["recipe"]
+    values["model"]["shard"] = spec["shard"] and ranks.world() > 1
+    recipe = load_dict(values, base_dir=Path(__file__).parent, where="benchmark").require(RlRecipe)
+    loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.same_weights(loaded.model)
+    on_gpu = loaded.device.type == "cuda"
+    if loaded.is_sharded:
+        frozen = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+        reference = frozen_policy(frozen.model, packed=on_gpu)
+    else:
+        reference = reference_policy(loaded)
     rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
     nobody = cast(Any, None)  # nothing is sampled
     p = Pieces(
@@ -211,10 +226,10 @@ def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
         optimizer=optim.build(loaded.model, recipe.optim),
         scaler=optim.loss_scaler(loaded),
         steps=1,
-        reference=reference_policy(loaded),
+        reference=reference,
         critic=None,
         opponent=None,
-        packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
+        packed=on_gpu and use_packed_attention(loaded.model),
         watchdog=Watchdog(Path(spec["folder"]), None),
         dump=Path(spec["folder"]),
     )

