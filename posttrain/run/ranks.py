@@ -24,10 +24,12 @@ from posttrain.run.children import stop_with_parent
 from posttrain.run.environment import usable_cpus
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
+PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `unhurried`
 GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `claim_gpu`
 GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
+BEGUN, DONE = b"+", b"-"  # what rank 0 says around `unhurried`
 
 
 def rank() -> int:
@@ -54,6 +56,25 @@ def end_with_launcher() -> None:
     """A process that `launch` started stops, saved, when its launcher is gone."""
     if launched():
         stop_with_parent()
+
+
+@contextlib.contextmanager
+def unhurried() -> Iterator[None]:
+    """Inside, rank 0 writes what would be lost: its launcher lets it, also when another rank has failed."""
+    pipe = os.environ.get(PIPE)
+    if pipe is None:
+        yield
+        return
+    _say(int(pipe), BEGUN)
+    try:
+        yield
+    finally:
+        _say(int(pipe), DONE)
+
+
+def _say(pipe: int, word: bytes) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone
+        os.write(pipe, word)
 
 
 def claim_gpu() -> None:
@@ -98,26 +119,49 @@ def launch(command: Sequence[str], count: int) -> int:
     for a process that was killed.
     """
     port = _free_port()
-    processes = [_start(command, number, count, port) for number in range(count)]
+    busy = _Busy()
+    processes = [_start(command, number, count, port, busy) for number in range(count)]
     try:
         with _signals() as received:
             first = _first_failure(processes, received)
             if first is None:
                 return 0
-            _wait(processes, GRACE_STOPPED_S if first.popen.returncode == 130 else GRACE_S)
+            stopped = first.popen.returncode == 130 and len(received) < 2
+            _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
     finally:
         for process in processes:
             _kill(process)
+        busy.close()
     return _tell(first, processes)
 
 
-def _start(command: Sequence[str], number: int, count: int, port: int) -> _Process:
+class _Busy:
+    """Our end of the pipe on which rank 0 says that it writes."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = os.pipe()
+        os.set_blocking(self._ours, False)
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            for word in os.read(self._ours, 1 << 16):
+                self._depth += 1 if word == BEGUN[0] else -1
+        return self._depth > 0
+
+    def close(self) -> None:
+        os.close(self._ours)
+        os.close(self.theirs)
+
+
+def _start(command: Sequence[str], number: int, count: int, port: int, busy: _Busy) -> _Process:
     """In a process group of its own: Ctrl-C reaches only us. Its stdin ends with us, see `stop_with_parent`."""
     env = {
         "OMP_NUM_THREADS": str(max(1, usable_cpus() // count)),
         **os.environ,
         **{"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: "1"},
+        **({PIPE: str(busy.theirs)} if number == 0 else {}),
     }
     popen = subprocess.Popen(
         command,
@@ -128,6 +172,7 @@ def _start(command: Sequence[str], number: int, count: int, port: int) -> _Proce
         text=True,
         errors="replace",
         start_new_session=True,
+        pass_fds=[busy.theirs] if number == 0 else [],
     )
     process = _Process(number, popen)
     if popen.stdout is not None:
@@ -144,11 +189,11 @@ def _drain(process: _Process) -> None:
 
 def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Process | None:
     """Wait for the first process that fails; None when all have ended well."""
+    forwarded = 0
     while True:
-        while received:
-            number = received.pop(0)
-            if not processes[0].ended:
-                processes[0].popen.send_signal(number)
+        for number in received[forwarded:]:
+            forwarded += 1
+            processes[0].popen.send_signal(number)
         for process in processes:
             if process.popen.poll():
                 return process
@@ -157,9 +202,12 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
         time.sleep(POLL_S)
 
 
-def _wait(processes: Sequence[_Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not all(process.ended for process in processes):
+def _wait(processes: Sequence[_Process], seconds: float, busy: _Busy, received: Sequence[int]) -> None:
+    """Wait for all to end: so long, and as long as rank 0 writes; no longer once a signal comes."""
+    deadline, heard = time.monotonic() + seconds, len(received)
+    while time.monotonic() < deadline and len(received) == heard and not all(process.ended for process in processes):
+        if busy and not processes[0].ended:
+            deadline = max(deadline, time.monotonic() + GRACE_S)
         time.sleep(POLL_S)
 
 

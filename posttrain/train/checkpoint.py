@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from posttrain.errors import RunError
 from posttrain.models.load import LoadedModel
-from posttrain.run import checkpoints
+from posttrain.run import checkpoints, ranks
 from posttrain.train import distributed, sharding
 from posttrain.train.critic import load_head, save_head
 
@@ -47,15 +48,20 @@ def save(
     keep: int,
     critic: nn.Module | None = None,
     more: Callable[[Path], None] = lambda _: None,
+    *,
+    alone: bool = False,
 ) -> Path:
     """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
 
     more: writes what else belongs into the folder.
 
     Rank 0 writes: what is saved is the same on all ranks, and the others wait. A divided model is put together first.
+    alone: this is rank 0, and the others may be gone or elsewhere; not for a divided model.
     """
     moments = sharding.optimizer_state(optimizer)
-    return distributed.on_main(_save, root, state, sharding.whole(loaded), moments, keep, critic, more)
+    write = partial(_save, root, state, sharding.whole(loaded), moments, keep, critic, more)
+    with ranks.unhurried():
+        return write() if alone else distributed.on_main(write)
 
 
 def _save(
@@ -69,15 +75,15 @@ def _save(
 ) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
-    with checkpoints.saving(root, state.step) as partial:
+    with checkpoints.saving(root, state.step) as unsealed:
         # PEFT would look on the hub whether the vocabulary was resized
-        loaded.model.save_pretrained(partial, **({"save_embedding_layers": False} if loaded.is_lora else {}))
-        loaded.tokenizer.save_pretrained(partial)
+        loaded.model.save_pretrained(unsealed, **({"save_embedding_layers": False} if loaded.is_lora else {}))
+        loaded.tokenizer.save_pretrained(unsealed)
         if critic is not None:
-            save_head(critic, partial)
-        torch.save(moments, partial / "optimizer.pt")
-        more(partial)
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
+            save_head(critic, unsealed)
+        torch.save(moments, unsealed / "optimizer.pt")
+        more(unsealed)
+        (unsealed / "state.json").write_text(json.dumps(asdict(state), indent=1))
     if not checkpoints.verify(folder):
         raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")
     checkpoints.prune(root, keep)

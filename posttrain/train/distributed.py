@@ -15,8 +15,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,10 @@ from posttrain.train.dealing import dealt, units_of
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
-PATIENCE_S = 10.0  # before a rank tells that it lost another: that one's own error comes first, and ends all
+PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
 BUCKET = 1 << 26  # numbers that are added up in one call
 _line = threading.local()  # .group: over which this thread talks, see `over`
+_AGREED = "posttrain_agreed"  # an attribute of errors, see `agreed`
 _SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -62,14 +64,18 @@ def joined() -> Iterator[None]:
     if ranks.world() == 1:
         yield
         return
-    with _told():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
-    have = gather(torch.cuda.is_available())
-    if len(set(have)) > 1:
-        raise UserError(
-            f"{len(have)} processes want a GPU each, but only {sum(have)} found one", hint="start fewer processes"
-        )
-    yield
+    try:
+        with _told():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+        have = gather(torch.cuda.is_available())
+        if len(set(have)) > 1:
+            raise UserError(
+                f"{len(have)} processes want a GPU each, but only {sum(have)} found one", hint="start fewer processes"
+            )
+        yield
+    except PeerLost:
+        time.sleep(PATIENCE_S)
+        raise
     if dist.is_initialized():  # an engine that closes may have ended it
         barrier()  # rank 0 holds the store that the others still talk to
         dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
@@ -90,7 +96,6 @@ def _told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:
-        time.sleep(PATIENCE_S)
         raise PeerLost(
             f"rank {ranks.rank()} lost the others: {_reason(cause)}",
             hint="the first message of another rank says why",
@@ -124,8 +129,57 @@ def from_main(value: T) -> T:
 
 
 def on_main(function: Callable[..., T], *args: Any) -> T:
-    """What `function` returns on rank 0, the only one that calls it; the others wait."""
-    return cast(T, from_main(function(*args) if is_main() else None))
+    """What `function` returns on rank 0, the only one that calls it; the others wait. If it fails, all do: `all_of`."""
+    mine: Tried[Any] = tried(function, *args) if is_main() else Tried(None)
+    value, said = from_main((mine.value, mine.said))
+    _fail_together(mine, [said])
+    return value
+
+
+@dataclass(frozen=True)
+class Tried(Generic[T]):
+    """What a function returned, or the error that it raised."""
+
+    value: T
+    error: Exception | None = None
+
+    @property
+    def said(self) -> str:
+        """One line of the error, if there was one; never empty then."""
+        if self.error is None:
+            return ""
+        return (str(self.error).splitlines() or [""])[0] or type(self.error).__name__
+
+
+def tried(function: Callable[..., T], *args: Any) -> Tried[T]:
+    """Call it, and keep an error until `all_of` has told it to the others, who would wait for this rank."""
+    try:
+        return Tried(function(*args))
+    except Exception as error:
+        return Tried(cast(T, None), error)
+
+
+def all_of(mine: Tried[T]) -> list[T]:
+    """Everyone's value, by rank. If any rank has an error instead, all raise, and know it of each other (`agreed`):
+    those that have one their own, the others PeerLost."""
+    found = gather((mine.value, mine.said))
+    _fail_together(mine, [said for _, said in found])
+    return [value for value, _ in found]
+
+
+def _fail_together(mine: Tried[Any], said: Sequence[str]) -> None:
+    """said: the error of each rank in one line; empty where there was none."""
+    if not any(said):
+        return
+    first = next(number for number, line in enumerate(said) if line)
+    error = mine.error or PeerLost(f"rank {first} failed: {said[first]}", hint="its own message says more")
+    setattr(error, _AGREED, True)
+    raise error
+
+
+def agreed(error: BaseException) -> bool:
+    """Whether every rank raises with this one, at the same place: then they can still do something together."""
+    return world() == 1 or getattr(error, _AGREED, False)
 
 
 def any_rank(flag: bool) -> bool:

@@ -75,6 +75,10 @@ class _Draw:
         if self._thread is not None:
             self._thread.join(seconds)
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def result(self) -> Drawn:
         self.wait()
         if self._error is not None:
@@ -84,7 +88,7 @@ class _Draw:
 
 
 class Ahead:
-    """The rollouts that are under way. `collect` draws and scores those of one step (`rl.collect`)."""
+    """The rollouts that are under way. `collect` draws and scores those of one step (`collect.collect`)."""
 
     def __init__(self, collect: Collect, engine: Any) -> None:
         self._collect, self._engine = collect, engine
@@ -104,7 +108,7 @@ class Ahead:
         """The rollouts of this step as `collect` gives them. Leaves the engine with the trainer's weights, drawing for
         the next step, if there is one."""
         if self._draw is None:  # the first step, or one behind the end that was planned
-            self._begin(p, state)
+            self._draw = self._begin(p, state)
         self._renew(p, state)
         drawn = self._wait(p)
         state.position = drawn.position
@@ -113,11 +117,9 @@ class Ahead:
             raise EngineError(f"step {state.step + 1} was given rollouts of version {oldest}: more than a step old")
         p.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in drawn.seconds.items()}
         if p.engine.version != state.step:
-            with p.watchdog.phase("sync"):
-                p.engine.sync(p.loaded.model, state.step)
-        self._draw = None
-        if state.step + 1 < p.steps:
-            self._begin(p, dataclasses.replace(state, step=state.step + 1))
+            p.sync(state.step)
+        more = state.step + 1 < p.steps
+        self._draw = self._begin(p, dataclasses.replace(state, step=state.step + 1)) if more else None
         return drawn.rollouts, drawn.gathered
 
     def _wait(self, p: Pieces) -> Drawn:
@@ -131,10 +133,9 @@ class Ahead:
         if not p.recipe.rollout.partial or p.engine.version == state.step:
             return
         if distributed.any_rank(self._draw.under_way):
-            with p.watchdog.phase("sync"):
-                p.engine.sync(p.loaded.model, state.step)
+            p.sync(state.step)
 
-    def _begin(self, p: Pieces, state: State) -> None:
+    def _begin(self, p: Pieces, state: State) -> _Draw:
         """Draw for step `state.step` with what the engine holds. The state is a copy, or used for nothing else yet."""
         mine = dataclasses.replace(state)
         clock = Watchdog(p.watchdog.folder, None)  # it only keeps the time: the phase that waits is watched
@@ -145,12 +146,17 @@ class Ahead:
             return Drawn(rollouts, gathered, mine.position, clock.seconds)
 
         if p.engine.apart:
-            self._draw = _Draw(work, here=False)
-        else:
-            with p.watchdog.phase("rollout"):
-                self._draw = _Draw(work, here=True)
+            return _Draw(work, here=False)
+        with p.watchdog.phase("rollout"):
+            return _Draw(work, here=True)
 
     # --- in checkpoints ---
+
+    @property
+    def complete(self) -> bool:
+        """After an error in `take`: whether `write` has all that a checkpoint of the step before holds. It has not if
+        the step's own rollouts failed, which older weights drew."""
+        return self._draw is None or not (self._draw.under_way or self._draw.failed)
 
     def finish(self, p: Pieces, state: State) -> None:
         """Wait until what is under way can be saved. state: behind the step."""

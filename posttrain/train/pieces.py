@@ -19,6 +19,7 @@ from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
 from posttrain.run.watchdog import Watchdog
+from posttrain.train import distributed
 from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls
 from posttrain.train.objective import Objective
@@ -54,6 +55,14 @@ class Pieces:
     def updates_per_step(self) -> int:
         """Optimiser updates on one step's rollouts."""
         return self.recipe.batch.epochs * self.recipe.batch.minibatches
+
+    def sync(self, version: int) -> None:
+        """Give the engine the trainer's weights. If an engine of some rank cannot take them, all ranks raise."""
+        with self.watchdog.phase("sync"):
+            if self.loaded.is_sharded:  # ranks give each other their parts of the weights in it: none may go ahead
+                self.engine.sync(self.loaded.model, version)
+            else:
+                distributed.all_of(distributed.tried(self.engine.sync, self.loaded.model, version))
 
     def at(self, numbers: Mapping[str, float]) -> Pieces:
         """The same with the numbers that controllers give for one step."""

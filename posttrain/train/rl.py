@@ -12,12 +12,9 @@ All randomness is derived from (seed, purpose, step): a resumed run draws what a
 
 from __future__ import annotations
 
-import itertools
-import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import Rollout
 from posttrain.data.prepare import prepare_prompts
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import Interrupted, NonFiniteError, RunError
+from posttrain.errors import Interrupted, NonFiniteError
 from posttrain.models import load as models
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
@@ -45,12 +42,12 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.metrics import read_metrics
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.seeds import derive
 from posttrain.tools.offer import offer_of
 from posttrain.train import checkpoint, compiled, distributed, optim, saved_rollouts, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.canary import Canaries
-from posttrain.train.collate import answer_extractors, rollout_batch, sequences_of
+from posttrain.train.collate import sequences_of
+from posttrain.train.collect import batch_of, collect
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, save_head, value_head
 from posttrain.train.fit import try_longest
@@ -68,13 +65,12 @@ from posttrain.train.reference import ReferencePolicy, frozen_policy, named_refe
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sample_records, signal_note
 from posttrain.train.salvage import salvaged
-from posttrain.train.scoring import check_turns, scoring, throughput
+from posttrain.train.scoring import check_turns
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Scorer
 
 PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"
-WATCHED = 4  # prompts a generation whose engine log-probs are compared, where no component reads those of all
 COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
 
 
@@ -226,7 +222,7 @@ def train(
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
         with explained():
-            drawing = salvaged(p, state, directory, drawn_ahead=ahead is not None, note=progress.note)
+            drawing = salvaged(p, state, directory, ahead, note=progress.note)
             rollouts, values, saved = step(p.at(numbers), state, ahead, drawing)
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= {**p.watchdog.times(), **peak_memory()}
@@ -312,99 +308,10 @@ def step(
     if p.opponent is not None:
         p.opponent.follow(p.loaded.model)
     if ahead is None:
-        with p.watchdog.phase("sync"):
-            p.engine.sync(p.loaded.model, state.step + 1)
+        p.sync(state.step + 1)
     else:
         values |= age_metrics(scored, state.step)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
-
-
-def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any]]:
-    """Scored rollouts of one step. With `keep` and max_gen_batches > 1, dropped groups are replaced by new prompts."""
-    settings = p.recipe.rollout
-    gathered: dict[str, Any] = {}
-    accumulator = p.objective.accumulator(settings.prompts_per_step, settings.max_gen_batches)
-    rollouts: list[Rollout] = []
-    while True:
-        drawn = p.sampler.take(state.position, settings.prompts_per_step)
-        state.position += len(drawn)
-        autocast = p.loaded.autocast() if settings.engine == "transformers" else nullcontext()
-        with p.watchdog.phase("rollout"), autocast, scoring(p, state.step) as scored:
-            fresh = p.engine.generate(
-                [p.prompts[i] for i in drawn],
-                settings.group_size,
-                settings,
-                seed=derive(p.recipe.run.seed, "rollout", state.step, accumulator.batches),
-                first_group=accumulator.batches * settings.prompts_per_step,
-                logprobs="rollout_logp" in p.objective.needs or WATCHED,
-                share=distributed.share(len(drawn)),
-                **scored.heard,
-            )
-        with p.watchdog.phase("score"):
-            if fresh:  # a rank without a share has none
-                scored.finish(fresh, gathered)
-        if p.opponent is not None:
-            play(p, state, drawn, fresh, p.opponent, first_group=accumulator.batches * settings.prompts_per_step)
-        with p.watchdog.phase("gather"):  # which waits for the slowest rank
-            fresh = sorted(itertools.chain(*distributed.gather(fresh)), key=lambda r: r.group)
-        try:
-            kept = accumulator.add(batch_of(p, fresh, state))
-        except RunError as error:
-            raise with_samples(p, error, fresh, state.step) from None
-        rollouts += [r for r in fresh if r.group in kept]
-        if accumulator.full:
-            gathered = throughput(distributed.total(gathered), distributed.world())
-            gathered["rollout/gen_batches"] = accumulator.batches
-            return rollouts, gathered
-
-
-def with_samples(p: Pieces, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
-    """The error of a step that never came to its metrics and samples, with a file of samples to read."""
-    if not p.recipe.run.samples_per_step:
-        return error
-    path = p.dump / f"step-{step + 1}.jsonl"
-    if distributed.is_main():
-        p.dump.mkdir(parents=True, exist_ok=True)
-        records = sample_records(rollouts, p.recipe.run.samples_per_step)
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    told = [replace(problem, hint=f"read samples in {path}; {problem.hint}") for problem in error.problems]
-    return RunError.of(told)
-
-
-def play(
-    p: Pieces, state: checkpoint.State, drawn: Sequence[int], fresh: list[Rollout], opponent: Opponent, first_group: int
-) -> None:
-    """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them."""
-    settings = p.recipe.rollout
-    autocast = p.loaded.autocast() if settings.engine == "transformers" else nullcontext()
-    with p.watchdog.phase("opponent"), scoring(p, state.step) as scored:
-        with opponent.in_place(p.loaded.model) as model, autocast:
-            p.engine.sync(model, state.step)
-            answers = p.engine.generate(
-                [p.prompts[i] for i in drawn],
-                p.recipe.opponent.samples if p.recipe.opponent else 1,
-                settings,
-                seed=derive(p.recipe.run.seed, "opponent", state.step, first_group),
-                first_group=first_group,
-                logprobs=False,
-                share=distributed.share(len(drawn)),
-            )
-        p.engine.sync(p.loaded.model, state.step)
-        if answers:
-            scored.finish(answers, {})
-    theirs: dict[int, list[float | None]] = {}
-    for answer in answers:
-        theirs.setdefault(answer.group, []).append(answer.reward)
-    for rollout in fresh:
-        rollout.against = tuple(theirs[rollout.group])
-
-
-def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
-    """The batch of scored rollouts, with what the recipe and the run know: weights of the rewards, the step, memory."""
-    answers = answer_extractors(p.recipe.rewards) if "answer_ids" in p.objective.needs else None
-    batch = rollout_batch(rollouts, answers, p.objective.needs, p.recipe.advantage.params.get("similarity"))
-    weights = {reward_name(reward): reward.weight for reward in p.recipe.rewards}
-    return batch.replace(reward_weights=weights, step=state.step, total_steps=p.steps, memory=state.memory)
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:

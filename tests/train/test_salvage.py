@@ -81,18 +81,47 @@ def test_a_reward_that_fails_keeps_the_steps_that_are_done(recipe: Make, opened:
     assert finished(opened, "broken run", recipe(), resume=True) == expected
 
 
-def test_rollouts_drawn_ahead_keep_an_older_checkpoint_whose_resume_is_exact(
-    recipe: Make, opened: Opened, tmp_path: Path
+STALE: dict[str, Any] = {"rollout": {"staleness": 1}, "corrections": ["tis"]}
+
+
+@pytest.mark.parametrize("save_every", [1, None])
+def test_rollouts_drawn_ahead_that_fail_leave_those_of_the_step_itself(
+    recipe: Make, opened: Opened, tmp_path: Path, save_every: int | None
 ) -> None:
-    """What failed would be drawn with other weights from a newer one; without any checkpoint that is what is saved."""
+    """Those of step 3 fail before the update of step 2, whose own are saved: it is trained on them after all."""
+    made = recipe(**STALE, run={"steps": 4, "save_every": save_every})
+    expected = finished(opened, "straight", made)
     (tmp_path / "broken").touch()
-    stale = {"rollout": {"staleness": 1}, "corrections": ["tis"]}
-    for name, save_every in (("saved", 1), ("never", None)):
-        with opened(name) as directory, pytest.raises(RunError, match="no more"):
-            rl.run(recipe(**stale, run={"steps": 4, "save_every": save_every}), directory)
-        newest = checkpoints.latest(directory.checkpoints)
-        assert newest is not None and checkpoints.step_of(newest) == 1, "step 3 is drawn before the update of step 2"
-        assert (newest / overlap.FILE).is_file() == (save_every == 1)
+    with opened("broken run") as directory, pytest.raises(RunError, match="no more"):
+        rl.run(made, directory)
+    newest = checkpoints.latest(directory.checkpoints)
+    assert newest is not None and checkpoints.step_of(newest) == 1
+    assert (newest / overlap.FILE).is_file()
+    (tmp_path / "broken").unlink()
+    assert finished(opened, "broken run", made, resume=True) == expected
+
+
+@pytest.mark.parametrize(("saved", "kept"), [(True, 1), (False, 2)])
+def test_rollouts_that_older_weights_drew_are_not_drawn_anew(
+    recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, kept: int
+) -> None:
+    """An engine beside the trainer: those of step 3 fail while step 2 trains, and it is step 3 that finds out. A
+    checkpoint of step 2 cannot hold them: one of step 1 stays the newest, and without any that of step 2 is written."""
+    make_engine = rl.make_engine
+
+    def apart(*args: Any, **more: Any) -> Any:
+        engine = make_engine(*args, **more)
+        engine.apart = True
+        return engine
+
+    monkeypatch.setattr(rl, "make_engine", apart)
+    if saved:
+        finished(opened, "run", recipe(**STALE, run={"steps": 1}))
+    (tmp_path / "broken").touch()
+    with opened(resume=saved) as directory, pytest.raises(RunError, match="no more"):
+        rl.run(recipe(**STALE), directory)
+    newest = checkpoints.latest(directory.checkpoints)
+    assert newest is not None and checkpoints.step_of(newest) == kept
 
 
 @pytest.mark.parametrize("changes", [{"algorithm": "verl_rank"}, {"advantage": {"use": "gae"}}, {}])
