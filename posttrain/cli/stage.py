@@ -148,7 +148,8 @@ def execute(
     with _opened(open_it) as directory:
         ctx.meta[RUN] = directory
         ctx.meta[RESUME] = [*typed, *_as_launched(), "--output", str(directory.path), "--resume"]
-        say(f"run directory: {directory.path}")
+        if not directory.follows:
+            say(f"run directory: {directory.path}")
         from posttrain.pipeline import run_stage
 
         return run_stage(loaded.recipe, directory), directory.path

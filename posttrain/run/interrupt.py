@@ -6,13 +6,16 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
+
+ECHO_S = 2.0  # SIGTERMs within so long are one: schedulers send it to each process, and those pass it on
 
 
 class GracefulStop:
     """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the loop finishes its step, saves and raises
-    `Interrupted`. A second Ctrl-C raises KeyboardInterrupt at once: the last checkpoint is what remains.
+    `Interrupted`. A second one raises KeyboardInterrupt at once: the last checkpoint is what remains.
 
     A request that comes when nothing is left to stop (in the last step, or while the final model is saved) lets the
     stage end as it would have; `unheeded` tells whoever would begin the next one.
@@ -24,6 +27,7 @@ class GracefulStop:
 
     def __init__(self) -> None:
         self.requested = False
+        self._asked_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> GracefulStop:
@@ -47,9 +51,11 @@ class GracefulStop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if self.requested and number == signal.SIGTERM and time.monotonic() - self._asked_at < ECHO_S:
+            return
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._asked_at = True, time.monotonic()
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         with contextlib.suppress(OSError):  # whoever read our lines may be gone, and that must not end the run here
             print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)

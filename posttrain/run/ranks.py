@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from posttrain.errors import RunError, UserError
+from posttrain.errors import Interrupted, RunError, UserError
 from posttrain.run.children import stop_with_parent
 from posttrain.run.environment import usable_cpus
 
@@ -29,6 +29,7 @@ GIVEN = "POSTTRAIN_VISIBLE_DEVICES"  # CUDA_VISIBLE_DEVICES as it was before `cl
 GRACE_S = 3.0  # after the first failure: time for the others to tell an error of their own, before they are killed
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
+OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
 BEGUN, DONE = b"+", b"-"  # what rank 0 says around `unhurried`
 
 
@@ -116,7 +117,7 @@ def launch(command: Sequence[str], count: int) -> int:
 
     Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
     told it. Ctrl-C and SIGTERM go to rank 0, which agrees with the others on the step to stop after. Raises RunError
-    for a process that was killed.
+    for a process that was killed; Interrupted after a second signal, or one that came before rank 0 could heed it.
     """
     port = _free_port()
     busy = _Busy()
@@ -126,13 +127,13 @@ def launch(command: Sequence[str], count: int) -> int:
             first = _first_failure(processes, received)
             if first is None:
                 return 0
-            stopped = first.popen.returncode == 130 and len(received) < 2
+            stopped = first.popen.returncode == Interrupted.exit_code and len(received) < 2
             _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
     finally:
         for process in processes:
             _kill(process)
         busy.close()
-    return _tell(first, processes)
+    return _tell(first, processes, received)
 
 
 class _Busy:
@@ -188,17 +189,22 @@ def _drain(process: _Process) -> None:
 
 
 def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Process | None:
-    """Wait for the first process that fails; None when all have ended well."""
-    forwarded = 0
+    """Wait for the first process that fails; None when all have ended well. Raises Interrupted if rank 0 has not ended
+    soon after a second signal: inside a library, where it waits for the others, it does not hear of one."""
+    forwarded, deadline = 0, float("inf")
     while True:
         for number in received[forwarded:]:
             forwarded += 1
             processes[0].popen.send_signal(number)
+            if forwarded > 1:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         for process in processes:
             if process.popen.poll():
                 return process
         if all(process.ended for process in processes):
             return None
+        if time.monotonic() > deadline:
+            raise Interrupted("stopped at once; the last complete checkpoint is what remains")
         time.sleep(POLL_S)
 
 
@@ -221,7 +227,7 @@ def _kill(process: _Process) -> None:
         process.popen.stdin.close()
 
 
-def _tell(first: _Process, processes: Sequence[_Process]) -> int:
+def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int]) -> int:
     """The exit code; the failure is told unless rank 0 has told one."""
     if processes[0].popen.returncode > 0:
         return processes[0].popen.returncode
@@ -229,13 +235,13 @@ def _tell(first: _Process, processes: Sequence[_Process]) -> int:
     if first.reader is not None:
         first.reader.join(timeout=5)
     said = "\n".join(line for line in first.tail if line)
+    if code < 0 and -code in received:
+        raise Interrupted(f"stopped by {signal.Signals(-code).name} before the first step")
     if code < 0:
         raise RunError(
             f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
             allowed=f"the last that it said:\n{said}" if said else "",
-            hint="without anyone's doing that is most often the system's when memory is short"
-            if -code == signal.SIGKILL
-            else "",
+            hint=f"{OUT_OF_MEMORY if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
     print(f"rank {first.rank}: {said or f'ended with {code}'}", file=sys.stderr, flush=True)
     return code

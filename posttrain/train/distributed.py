@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its default arguments keep the group that there is, for ever: see `joined`
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from posttrain.errors import Interrupted
-from posttrain.run.interrupt import GracefulStop
+from posttrain.run.interrupt import ECHO_S, GracefulStop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -16,6 +16,8 @@ def test_the_first_signal_asks_and_the_second_stops(number, capsys):
         os.kill(os.getpid(), number)
         assert stop.requested
         assert "finishing the step and saving" in capsys.readouterr().err
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop._asked_at -= ECHO_S
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before

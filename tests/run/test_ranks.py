@@ -86,6 +86,47 @@ def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0-1", "saved-1-0"}
 
 
+def test_rank_0_may_finish_a_checkpoint_when_another_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says when it writes: so long it is not killed, and no longer."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    body = f"""
+        from posttrain.run import ranks
+        if rank == 1:
+            sys.exit(2)
+        with ranks.unhurried():
+            time.sleep(2)
+            open("{tmp_path}/saved", "w").close()
+        time.sleep(60)
+    """
+    assert ranks.launch(script(tmp_path, body), 2) == 2
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "times", "body", "told"),
+    [
+        (signal.SIGINT, 2, "signal.signal(signal.SIGINT, signal.SIG_IGN)", "stopped at once"),
+        (signal.SIGTERM, 1, "", "stopped by SIGTERM before the first step"),
+    ],
+)
+def test_a_signal_that_rank_0_does_not_hear_of_ends_the_run(
+    tmp_path: Path, number: int, times: int, body: str, told: str
+) -> None:
+    """It may wait for others inside a library. Before there is anything to save, SIGTERM just ends it."""
+    command = script(tmp_path, f'{body}\nopen(f"{tmp_path}/ready-{{rank}}", "w").close()\ntime.sleep(60)')
+    code = f"from posttrain.run import ranks; ranks.GRACE_S = 0.5; ranks.launch({command!r}, 2)"
+    launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)):
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    for _ in range(times):
+        launcher.send_signal(number)
+        time.sleep(0.3)
+    assert f"Interrupted: {told}" in launcher.communicate(timeout=30)[1]
+
+
 @pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("", "")])
 def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch, visible: str | None, own: str) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", ranks.GIVEN):  # so that what the call sets is undone, also where it was unset

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from posttrain import pipeline
+from posttrain.errors import PeerLost
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed, preference, rl, sft
@@ -29,6 +30,7 @@ RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage
 
 def main() -> None:
     torch.set_num_threads(1)
+    distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
     for line in sys.stdin:
         job = json.loads(line)
         with socket.socket() as probe:
@@ -62,6 +64,29 @@ def talk() -> None:
             assert distributed.add_up(torch.ones(3) * i).tolist() == [2 * i] * 3
         thread.join()
         assert heard == [[i, 1000 + i] for i in range(200)]
+        fail()
+
+
+def fail() -> None:
+    """An error of one rank is everyone's, at the same place: they go on together."""
+    for work, told, by in (
+        (lambda: distributed.on_main(broken, 0), "rank 0 failed: broken on 0", 0),
+        (lambda: distributed.all_of(distributed.tried(broken, 1)), "rank 1 failed: broken on 1", 1),
+    ):
+        try:
+            work()
+        except Exception as error:
+            mine = distributed.rank() == by
+            assert distributed.agreed(error) and isinstance(error, ValueError if mine else PeerLost), error
+            assert told.endswith(str(error)) if mine else str(error).startswith(told), error
+        else:
+            raise AssertionError("nothing was raised")
+        assert distributed.gather(distributed.rank()) == [0, 1]
+
+
+def broken(rank: int) -> None:
+    if distributed.rank() == rank:
+        raise ValueError(f"broken on {rank}")
 
 
 def end(work: Callable[[], None]) -> None:

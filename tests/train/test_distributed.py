@@ -265,6 +265,84 @@ def test_an_error_of_one_rank_ends_the_run_and_is_told_once(folder: Path) -> Non
     assert "lost the others" not in done.stderr
 
 
+FAILING = (
+    DIGITS
+    + '''
+
+def breaking(completion, token_count, step):
+    """In step 3, on the rank that the file says, as long as there is one: an error, or the end of the process."""
+    import os, pathlib, signal
+    file = pathlib.Path(__file__).with_name("failing")
+    rank, how = file.read_text().split() if file.is_file() else ("", "")
+    if step == 2 and os.environ.get("RANK") == rank:
+        if how == "killed":
+            os.kill(os.getppid(), signal.SIGKILL)
+        raise RuntimeError("no more")
+    return digits(completion, token_count)
+'''
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "changes", "codes", "saved"),
+    [
+        (1, "error", {}, [1, 1], 2),
+        (0, "error", {"model": {"path": "tiny", "shard": True}}, [1, 1], 2),
+        (1, "error", {"rollout": {"staleness": 1}, "corrections": [{"use": "tis"}]}, [1, 1], 1),
+        (1, "killed", {}, [1, -9], 2),
+        (1, "killed", {"model": {"path": "tiny", "shard": True}}, [1, -9], None),  # half of the weights are gone
+        (0, "killed", {}, [-9, 1], None),
+    ],
+)
+def test_a_rank_that_fails_before_an_update_loses_no_step(
+    train: Train, folder: Path, rank: int, how: str, changes: Values, codes: list[int], saved: int | None
+) -> None:
+    """And the run goes on from there as if nothing had been. With rollouts drawn ahead those of step 3 fail before the
+    update of step 2."""
+    (folder / "digits.py").write_text(FAILING)
+    plain = {k: RL[k] for k in ("stage", "data", "optim")}
+    shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6, **changes.get("rollout", {})}
+    recipe = {
+        **plain,
+        "model": {"path": "tiny"},
+        "rewards": [{"use": "digits.py:breaking"}],
+        "scoring": {"workers": 1},
+        **changes,
+        "rollout": shape,
+        "run": {"steps": 4},
+    }
+    assert train(recipe, folder / "straight", ranks=2) == [0, 0]
+    (folder / "failing").write_text(f"{rank} {how}")
+    assert train(recipe, folder / "broken", ranks=2) == codes
+    newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
+    assert (checkpoints.step_of(newest) if newest else None) == saved
+    assert not list((folder / "broken").glob("checkpoints/*.partial"))
+    (folder / "failing").unlink()
+    assert train(recipe, folder / "broken", ranks=2, resume=True) == [0, 0]
+    assert rows_of(folder / "broken") == rows_of(folder / "straight")
+
+
+ENDED = """
+import gc, os
+from posttrain.train import distributed
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+distributed.dist.init_process_group("gloo", store=distributed.dist.HashStore(), rank=0, world_size=1)
+import posttrain.train.rl, posttrain.train.sft, posttrain.train.preference
+distributed.dist.destroy_process_group()
+gc.collect()
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+assert not [name for name in names if "gloo" in name], names
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are looked up in /proc")
+def test_nothing_holds_the_process_group_when_a_run_has_ended() -> None:
+    """Modules that are imported while there is one may keep it in default arguments. Its threads then outlive the
+    interpreter, and some runs that were done and saved were ended by SIGABRT."""
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_work_is_divided_by_cost_and_units_stay_whole() -> None:
     """5 goes to rank 0, 4 to rank 1, 3 to rank 1 (4 < 5), 3 to rank 0 (5 < 7), 1 to rank 1 (7 < 8)."""
     assert divided([3, 5, 1, 4, 3], 2) == [[1, 4], [0, 2, 3]]
