@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import Rollout, RolloutBatch, tensor_of
 from posttrain.recipe.reward_sections import Reward
 from posttrain.train.logprobs import Sequences
 from posttrain.verify.extract import Extractor, extract
@@ -38,17 +39,17 @@ def rollout_batch(
     """
     width = max(len(r.ids) for r in rollouts)
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
-    trained = [r.trained for r in rollouts]
+    mask = _rows([r.trained for r in rollouts], width, False, torch.bool)
     batch = RolloutBatch(
         group_ids=torch.tensor([r.group for r in rollouts]),
-        mask=_rows(trained, width, False, torch.bool),
+        mask=mask,
         rewards=_column([r.reward for r in rollouts]),
         components={name: _column([r.scores.get(name) for r in rollouts]) for name in names},
         columns=_numbers(rollouts),
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
         opponent_rewards=_against(rollouts),
-        lengths=torch.tensor([sum(flags) for flags in trained]),
+        lengths=mask.sum(1),
         answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
         versions=_rows([r.versions for r in rollouts], width, 0, torch.int32),
@@ -189,7 +190,8 @@ def _column(values: Sequence[float | bool | None]) -> Tensor:
 
 
 def _rows(values: Sequence[Sequence[float | bool]], width: int, fill: float | bool, dtype: torch.dtype) -> Tensor:
+    """Rows of different length as one tensor [N,width], `fill` behind each."""
     out = torch.full((len(values), width), fill, dtype=dtype)
-    for n, row in enumerate(values):
-        out[n, : len(row)] = torch.tensor(row, dtype=dtype)
+    within = torch.arange(width) < torch.tensor([len(row) for row in values])[:, None]
+    out[within] = tensor_of(list(itertools.chain.from_iterable(values)), dtype)
     return out

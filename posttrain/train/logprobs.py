@@ -6,6 +6,7 @@ where an architecture cannot be packed. The vocabulary projection then runs over
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import on_device
+from posttrain.batch import on_device, tensor_of
 from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
@@ -33,6 +34,11 @@ class Sequences:
     @property
     def lengths(self) -> list[int]:
         return [len(row) for row in self.ids]
+
+    @property
+    def flat(self) -> list[int]:
+        """The tokens of all rows behind each other."""
+        return list(itertools.chain.from_iterable(self.ids))
 
     def select(self, rows: Sequence[int]) -> Sequences:
         return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
@@ -153,26 +159,21 @@ def completion_logprobs(
 def _pad(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
     """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
     length = max(sequences.lengths)
+    within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
     ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    mask = torch.zeros(len(sequences), length, dtype=torch.long)
-    for n, row in enumerate(sequences.ids):
-        ids[n, : len(row)] = torch.tensor(row)
-        mask[n, : len(row)] = 1
-    return ids.to(device), mask.to(device)
+    ids[within] = tensor_of(sequences.flat)
+    return ids.to(device), within.long().to(device)
 
 
 def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat over all M completion tokens: row, position of the state that predicts it, its column, its id."""
-    rows: list[int] = []
-    positions: list[int] = []
-    columns: list[int] = []
-    targets: list[int] = []
-    for n, (row, start) in enumerate(zip(sequences.ids, sequences.prompt_lengths, strict=True)):
-        count = len(row) - start
-        rows += [n] * count
-        positions += range(start - 1, start - 1 + count)
-        columns += range(count)
-        targets += row[start:]
+    starts = torch.tensor(sequences.prompt_lengths)
+    counts = torch.tensor(sequences.lengths) - starts
+    rows = torch.arange(len(sequences)).repeat_interleave(counts)
+    columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    positions = starts[rows] - 1 + columns
+    completions = (row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True))
+    targets = tensor_of(list(itertools.chain.from_iterable(completions)))
     return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
@@ -189,8 +190,8 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill
     """
     rest = -sum(sequences.lengths) % fill
     lengths = [*sequences.lengths, *([rest] if rest else [])]
-    ids = on_device([*(i for row in sequences.ids for i in row), *[0] * rest], device)[None]
-    positions = on_device([i for n in lengths for i in range(n)], device)[None]
+    ids = on_device(sequences.flat + [0] * rest, device)[None]
+    positions = on_device(list(itertools.chain.from_iterable(map(range, lengths))), device)[None]
     borders = Packed.of(lengths, device)
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 
