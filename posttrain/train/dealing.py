@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+StepOrder = Callable[[list[int], int], list[int]]  # (row numbers of a step, rows a micro-batch) -> in their order
 
 
 def units_of(count: int, groups: Sequence[int] | None) -> list[list[int]]:
@@ -13,11 +15,27 @@ def units_of(count: int, groups: Sequence[int] | None) -> list[list[int]]:
     return list(units.values())
 
 
-def dealt(weights: Sequence[float], count: int) -> list[list[int]]:
-    """Numbers of the weights in `count` parts of nearly equal sums: the heaviest first, each to the lightest part."""
+def dealt(weights: Sequence[float], count: int, room: Sequence[int] | None = None) -> list[list[int]]:
+    """Numbers of the weights in `count` parts of nearly equal sums: the heaviest first, each to the lightest part.
+
+    room: how many each part can take, enough for all; None = no limit.
+    """
     loads, parts = [0.0] * count, [list[int]() for _ in range(count)]
     for number in sorted(range(len(weights)), key=lambda n: (-weights[n], n)):
-        lightest = min(range(count), key=lambda n: (loads[n], n))
+        open_parts = [n for n in range(count) if room is None or len(parts[n]) < room[n]]
+        lightest = min(open_parts, key=lambda n: (loads[n], n))
         loads[lightest] += weights[number]
         parts[lightest].append(number)
     return parts
+
+
+def by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
+    """Longest first: micro-batches of rows of similar length, which need little padding."""
+    del micro
+    return sorted(rows, key=lambda row: -lengths[row])
+
+
+def balanced(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
+    """Micro-batches of about as many tokens each, all but the last of `micro` rows: each row goes to the lightest."""
+    room = [min(micro, len(rows) - start) for start in range(0, len(rows), micro)]
+    return [rows[n] for part in dealt([lengths[row] for row in rows], len(room), room) for n in part]

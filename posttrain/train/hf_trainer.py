@@ -37,6 +37,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding
+from posttrain.train.dealing import StepOrder
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
 
@@ -77,27 +78,6 @@ def micro_size(size: int, most: int, ranks: int) -> int:
     fitting = [rows for rows in range(1, min(most, max(size // ranks, 1)) + 1) if size % rows == 0]
     even = [rows for rows in fitting if size // rows % ranks == 0]
     return max(even or fitting)
-
-
-StepOrder = Callable[[list[int], int], list[int]]  # (row numbers of a step, rows a micro-batch) -> in their order
-
-
-def by_length(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
-    """Longest first: micro-batches of rows of similar length, which need little padding."""
-    del micro
-    return sorted(rows, key=lambda row: -lengths[row])
-
-
-def balanced(lengths: Sequence[int], rows: list[int], micro: int) -> list[int]:
-    """Micro-batches of about as many tokens each: the longest row goes to the lightest of them that has room."""
-    parts = [list[int]() for _ in range(0, len(rows), micro)]
-    room = [min(micro, len(rows) - start) for start in range(0, len(rows), micro)]
-    tokens = [0] * len(parts)
-    for row in by_length(lengths, rows, micro):
-        part = min((n for n in range(len(parts)) if len(parts[n]) < room[n]), key=lambda n: tokens[n])
-        parts[part].append(row)
-        tokens[part] += lengths[row]
-    return [row for part in parts for row in part]
 
 
 @dataclass

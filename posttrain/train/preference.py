@@ -35,7 +35,7 @@ from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
-from posttrain.train import anchors, distributed, hf_trainer, pair_columns, pair_packing, sharding
+from posttrain.train import anchors, dealing, distributed, hf_trainer, pair_columns, pair_packing, sharding
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
@@ -74,7 +74,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     packed = not single and packs(loaded, prepared.items)
     tokens = [packed_length(pair) if packed else pair_length(pair) for pair in prepared.items]
     job = Job.of(recipe, directory, loaded, len(prepared.items), pair_length(longest))
-    job.order = functools.partial(hf_trainer.balanced if packed else hf_trainer.by_length, tokens)
+    job.order = functools.partial(dealing.balanced if packed else dealing.by_length, tokens)
     pair_loss = functools.partial(component.function, **recipe.loss.params)
     trainer = make_trainer(job, prepared.items, pair_loss, columns, packed=packed)
     trainer.single = single

@@ -26,7 +26,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.models.scorer import Card
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import distributed, hf_trainer, reward_rows
+from posttrain.train import dealing, distributed, hf_trainer, reward_rows
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 from posttrain.train.reward_rows import Item, Items
@@ -48,7 +48,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     longest = max([*items.trained, *items.held], key=lambda item: item.longest)
     hf_trainer.check_window(loaded, longest.uid, longest.longest)
     job = Job.of(recipe, directory, loaded, len(items.trained), longest.longest)
-    job.order = functools.partial(hf_trainer.by_length, [item.longest for item in items.trained])
+    job.order = functools.partial(dealing.by_length, [item.longest for item in items.trained])
     trainer = make_trainer(job, items)
     notes = [hf_trainer.rows_note(items.prepared, "row"), f"held out for the report: {len(items.held)}"]
     if settings.pairs:

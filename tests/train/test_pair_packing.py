@@ -12,7 +12,7 @@ from posttrain.data.render import Pair
 from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run.metrics import read_metrics
-from posttrain.train import hf_trainer, pair_packing, preference
+from posttrain.train import dealing, pair_packing, preference
 from posttrain.train.attention import _row
 from posttrain.train.hf_trainer import Job
 
@@ -105,6 +105,6 @@ def test_a_packed_run_is_the_padded_run(dpo_recipe, opened, tmp_path, monkeypatc
 def test_order_within_a_step():
     """Longest first; or 9 | 8 | then 5 to 8's, 4 to 9's, 1 to the lighter."""
     lengths = [1, 9, 4, 8, 5]
-    assert hf_trainer.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
-    assert hf_trainer.balanced(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
-    assert hf_trainer.balanced(lengths, [4], 3) == [4]
+    assert dealing.by_length(lengths, [0, 1, 2, 3, 4], 3) == [1, 3, 4, 2, 0]
+    assert dealing.balanced(lengths, [0, 1, 2, 3, 4], 3) == [1, 2, 0, 3, 4]
+    assert dealing.balanced(lengths, [4], 3) == [4]
