@@ -8,9 +8,9 @@ GPU it is the resident memory of the side and its children.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.run import environment as run_environment
+
 HERTZ = 20
 LEFT_OUT = 2  # first steps: compilation, caches, allocator
-PACKAGES = ("posttrain", "torch", "transformers", "trl", "peft", "vllm", "datasets", "accelerate")
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOP/s by name of the card
 USED_SHARE = 0.45  # of the peak, what a well-made update reaches
 GIB = 1 << 30
@@ -174,26 +175,18 @@ def mean(values: list[float]) -> float:
 
 
 def environment(lib: Any, gpu: int) -> dict[str, Any]:
-    """Card, versions, commit, command and vLLM's variables: what a figure needs to be made again."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    """Card, versions, commit, command and variables: what a figure needs to be made again."""
     card = "CPU"
     if lib is not None:
         name = lib.nvmlDeviceGetName(lib.nvmlDeviceGetHandleByIndex(gpu))
         card = name.decode() if isinstance(name, bytes) else name
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
+    repository = run_environment.git(Path(__file__).parent)
     return {
         "card": card,
-        "versions": {"python": sys.version.split()[0], **versions},
-        "commit": commit.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **run_environment.packages()},
+        "commit": repository["commit"] if repository else None,
         "command": shlex.join(["python", *sys.argv]),
-        "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("VLLM_USE_")},
+        "variables": run_environment.variables(),
         "date": datetime.date.today().isoformat(),
     }
 

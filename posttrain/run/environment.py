@@ -33,11 +33,21 @@ def describe() -> dict[str, Any]:
         "host": platform.node(),
         "cpus": usable_cpus(),
         "memory_gb": _memory_gb(),
-        "packages": {name: version for name in PACKAGES if (version := package_version(name))},
+        "packages": packages(),
         "gpus": gpus(),
-        "variables": {n: os.environ[n] for n in sorted(os.environ) if n in VARIABLES or n.startswith("VLLM_USE_")},
+        "variables": variables(),
         "git": git(Path.cwd()),
     }
+
+
+def packages() -> dict[str, str]:
+    """Versions of those of PACKAGES that are installed."""
+    return {name: version for name in PACKAGES if (version := package_version(name))}
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that change what a run computes or where, as far as they are set."""
+    return {n: os.environ[n] for n in sorted(os.environ) if n in VARIABLES or n.startswith("VLLM_USE_")}
 
 
 def package_version(name: str) -> str | None:
