@@ -36,10 +36,6 @@ class PromptSampler:
         """`count` indices of the endless stream from position `start` on; for refills that draw beyond a step."""
         return [self._at(position) for position in range(start, start + count)]
 
-    def epoch_of(self, step: int) -> float:
-        """How many passes over the data are done when a step begins."""
-        return step * self.per_step / self.n_items
-
     def _at(self, position: int) -> int:
         epoch, place = divmod(position, self.n_items)
         return _order(self.n_items, self.seed, epoch)[place] if self.shuffle else place

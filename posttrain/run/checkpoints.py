@@ -128,11 +128,6 @@ def require_space(root: Path, nbytes: int) -> None:
         )
 
 
-def folder_bytes(folder: Path) -> int:
-    """The size of everything under a folder, in bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def _folders(root: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest step first."""
     found = [p for p in root.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []

@@ -28,7 +28,6 @@ def test_take_goes_on_in_the_stream_of_the_steps() -> None:
 def test_without_shuffling_the_order_is_the_datas() -> None:
     sampler = PromptSampler(3, 2, shuffle=False)
     assert [sampler.step(s) for s in range(3)] == [[0, 1], [2, 0], [1, 2]]
-    assert sampler.epoch_of(3) == 2.0
 
 
 def test_the_order_is_the_same_in_every_process() -> None:
