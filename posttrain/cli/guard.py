@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -109,8 +110,9 @@ def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
     where = ""
     if directory is not None and directory.logs.is_dir():
         saved = directory.logs / "traceback.txt"
-        saved.write_text(traceback.format_exc(), encoding="utf-8")
-        where = f" (traceback: {saved})"
+        with contextlib.suppress(OSError):  # the disk may be full; the error itself must be told
+            saved.write_text(traceback.format_exc(), encoding="utf-8")
+            where = f" (traceback: {saved})"
     if meta.get(DEBUG):
         traceback.print_exc()
     from posttrain.registry import script_line

@@ -6,12 +6,15 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import RunError
+from posttrain.errors import PosttrainError, RunError
+
+FULL = 1 << 16  # bytes: a disk with less has no room for any file of a run
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,11 +85,22 @@ def told_when_full(path: Path) -> Iterator[None]:
     """A full disk becomes a RunError that says where and how to go on."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if not _is_full(error, path):
             raise
         raise RunError(
             "no space left on the disk; the last complete checkpoint is kept",
             where=str(path),
             hint="free some space, then run the same command with --resume",
         ) from error
+
+
+def _is_full(error: Exception, path: Path) -> bool:
+    """Whether no space is why `path` could not be written. safetensors and torch have errors of their own for it, and
+    torch's do not say why: then the disk is asked."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, PosttrainError):
+        return False
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return "No space left" in str(error) or shutil.disk_usage(existing).free < FULL

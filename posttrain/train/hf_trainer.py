@@ -268,7 +268,10 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
     step = job.state.step + 1
     path = job.directory.path / "failed" / f"step-{step}.pt"
     path.parent.mkdir(exist_ok=True)
-    torch.save([{name: value.cpu() for name, value in b.items() if isinstance(value, Tensor)} for b in batches], path)
+    written = path.with_name(f"{path.name}.{distributed.rank()}")  # several ranks may come here, with the same batch
+    saved = [{name: value.cpu() for name, value in b.items() if isinstance(value, Tensor)} for b in batches]
+    torch.save(saved, written)
+    written.replace(path)
     return NonFiniteError(
         f"step {step}: {what} is not finite; no update was made",
         where=str(job.directory.path),

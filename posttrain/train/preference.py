@@ -62,6 +62,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     single = "labels" in wanted
     prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
+    distributed.check_rows([pair.uid for pair in prepared.items])
     rows = {row["uid"]: row for row in prepared.rows}
     columns = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
     if single:

@@ -85,6 +85,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
+    distributed.check_rows([prompt.uid for prompt in prepared.items])
     steps = total_steps(recipe, len(prepared.items))
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
+from posttrain.run.durable import told_when_full
 from posttrain.train import distributed
 
 FOLDER = "rollouts"
@@ -52,7 +53,6 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
     if keep == 0 or not distributed.is_main():
         return
     folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
     tensors: dict[str, Tensor] = {"logp": saved.logp}
     plain: dict[str, Any] = {}
     for item in fields(saved.batch):
@@ -65,8 +65,10 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
             tensors |= {f"{item.name}/{name}": column for name, column in value.items()}
     path = folder / f"step-{step:08d}.safetensors"
     partial = path.with_suffix(".partial")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"plain": json.dumps(plain)})
-    partial.replace(path)
+    with told_when_full(partial):
+        folder.mkdir(exist_ok=True)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"plain": json.dumps(plain)})
+        partial.replace(path)
     for old in steps(run)[:-keep]:
         old.unlink()
 

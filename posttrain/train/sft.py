@@ -21,7 +21,7 @@ from posttrain.errors import ModelError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import hf_trainer, sharding
+from posttrain.train import distributed, hf_trainer, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -38,6 +38,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     hf_trainer.check_machine(recipe)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     prepared = prepare_examples(recipe.data, loaded.tokenizer, recipe.base_dir)
+    distributed.check_rows([example.uid for example in prepared.items])
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     collate = padded(loaded.pad_id)

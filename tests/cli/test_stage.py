@@ -191,6 +191,18 @@ def test_an_unexpected_error_is_one_line_and_a_file(call: Call, stage: Stage, fo
     assert "KeyError: 'oops'" in (folder / "out" / "logs" / "attempt_1" / "traceback.txt").read_text()
 
 
+def test_an_error_is_told_where_its_traceback_cannot_be_written(call: Call, stage: Stage) -> None:
+    def fail(_: Any, directory: Any) -> Any:
+        (directory.logs / "traceback.txt").mkdir()  # a full disk raises an OSError as well
+        raise KeyError("oops")
+
+    stage(fail)
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 1
+    assert "unexpected KeyError: 'oops'\n" in result.stderr
+    assert "resume with:" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [("sft", "r.yaml", "--debug"), ("--debug", "sft", "r.yaml")])
 def test_debug_shows_the_traceback(arguments: tuple[str, ...], call: Call, stage: Stage) -> None:
     stage(fails(KeyError("oops")))

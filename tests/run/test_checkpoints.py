@@ -106,6 +106,23 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_complete(tmp_path, monkey
     assert not checkpoints.verify(checkpoints.folder_for(tmp_path, 1), hashes=False)
 
 
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (Exception("I/O error: No space left on device (os error 28)"), 10**9, True),  # safetensors'
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), 0, True),  # torch's
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), 10**9, False),
+        (RunError("does not read back as written"), 0, False),
+    ],
+)
+def test_a_full_disk_is_told_whatever_a_library_calls_it(tmp_path, monkeypatch, error, free, full):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10, 10, free))
+    with pytest.raises(RunError if full else type(error)) as told, checkpoints.saving(tmp_path / "checkpoints", 1):
+        raise error
+    assert ("no space left on the disk" in str(told.value)) == full
+
+
 def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(10, 10, 1_500_000))

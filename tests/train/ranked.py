@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from posttrain import pipeline
-from posttrain.errors import PeerLost
+from posttrain.errors import DataError, PeerLost
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed, preference, rl, sft
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def talk() -> None:
-    """Objects over a line of a thread's own, while the main thread adds up tensors and gathers as well."""
+    """Objects over a line of a thread's own, while the main thread adds up tensors and gathers as well; then errors."""
     with distributed.joined():
         line, heard = distributed.new_line(), list[list[int]]()
 
@@ -82,6 +82,13 @@ def fail() -> None:
         else:
             raise AssertionError("nothing was raised")
         assert distributed.gather(distributed.rank()) == [0, 1]
+    distributed.check_rows(["a", "b"])
+    try:
+        distributed.check_rows(["a", "b", "c"][: 2 + distributed.rank()])
+    except DataError as error:
+        assert "rank 1 has read other data than rank 0\n  2 rows on rank 0, 3 on rank 1" in str(error), error
+    else:
+        raise AssertionError("other rows were not noticed")
 
 
 def broken(rank: int) -> None:

@@ -222,7 +222,8 @@ def cut_core(serving: ModuleType, cut: int, settings: Any, folder: Path) -> Any:
     return core
 
 
-def test_a_thread_talks_over_a_line_of_its_own(train: Train, folder: Path) -> None:
+def test_ranks_talk_in_threads_and_about_errors(train: Train, folder: Path) -> None:
+    """Over a line of a thread's own; an error of one is told to all, and so are rows that differ. See `ranked.talk`."""
     assert train(None, folder, ranks=2) == [0, 0]
 
 
