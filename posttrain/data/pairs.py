@@ -93,12 +93,6 @@ def concise_labels(correct: Sequence[Any], from_batch: Sequence[Any], predicted:
     return Labelled(labels, [[float(p == label) for p in row] for label, row in zip(labels, predicted, strict=True)])
 
 
-def by_label(labels: Sequence[int]) -> list[tuple[int, int]]:
-    """(chosen, rejected) of the answers of one prompt with labels 0 > 1 > 2: every pair with different labels."""
-    places = range(len(labels))
-    return [(i, j) for i in places for j in places if labels[i] < labels[j]]
-
-
 def own_failures(
     correct: Table, teacher_correct: Sequence[Any], truncated: Table | None = None, *, prefer_teacher: bool = True
 ) -> list[list[int]]:

@@ -88,12 +88,6 @@ def render_examples(row: Row, tokenizer: Any, section: Data) -> list[Example]:
     return encode(example_texts(row, tokenizer, section), tokenizer, section)
 
 
-def render_pair(row: Row, tokenizer: Any, section: Data) -> Pair:
-    """A preference row: the prompt's tokens and both completions' tokens."""
-    chosen, rejected = encode(pair_texts(row, tokenizer, section), tokenizer, section)
-    return join_pair(str(row["uid"]), chosen, rejected)
-
-
 def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
     """Two sequences of one prompt as a pair. Raises DataError where the sides see different prompt tokens."""
     prompts = {tuple(i for i, t in zip(e.ids, e.trained, strict=True) if not t) for e in (chosen, rejected)}

@@ -39,8 +39,6 @@ def test_short_over_long() -> None:
 def test_drqa_labels() -> None:
     found = pairs.concise_labels([1, 1, 0], [1, 0, 1], [[0], [-1], [2]])
     assert (found.labels, found.rewards) == ([0, 1, 2], [[1.0], [0.0], [1.0]])
-    assert pairs.by_label(found.labels) == [(0, 1), (0, 2), (1, 2)]
-    assert pairs.by_label([1, 1]) == []
 
 
 def test_own_failures() -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.render import Example, render_example, render_examples, render_pair, render_prompt
+from posttrain.data.render import (
+    Example,
+    encode,
+    join_pair,
+    pair_texts,
+    render_example,
+    render_examples,
+    render_prompt,
+)
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -102,7 +110,8 @@ def test_prompts_are_the_conversation_before_the_models_turn(tiny: Any) -> None:
 
 
 def test_pairs_share_the_prompt_and_both_sides_end(tiny: Any) -> None:
-    pair = render_pair({"uid": "u", "prompt": "q", "chosen": "a", "rejected": "bc"}, tiny, section())
+    row = {"uid": "u", "prompt": "q", "chosen": "a", "rejected": "bc"}
+    pair = join_pair("u", *encode(pair_texts(row, tiny, section()), tiny, section()))
     decoded = [tiny.decode(list(ids)) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)]
     assert decoded == ["<bos><|user|>q<|assistant|>", "a<eos>", "bc<eos>"]
 
@@ -130,7 +139,7 @@ def test_rows_without_an_answer_say_what_is_missing(tiny: Any) -> None:
     with pytest.raises(DataError, match="no assistant message"):
         render_example({"uid": "u", "messages": TURNS[:1]}, tiny, section())
     with pytest.raises(DataError, match="no `chosen` and `rejected`"):
-        render_pair(ROW, tiny, section())
+        pair_texts(ROW, tiny, section())
 
 
 # --- templates with habits
