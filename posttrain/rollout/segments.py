@@ -1,4 +1,5 @@
-"""Which tokens of a rollout the model wrote: tool output is context, never a target."""
+"""Which tokens of a tool loop are trained on, from their counts alone, in a window of fixed size. `rl` keeps the tokens
+themselves, with their origin (`batch.Segment`), and cuts them in `turns`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The whole objective of VL-DAC, for a loop over environments whose steps are rows. No stage samples in environments of
-several steps yet, so no recipe runs this; its advantage (`step_gae`), loss, KL and value loss are components."""
+"""The whole objective of VL-DAC where each step of an environment is a row of its own. In `rl` a row is a whole rollout
+with its turns, so no recipe runs this; its advantage (`step_gae`, by turn), loss, KL and value loss are components."""
 
 from __future__ import annotations
 
