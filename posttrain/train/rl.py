@@ -15,20 +15,15 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from posttrain.batch import Rollout
 from posttrain.data.prepare import prepare_prompts
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import Interrupted, NonFiniteError
+from posttrain.errors import Interrupted
 from posttrain.models import load as models
-from posttrain.models.precision import compute_dtype
-from posttrain.models.rounding import logp_tolerance
 from posttrain.models.save import save
 from posttrain.recipe.checks import reward_name
 from posttrain.recipe.objective_checks import stale_notes
@@ -51,7 +46,6 @@ from posttrain.train.collect import batch_of, collect
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, save_head, value_head
 from posttrain.train.fit import try_longest
-from posttrain.train.logprobs import Extras, Sequences, check_head
 from posttrain.train.objective import Objective
 from posttrain.train.offline import stored_completions
 from posttrain.train.opponent import Opponent
@@ -59,13 +53,14 @@ from posttrain.train.overlap import Ahead
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
 from posttrain.train.plan import explained_out_of_memory
-from posttrain.train.policy import BY_REFERENCE, measure, scores
+from posttrain.train.policy import BY_REFERENCE, measure
 from posttrain.train.quiet import quiet
 from posttrain.train.reference import ReferencePolicy, frozen_policy, named_reference, reference_policy
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sample_records, signal_note
 from posttrain.train.salvage import salvaged
 from posttrain.train.scoring import check_turns
+from posttrain.train.start import check_start
 from posttrain.train.update import update
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.score import Scorer
@@ -198,13 +193,7 @@ def train(
     longest = max(len(prompt.ids) for prompt in p.prompts)
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, longest, state, directory)
     if state.step:
-        p.engine.sync(p.loaded.model, state.step)
-        if p.opponent is not None:
-            p.opponent.load(checkpoints.folder_for(directory.checkpoints, state.step))
-        if ahead is not None:
-            ahead.read(checkpoints.folder_for(directory.checkpoints, state.step), p.prompts)
-        if state.scaler:
-            p.scaler.load_state_dict(state.scaler)
+        _go_on(p, state, checkpoints.folder_for(directory.checkpoints, state.step), ahead)
         progress.note(f"resumed after step {state.step}")
     else:
         with explained():
@@ -277,6 +266,17 @@ def train(
     }
 
 
+def _go_on(p: Pieces, state: checkpoint.State, folder: Path, ahead: Ahead | None) -> None:
+    """What `checkpoint.restore` leaves to be brought to the checkpoint's step: everything but model and optimiser."""
+    p.engine.sync(p.loaded.model, state.step)
+    if p.opponent is not None:
+        p.opponent.load(folder)
+    if ahead is not None:
+        ahead.read(folder, p.prompts)
+    if state.scaler:
+        p.scaler.load_state_dict(state.scaler)
+
+
 def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canaries:
     """The canaries of the recipe; those of a resumed run have seen its `done` steps."""
     names = [reward_name(reward) for reward in recipe.rewards if reward.canary]
@@ -325,54 +325,6 @@ def total_steps(recipe: RlRecipe, prompts: int) -> int:
 def model_window(loaded: models.LoadedModel) -> int:
     """The longest sequence that the model was made for, in tokens."""
     return getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-
-
-def check_start(p: Pieces) -> None:
-    """Before step 1: our log-probs are the model's own, packed is padded, the reference is the starting policy."""
-    shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
-    if not shortest:
-        return
-    probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest))
-    width = max(probe.lengths) - 1
-    p.loaded.model.eval()
-    with torch.no_grad(), p.loaded.autocast():
-        gap = check_head(p.loaded.model, probe)
-    if gap > 0.05:
-        raise NonFiniteError(
-            f"log-probs of {p.loaded.source} differ by {gap:.3f} nats from its own logits",
-            hint="this architecture scales its logits in a way that posttrain does not know; please report it",
-        )
-    with torch.no_grad():
-        ours = scores(p, p.loaded.model, probe, width, Extras())["logp"]
-        if p.packed:
-            check_packing(p, probe, ours)
-    if p.reference is not None and p.recipe.kl.reference is None:
-        with p.reference() as model:
-            theirs = scores(p, model, probe, width, Extras())["logp"]
-        if (gap := float((ours - theirs).abs().max())) > 1e-3:
-            raise NonFiniteError(f"the reference is not the starting policy: log-probs differ by {gap:.3g} nats")
-
-
-def check_packing(p: Pieces, probe: Sequences, together: Tensor) -> None:
-    """Rows in one line [N,width] have the log-probs that each has in a line of its own, and those are the padded row's.
-
-    The second comparison is between two attention kernels, whose rounding alone can make 0.1 nats of a small model with
-    a 4-bit base; a wrong mask is worth several. Raises NonFiniteError.
-    """
-    rows = [probe.select([i]) for i in range(len(probe))]
-    tokens = sum(probe.lengths) - len(rows)
-
-    def alone(packed: bool) -> Tensor:
-        how, width = replace(p, packed=packed), together.shape[1]
-        return torch.cat([scores(how, p.loaded.model, row, width, Extras())["logp"] for row in rows])
-
-    with p.loaded.autocast():
-        most = logp_tolerance(compute_dtype(p.loaded.device, p.loaded.model.dtype))
-    in_line, padded = alone(packed=True), alone(packed=False)
-    for what, one in (("rows packed together and alone", together), ("packed and padded rows", padded)):
-        gap = float((one - in_line).abs().sum()) / tokens
-        if not gap <= most:
-            raise NonFiniteError(f"log-probs of {what} differ by {gap:.3g} nats", allowed=f"at most {most} on average")
 
 
 def _out_of_time(max_minutes: float | None, seconds: float) -> bool:
