@@ -46,10 +46,9 @@ def inspect(
     text is green on a terminal and stands between » and « elsewhere. With --rollouts: which tokens of a run's samples
     the model wrote (they carry loss) and which tools or an environment did.
     """
+    from posttrain.cli import packages, preflight
     from posttrain.data.inspect import check_stage
     from posttrain.data.inspect import inspect as look
-    from posttrain.models.load import load_eos_ids, load_tokenizer
-    from posttrain.recipe.load import load
     from posttrain.run.directory import read_resolved
 
     if rollouts is not None:
@@ -59,12 +58,16 @@ def inspect(
         return
     if recipe is None:
         raise UserError("no rows are named", hint="name a recipe, or an rl run behind --rollouts")
-    loaded = load(recipe, overrides or []).recipe
+    checked = preflight.load(recipe, overrides or [], without=["run"])
+    loaded = checked.recipe
     section: Any = loaded
     stage = loaded.verb
     if stage == "reward-model":  # its rows are those of dpo, or answers with labels
         stage = "dpo" if section.objective.pairs else "sft"
     check_stage(stage)
+    packages.require(checked, packages.of_tokens)
+    from posttrain.models.load import load_eos_ids, load_tokenizer
+
     tokenizer = load_tokenizer(section.model, loaded.base_dir)
     if rollouts is not None:
         _show_rollouts(rollouts, tokenizer, rows, as_json)
@@ -116,12 +119,12 @@ def make_pairs(
     import json
     import typing
 
+    from posttrain.cli import packages, preflight
     from posttrain.data.account import told
     from posttrain.data.pair_builders import Options
     from posttrain.data.pair_rows import pair_rows
     from posttrain.data.rows import load_rows
     from posttrain.recipe.building import Builder
-    from posttrain.recipe.load import load
     from posttrain.recipe.stages import EvalRecipe
     from posttrain.run.jsonl import read_rows
 
@@ -130,7 +133,9 @@ def make_pairs(
         near = nearest(builder, known)
         hint = f"did you mean `{near}`?" if near else ""
         raise UserError(f"no builder `{builder}`", allowed=f"known: {', '.join(known)}", hint=hint)
-    given = load(recipe, overrides or [], stage="eval").require(EvalRecipe)
+    checked = preflight.load(recipe, overrides or [], stage="eval", without=["model", "run"])
+    packages.require(checked, packages.of_rows)
+    given = checked.require(EvalRecipe)
     sources = {row["uid"]: row for row in load_rows(given.data, given.base_dir)}
     before = [row for path in earlier or [] for row in read_rows(path)]
     records = read_rows(completions)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from posttrain.cli.guard import DEBUG
-from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, execute, preview, report
+from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, execute, preview, report, tell_notes
 from posttrain.errors import Interrupted, UserError
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
@@ -97,6 +97,7 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
         loaded = load_dict(recipe, base_dir=Path.cwd(), where="command line", overrides=overrides)
         preflight.check(loaded)
         packages.require(loaded)
+        tell_notes(loaded)
         from posttrain.pipeline import run_stage
         from posttrain.run.directory import RunDirectory
 

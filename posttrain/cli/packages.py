@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, Problem, UserError
@@ -18,19 +18,34 @@ ENGINES = ("rollout", "engine")
 Need = tuple[str, str, str, str]  # package, why, extra, key of the recipe
 
 
-def require(loaded: Loaded) -> None:
+def everything(_: Need) -> bool:
+    """What a run needs."""
+    return True
+
+
+def of_rows(need: Need) -> bool:
+    """What reading the data needs."""
+    return need[3].startswith("data")
+
+
+def of_tokens(need: Need) -> bool:
+    """What showing the data as tokens needs."""
+    return of_rows(need) or need[0] in ("torch", "transformers", "gguf")
+
+
+def require(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> None:
     """Raises UserError with every package that is missing, each with the line that asks for it."""
-    if problems := missing(loaded):
+    if problems := missing(loaded, wanted):
         raise UserError.of(problems)
 
 
-def missing(loaded: Loaded) -> list[Problem]:
+def missing(loaded: Loaded, wanted: Callable[[Need], bool] = everything) -> list[Problem]:
     """What is not installed, each package once."""
     stages = loaded.resolved.get("stages") or [loaded.resolved]
     prefixes = [f"stages.{n}." for n in range(len(stages))] if "stages" in loaded.resolved else [""]
     found: dict[str, Problem] = {}
     for prefix, values in zip(prefixes, stages, strict=True):
-        for package, why, extra, key in needs(values):
+        for package, why, extra, key in filter(wanted, needs(values)):
             if package not in found and importlib.util.find_spec(package) is None:
                 origin = loaded.origins.get(f"{prefix}{key}")
                 where = origin.mark if origin and origin.kind != "default" else ""

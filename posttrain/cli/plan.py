@@ -8,7 +8,7 @@ import typer
 
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
-from posttrain.cli.stage import Gpus, Json, Overrides, Recipe
+from posttrain.cli.stage import Gpus, Json, Overrides, Recipe, tell_notes
 
 
 def register(app: typer.Typer) -> None:
@@ -25,6 +25,7 @@ def plan(recipe: Recipe, overrides: Overrides = None, gpus: Gpus = None, as_json
     from posttrain.cli import preflight
 
     loaded = preflight.load(recipe, overrides or [])
+    tell_notes(loaded)
 
     import torch
 

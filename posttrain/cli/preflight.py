@@ -34,18 +34,28 @@ ACCEPTED = "accepted:"
 Values = Mapping[str, Any]
 
 
-def load(recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
-    """`recipe.load.load`, and what the recipe names looked at. Raises UserError with the mistakes of both kinds."""
-    return look(recipe, overrides, stage=stage)[0]
+def load(
+    recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None, without: Sequence[str] = ()
+) -> Loaded:
+    """`recipe.load.load`, and what the recipe names looked at. Raises UserError with the mistakes of both kinds.
+
+    without: kinds of names (`Names.kind`) that the command will not read, and that need not be here.
+    """
+    return look(recipe, overrides, stage=stage, without=without)[0]
 
 
 def look(
-    recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None, elsewhere: list[Problem] | None = None
+    recipe: str,
+    overrides: Sequence[str] = (),
+    *,
+    stage: str | None = None,
+    elsewhere: list[Problem] | None = None,
+    without: Sequence[str] = (),
 ) -> tuple[Loaded, list[str]]:
     """The same, and the names of the rewards.
 
     elsewhere: takes models, data and runs that are not on this machine, which are mistakes otherwise, and names that
-    look like a hub's and may be meant for a folder.
+    look like a hub's and may be meant for a folder. without: as in `load`.
     """
     from posttrain.recipe import load as loading
     from posttrain.recipe.stages import STAGES
@@ -53,19 +63,19 @@ def look(
     try:
         loaded = loading.load(recipe, overrides, stage=stage)
     except loading.WrongRecipe as wrong:
-        found = _Look(wrong.base_dir, _marks_in(wrong.draft), STAGES.get(stage or ""))
+        found = _Look(wrong.base_dir, _marks_in(wrong.draft), STAGES.get(stage or ""), without)
         found.at(_plain(wrong.draft))
         mistakes = [*wrong.problems, *found.told(elsewhere)]
         raise loading.RecipeError.of(sorted(mistakes, key=loading.in_order)) from None
-    return loaded, check(loaded, elsewhere)
+    return loaded, check(loaded, elsewhere, without)
 
 
-def check(loaded: Loaded, elsewhere: list[Problem] | None = None) -> list[str]:
+def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Sequence[str] = ()) -> list[str]:
     """The names of the rewards. Raises UserError with everything that is missing, each with its line.
 
-    elsewhere: as in `look`.
+    elsewhere, without: as in `look`.
     """
-    found = _Look(loaded.recipe.base_dir, _marks_of(loaded), type(loaded.recipe))
+    found = _Look(loaded.recipe.base_dir, _marks_of(loaded), type(loaded.recipe), without)
     found.at(loaded.resolved)
     if not found.problems:
         _check_turns(loaded, found)
@@ -85,6 +95,7 @@ class _Look:
     base_dir: Path
     mark: Callable[[Path_], str]
     verb: type[Stage] | None = None
+    without: Sequence[str] = ()
     problems: list[Problem] = field(default_factory=list)
     absent: list[Problem] = field(default_factory=list)
     doubts: list[Problem] = field(default_factory=list)
@@ -167,6 +178,8 @@ class _Look:
         the recipe. about: what of the thing at `path` it is."""
         from posttrain.data.sources import refuse_script
 
+        if names.kind in self.without:
+            return
         if names.kind == "data" and name.endswith(".py"):
             with self.collected(path):
                 refuse_script(name)

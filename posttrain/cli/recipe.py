@@ -13,7 +13,7 @@ import typer
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json, print_recipe
-from posttrain.cli.stage import Json, Overrides, Recipe
+from posttrain.cli.stage import Json, Overrides, Recipe, tell_notes
 from posttrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def show(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> 
 def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check a recipe: keys, types, values that must fit together, and everything that it names.
 
+    Settings that nothing reads beside the others, such as vLLM's with another engine, are told as notes.
+
     Models, data and runs that are not on this machine are told as notes, for they may be where the recipe will run;
     scripts and functions must be here. The verbs themselves (`posttrain rl`, ...) refuse what is missing.
     """
@@ -81,8 +83,10 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
         raise typer.Exit(error.exit_code) from None
     if as_json:
         stage, path = loaded.resolved["stage"], str(loaded.path)
-        print_json({"valid": True, "stage": stage, "path": path, "rewards": rewards, "notes": _plain(notes)})
+        told_all = _plain([*loaded.notes, *notes])
+        print_json({"valid": True, "stage": stage, "path": path, "rewards": rewards, "notes": told_all})
         return
+    tell_notes(loaded)
     _tell_notes(notes)
     told = f"; rewards: {', '.join(rewards)}" if rewards else ""
     typer.echo(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")

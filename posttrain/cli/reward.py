@@ -80,8 +80,8 @@ def _labelled(
     target: str, script: tuple[Path, str | None] | None, overrides: Sequence[str], path: Path, as_json: bool
 ) -> None:
     """The rewards of a script or recipe beside the labels of a file."""
+    from posttrain.cli import preflight
     from posttrain.errors import DataError
-    from posttrain.recipe.load import load
     from posttrain.recipe.reward_sections import Reward, Scoring
     from posttrain.verify.labelled import read_labelled, try_labelled
 
@@ -91,10 +91,10 @@ def _labelled(
     if script:
         told = try_labelled([Reward(use=f"{script[0]}:{script[1]}")], Scoring(), None, rows)
     else:
-        loaded = load(target, overrides)
+        loaded = preflight.load(target, overrides, without=["model", "data", "run"])
         parts = _graded_parts(loaded)
         if not parts:
-            raise RewardError(f"stage {loaded.recipe.verb} has no rewards", where=str(loaded.path))
+            raise RewardError(f"stage {loaded.recipe.verb} has no rewards of data rows", where=str(loaded.path))
         told = try_labelled(parts[0][2], parts[0][3], loaded.recipe.base_dir, rows)
     if as_json:
         print_json(told)
@@ -190,14 +190,15 @@ def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> Non
 
 
 def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: bool) -> dict[str, Any]:
+    from posttrain.cli import packages, preflight
     from posttrain.data.rows import load_rows
-    from posttrain.recipe.load import load
     from posttrain.verify.load import load_reward
 
-    loaded = load(name, overrides)
+    loaded = preflight.load(name, overrides, without=["model", "run"])
     parts = list(_graded_parts(loaded))
     if not parts:
-        raise RewardError(f"stage {loaded.recipe.verb} has no rewards", where=str(loaded.path))
+        raise RewardError(f"stage {loaded.recipe.verb} has no rewards of data rows", where=str(loaded.path))
+    packages.require(loaded, packages.of_rows)
     base_dir = loaded.recipe.base_dir
     rewards = [load_reward(section, base_dir) for _, _, sections, _ in parts for section in sections]
     scripts = {_split(reward.target): None for reward in rewards}
@@ -219,7 +220,8 @@ def _graded_parts(loaded: Loaded) -> list[tuple[str, Data, Sequence[Reward], Sco
 
     recipe: Any = loaded.recipe
     if recipe.verb != "run":
-        return [(recipe.verb, recipe.data, recipe.rewards, recipe.scoring)] if hasattr(recipe, "rewards") else []
+        graded = hasattr(recipe, "rewards") and hasattr(recipe, "data")  # `pairs` grades completions, and has no rows
+        return [(recipe.verb, recipe.data, recipe.rewards, recipe.scoring)] if graded else []
     parts: dict[str, Any] = {}
     for entry in recipe.stages:
         if entry.get("rewards") and entry.get("data"):  # a stage that takes another's completions has no rows

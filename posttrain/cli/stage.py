@@ -140,6 +140,8 @@ def execute(
     """Run a loaded recipe in its run directory; returns the summary and the directory. `typed`: the command so far."""
     from posttrain.run.directory import RunDirectory
 
+    tell_notes(loaded)
+
     wanted = output or (Path(loaded.recipe.run.output) if loaded.recipe.run.output else None)
 
     def open_it() -> RunDirectory:
@@ -179,12 +181,21 @@ def _as_launched() -> list[str]:
     return ["--gpus", str(ranks.world())] if ranks.launched() else []
 
 
+def tell_notes(loaded: Loaded) -> None:
+    """What the recipe's user wrote and nothing will read. Of several processes the first tells it."""
+    from posttrain.run import ranks
+
+    for note in loaded.notes if ranks.is_main() else ():
+        say(f"note: {note}")
+
+
 def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
     """What `--dry-run` prints: every value that would be used, with its origin."""
     from posttrain.cli import packages
     from posttrain.cli.show import print_recipe
 
     print_recipe(loaded, as_json)
+    tell_notes(loaded)
     where = output or loaded.recipe.run.output or f"runs/{loaded.name}/..."
     say(f"dry run: the recipe is right; posttrain {loaded.recipe.verb} would write to {where}")
     for problem in packages.missing(loaded):

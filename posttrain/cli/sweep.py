@@ -36,7 +36,7 @@ def sweep(
 ) -> None:
     """Everything is checked before the first merge. Of the merged models only the best one is kept."""
     from posttrain.cli import packages, preflight
-    from posttrain.cli.stage import report
+    from posttrain.cli.stage import report, tell_notes
     from posttrain.recipe.load import load
     from posttrain.recipe.stages import MergeRecipe
     from posttrain.recipe.sweeping import parse, points
@@ -47,6 +47,8 @@ def sweep(
     found = points(axes, start.require(MergeRecipe))
     merges = {point.name: load(recipe, [*overrides, *point.overrides], stage="merge") for point in found}
     measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval")  # its own model is never read
+    tell_notes(start)
+    tell_notes(measure)
     if dry_run:
         for point in found:
             say(f"would merge and measure {point.name}: {' '.join(point.overrides)}")

@@ -11,13 +11,10 @@ from typing import Any
 
 from posttrain.errors import Problem
 from posttrain.places import split_function
-from posttrain.recipe import building, merging, objective_checks
+from posttrain.recipe import building, idle, merging, objective_checks
 from posttrain.recipe import stages as st
-from posttrain.recipe.eval_sections import EvalSettings
 from posttrain.recipe.objective_checks import Found
-from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.recipe.rl_sections import Critic
-from posttrain.recipe.rollout_sections import EngineSection
+from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.tree import Node, dotted, follow
 
 
@@ -133,9 +130,6 @@ def _canaries(recipe: Any) -> Found:
         if reward.condition is not None and reward.condition.on in canaries and reward.weight:
             what = f"`{reward.condition.on}` is a canary: a condition on it trains on it"
             yield f"rewards.{position}.condition", what, "name another reward"
-    scoring = getattr(recipe, "scoring", None)
-    if rewards and scoring is not None and scoring.canary_window != Scoring().canary_window and not canaries:
-        yield "scoring.canary_window", "does nothing without a canary", "write `canary: true` in a reward of weight 0"
 
 
 def reward_name(reward: Reward) -> str:
@@ -149,54 +143,17 @@ def _groups(recipe: Any) -> Found:
         return
     if recipe.rollout.group_size > 1 and recipe.rollout.temperature == 0:
         yield "rollout.temperature", "0 gives a prompt the same completion every time", "write a temperature above 0"
-    if recipe.rollout.max_gen_batches > 1 and not recipe.keeps:
-        what = "refills the groups that `keep` drops, and there is no `keep`"
-        yield "rollout.max_gen_batches", what, "add `keep: dynamic_sampling`"
 
 
-def _server(recipe: Any) -> Found:
-    """vLLM elsewhere: what it has no use for."""
-    for key in ("rollout", "engine"):
-        section = getattr(recipe, key, None)
-        if not isinstance(section, EngineSection) or section.vllm.server is None:
-            continue
-        if section.engine != "vllm":
-            yield (
-                f"{key}.vllm.server",
-                f"does nothing with {key}.engine {section.engine}",
-                f"write `{key}.engine: vllm`",
-            )
-        if section.vllm.sleep:
-            yield f"{key}.vllm.sleep", "a server has its own GPU, and nothing to hand over", "remove it"
-
-
-def _idle_keys(recipe: Any) -> Found:
+def _idle_kl(recipe: Any) -> Found:
+    """A section that nothing reads, whatever is in it; single keys are in idle.py."""
     if not isinstance(recipe, st.RlRecipe):
         return
-    terms = [recipe.loss.aggregation, *(term.aggregation for term in recipe.regularisers)]
-    if recipe.loss.norm_len is not None and "fixed" not in terms:
-        yield "loss.norm_len", f"does nothing with aggregation {recipe.loss.aggregation}", "write `aggregation: fixed`"
-    if not recipe.loss.count_empty_rows and {term for term in terms if term} == {"token_mean"}:
-        yield "loss.count_empty_rows", "does nothing with aggregation token_mean, which counts no rows", "remove it"
-    if recipe.rollout.vllm.merge_adapter and recipe.model.lora is None:
-        yield "rollout.vllm.merge_adapter", "does nothing without an adapter", "remove it, or train one: `model.lora`"
-    if recipe.kl.model_fields_set - {"coef"} and not (
-        "coef" in recipe.kl.model_fields_set or "kl.coef" in recipe.controllers
-    ):
+    chosen = recipe.kl.model_fields_set
+    if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
-    elif recipe.kl.reference and recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers:
-        yield "kl.reference", "does nothing while kl.coef is 0", "write `kl.coef`, or remove it"
     if recipe.kl.reference and recipe.critic.path is not None:
         yield "kl.reference", "a critic that was trained apart reads the starting policy", "remove one of the two"
-
-
-def _idle_critic(recipe: Any) -> Found:
-    """A learning rate for a value head that nothing reads."""
-    if isinstance(recipe, st.RlRecipe) and recipe.critic != Critic():
-        needs = {need for _, section in recipe.components() for need in section.needs}
-        own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
-        if not own and not needs & {"values", "new_values", "frozen_critic"}:
-            yield "critic", "does nothing: no component reads a critic's values", "remove it"
 
 
 def _kl_place(recipe: Any) -> Found:
@@ -210,26 +167,9 @@ def _kl_place(recipe: Any) -> Found:
         yield "kl.use", f"{use} differs from {use[:2]} only in its gradient, and a reward has none", "use k1 or k3"
 
 
-def _idle_turns(recipe: Any) -> Found:
-    """Limits on turns where there is one turn."""
-    scoring = getattr(recipe, "scoring", None)  # generate has none
-    if isinstance(recipe, st.Acting) and recipe.acts and scoring and scoring.split:
-        yield (
-            "scoring.split",
-            "does nothing with `tools` or an `environment`: the parts are the model's turns",
-            "remove it",
-        )
-    plays = isinstance(recipe, st.Acting) and recipe.environment is not None and recipe.environment.simulations
-    if plays and not (isinstance(recipe, st.RlRecipe) and "mc_values" in recipe.advantage.needs):
-        yield "environment.simulations", "nothing reads what states are worth", "write `advantage: mc_critic`, or 0"
-    if not isinstance(recipe, st.Acting) or recipe.acts:
-        return
-    place = "rollout" if isinstance(recipe, st.RlRecipe) else "sampling"
-    section = getattr(recipe, place)
-    for key in ("max_turns", "turn_tokens", "reply_tokens", "rollout_seconds"):
-        if getattr(section, key) != type(section).model_fields[key].default:
-            yield f"{place}.{key}", "does nothing without `tools` or an `environment`", "remove it"
-    if "rollout.max_turns" in getattr(recipe, "controllers", {}):
+def _controlled_turns(recipe: Any) -> Found:
+    """A number of turns that is driven, where there is one turn."""
+    if isinstance(recipe, st.RlRecipe) and not recipe.acts and "rollout.max_turns" in recipe.controllers:
         yield "controllers.rollout.max_turns", "drives nothing without `tools` or an `environment`", "remove it"
 
 
@@ -242,10 +182,6 @@ def _seeds(recipe: Any) -> Found:
 
 def _eval_settings(recipe: Any) -> Found:
     if isinstance(recipe, st.EvalRecipe):
-        if recipe.eval.baseline is None:
-            for key in ("aes", "edges"):
-                if getattr(recipe.eval, key) != getattr(EvalSettings(), key):
-                    yield f"eval.{key}", "does nothing without a run to compare with", "write `eval.baseline`"
         for position, k in enumerate(recipe.eval.k):
             if k > recipe.eval.samples:
                 what = f"pass@{k} needs {k} completions a prompt; eval.samples is {recipe.eval.samples}"
@@ -276,34 +212,16 @@ def _references(recipe: Any) -> Found:
 
 
 def _objective(recipe: Any) -> Found:
-    """Keys of sft's objective and of the schedule that would do nothing, or are missing."""
-    optim = getattr(recipe, "optim", None)
-    if optim is not None and optim.schedule != "stable_decay":
-        for key in ("decay_steps", "min_lr"):
-            if getattr(optim, key) is not None:
-                yield f"optim.{key}", f"does nothing with schedule {optim.schedule}", "write `schedule: stable_decay`"
+    """Keys of sft's objective that are missing, or cannot work."""
     if not isinstance(recipe, st.SftRecipe):
         return
     objective = recipe.objective
-    wants = "behavior_logp" in objective.needs
-    if wants and objective.behavior_model is None:
+    if "behavior_logp" in objective.needs and objective.behavior_model is None:
         what = f"{objective.use} needs the log-probs of the model that wrote the data"
         yield "objective", what, "write `behavior_model`"
-    if not wants and objective.behavior_model is not None and split_function(objective.use) is None:
-        yield "objective.behavior_model", f"does nothing with {objective.use}", "remove it"
     if objective.divisor == "weights" and "logp" in objective.needs:
         what = f"the weights of {objective.use} change with the model: their sum is not known before a step"
         yield "objective.divide_by", what, "write `divide_by: tokens`"
-
-
-def _anchors(recipe: Any) -> Found:
-    """A policy that the pair loss does not read."""
-    if not isinstance(recipe, st.DpoRecipe) or split_function(recipe.loss.use) is not None:
-        return
-    for key, need in (("reference", "ref_logp"), ("previous", "prev_logp"), ("history", "history")):
-        read = need in recipe.loss.needs and not (key == "reference" and recipe.loss.params.get("reference_free"))
-        if getattr(recipe.anchors, key) and not read:
-            yield f"anchors.{key}", f"does nothing: {recipe.loss.use} does not read it", "remove it"
 
 
 def _online_kl(recipe: Any) -> Found:
@@ -338,16 +256,14 @@ CHECKS: tuple[Callable[[Any], Found], ...] = (
     _reward_names,
     _canaries,
     _groups,
-    _server,
-    _idle_keys,
-    _idle_critic,
+    _idle_kl,
     _kl_place,
     _eval_settings,
     _seeds,
-    _idle_turns,
+    _controlled_turns,
     _objective,
-    _anchors,
     _online_kl,
     _pairs,
     _merge_inputs,
+    idle.refused,
 )

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, nearest
 from posttrain.places import known_files
-from posttrain.recipe import keys, layers, pipeline
+from posttrain.recipe import idle, keys, layers, pipeline
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, Origin, from_plain
 from posttrain.recipe.validate import check, origins, resolved, with_preset
@@ -24,7 +24,8 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked recipe. `resolved` is JSON-able and holds every value; `origins` says who gave each (dotted keys)."""
+    """A checked recipe. `resolved` is JSON-able and holds every value; `origins` says who gave each (dotted keys).
+    `notes`: settings that the others leave aside."""
 
     recipe: Stage
     origins: dict[str, Origin]
@@ -32,6 +33,7 @@ class Loaded:
     name: str
     text: str
     resolved: dict[str, Any]
+    notes: tuple[Problem, ...] = ()
 
     def require(self, kind: type[S]) -> S:
         """The recipe as one of its stage, e.g. `RlRecipe`. Raises RecipeError if it is for another."""
@@ -134,7 +136,8 @@ def _finish(tree: Node, model: type[Stage], document: Document, problems: list[P
     assert recipe is not None
     recipe._base_dir = path.parent
     values = resolved(recipe) | ({"stages": stages.values} if stages.values else {})
-    return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values)
+    aside = tuple(sorted([*stages.notes, *idle.notes(recipe, stages.layers)], key=in_order))
+    return Loaded(recipe, origins(values, stages.layers), path, path.stem, document.text, values, aside)
 
 
 def in_order(problem: Problem) -> tuple[str, int, int]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain import registry
 from posttrain.errors import Problem, nearest
 from posttrain.places import split_function
-from posttrain.recipe import keys, layers, rounds
+from posttrain.recipe import idle, keys, layers, rounds
 from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, dotted, follow, from_plain, leaves, plain
@@ -25,11 +26,13 @@ _NAME = re.compile(r"\w[\w.-]*$")
 class Resolved:
     """A pipeline's stages. `tree`: the recipe with each entry over the defaults, and without the defaults. `values`:
     the entries with all values filled in. `layers`: `tree` over the presets of the stages, to look origins up in.
+    `notes`: settings of the entries that are left aside, see idle.py.
     """
 
     tree: Node
     values: list[dict[str, Any]]
     layers: Node
+    notes: list[Problem] = field(default_factory=list)
 
 
 def resolve(tree: Node, problems: list[Problem]) -> Resolved:
@@ -37,10 +40,11 @@ def resolve(tree: Node, problems: list[Problem]) -> Resolved:
     node = tree.mapping.get("stages")
     defaults = tree.mapping.get("defaults") or Node({}, tree.origin)
     earlier: dict[str, str] = {}  # name -> stage
-    found = []
+    found: list[tuple[Node, dict[str, Any], Node]] = []
+    notes: list[Problem] = []
     for entry in _entries(node.value if node and isinstance(node.value, list) else [], earlier, problems):
         if entry.round == 1 or not problems:  # later rounds would tell the same mistakes again
-            found.append(_entry(entry, defaults, earlier, problems))
+            found.append(_entry(entry, defaults, earlier, problems, notes))
         else:
             earlier[str(entry.node.mapping["name"].value)] = ""
     _refuse_seed(defaults, "defaults.run", problems)
@@ -55,7 +59,8 @@ def resolve(tree: Node, problems: list[Problem]) -> Resolved:
         return Node({**rest, "stages": listed}, tree.origin, tree.key_origin)
 
     merged, values, layered = zip(*found, strict=True)
-    return Resolved(with_stages(list(merged)), [v for v in values if v], with_stages(list(layered)))
+    notes = _idle_everywhere(notes, defaults, layered)
+    return Resolved(with_stages(list(merged)), [v for v in values if v], with_stages(list(layered)), notes)
 
 
 def _entries(written: list[Node], earlier: dict[str, str], problems: list[Problem]) -> Iterator[Entry]:
@@ -78,7 +83,7 @@ def _entries(written: list[Node], earlier: dict[str, str], problems: list[Proble
 
 
 def _entry(
-    given: Entry, defaults: Node, earlier: dict[str, str], problems: list[Problem]
+    given: Entry, defaults: Node, earlier: dict[str, str], problems: list[Problem], notes: list[Problem]
 ) -> tuple[Node, dict[str, Any], Node]:
     """One stage: over the defaults, its resolved values if it is right, and over its preset as well."""
     entry, head = given.node, dotted(given.path)
@@ -96,6 +101,8 @@ def _entry(
     layered = with_preset(full, model, problems)
     recipe, found = check(_without_minutes(layered), model, given.path)
     _add(found, head, defaults, problems)
+    if recipe:
+        notes += _of_defaults(idle.notes(recipe, layered, given.path), head, defaults)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
     earlier[name] = stage
@@ -132,12 +139,27 @@ def _with_anchors(full: Node, layered: Node, given: Entry) -> Node:
 def _add(found: list[Problem], head: str, defaults: Node, problems: list[Problem]) -> None:
     """Add the problems of an entry; one that stands in the defaults is told once, under the key that was written."""
     known = {(problem.where, problem.what) for problem in problems}
-    in_defaults = set(_marks(defaults))
-    for problem in found:
-        if problem.where in in_defaults:
-            problem = dataclasses.replace(problem, what=problem.what.replace(f"{head}.", "defaults.", 1))
-        if (problem.where, problem.what) not in known:
-            problems.append(problem)
+    problems += [p for p in _of_defaults(found, head, defaults) if (p.where, p.what) not in known]
+
+
+def _of_defaults(found: list[Problem], head: str, defaults: Node) -> list[Problem]:
+    """What was found in an entry, under the key that was written."""
+    shared = {*_marks(defaults)}
+
+    def renamed(problem: Problem) -> Problem:
+        what = problem.what.replace(f"{head}.", "defaults.", 1)
+        return dataclasses.replace(problem, what=what) if problem.where in shared else problem
+
+    return [renamed(problem) for problem in found]
+
+
+def _idle_everywhere(notes: list[Problem], defaults: Node, stages: Sequence[Node]) -> list[Problem]:
+    """The notes without those of defaults that another stage reads."""
+    shared = {*_marks(defaults)}
+    taken = Counter(mark for stage in stages for mark in {*_marks(stage)} & shared)
+    idle_in = Counter(note.where for note in notes)
+    told = {note: None for note in notes if note.where not in shared or idle_in[note.where] == taken[note.where]}
+    return list(told)
 
 
 def _refuse_seed(above: Node, head: str, problems: list[Problem]) -> None:

@@ -94,10 +94,9 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
 
 
 def start_note(section: EngineSection) -> str | None:
-    """A line for people before `make_engine`: that it takes long, or that it leaves settings aside."""
+    """A line for people before `make_engine`: that it takes long."""
     if section.engine != "vllm":
-        aside = ", ".join(f"`vllm.{key}`" for key in sorted(section.vllm.model_dump(exclude_defaults=True)))
-        return f"the engine is {section.engine}: {aside} without effect" if aside else None
+        return None
     return "starting vLLM" + (
         "" if section.vllm.enforce_eager else ": up to two minutes, less with vllm.enforce_eager: true"
     )

@@ -88,3 +88,18 @@ def test_a_run_does_not_begin(call: Call, stage: Callable[..., None], folder: Pa
     )
     dry = call("run", "p.yaml", "--dry-run")
     assert dry.exit_code == 0 and "not on this machine: engine.engine: vllm needs vllm" in dry.stderr
+
+
+@pytest.mark.parametrize("command", [("data", "inspect"), ("reward", "test")])
+def test_what_reads_rows_asks_for_less(command: tuple[str, str], call: Call, folder: Path, without: Any) -> None:
+    """The package of the data, and not those of a run."""
+    text = "stage: rl\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 1}\n"
+    rewards = "rewards: [{use: mine.py:score}]\nscoring: {workers: 1}\nrollout: {engine: vllm}\n"
+    (folder / "r.yaml").write_text(text + rewards, encoding="utf-8")
+    (folder / "rows.jsonl").write_text('{"prompt": "7?", "answer": "7"}\n', encoding="utf-8")
+    (folder / "mine.py").write_text("def score(completion, answer): return float(completion == answer)\n")
+    without("vllm", "reasoning_gym")
+    assert call(*command, "r.yaml").exit_code == 0
+    told = call(*command, "r.yaml", "data.source=gym:chain_sum", "data.size=2")
+    assert told.exit_code == 2
+    assert told.stderr.startswith("command line  data gym:chain_sum needs reasoning-gym, which is not installed\n")

@@ -79,8 +79,6 @@ def test_what_is_told_before_an_engine_starts() -> None:
         "starting vLLM: up to two minutes, less with vllm.enforce_eager: true"
     )
     assert start_note(EngineSection(engine="vllm", vllm=Vllm(enforce_eager=True))) == "starting vLLM"
-    aside = EngineSection(vllm=Vllm(sleep=True, gpu_memory=0.5, merge_adapter=False))
-    assert start_note(aside) == "the engine is transformers: `vllm.gpu_memory`, `vllm.sleep` without effect"
 
 
 def test_arguments_push_weights_or_serve_adapters(tmp_path: Path) -> None:

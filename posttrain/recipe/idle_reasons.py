@@ -1,0 +1,298 @@
+"""Why a setting does nothing: one function a reason, asked by the table of idle.py.
+
+Each is given the recipe and the section that holds the key, whether it asks it or not, and says what stands behind
+`does nothing`; "" where the setting acts. Names of stages rather than their classes: some keys stand in several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.places import split_function
+
+FILES = (".jsonl", ".json", ".csv", ".parquet")
+PATHS = (".", "/", "~")
+MADE = ("gym:", "accepted:")
+BY_REFERENCE = {"ref_logp", "tempered_ref_logp"}  # what a pass of the reference gives
+BY_CRITIC = {"values", "new_values", "frozen_critic"}
+EVAL_CHUNK = 4096  # sequences that vLLM is given at once at least, in an evaluation
+
+
+# --- data
+
+
+def beside_mixture(recipe: Any, data: Any) -> str:
+    return "beside `data.mix`: it belongs to one source" if data.mix else ""
+
+
+def no_max_length(recipe: Any, data: Any) -> str:
+    return "" if data.max_length else "without `data.max_length`"
+
+
+def takes_no_params(recipe: Any, source: Any) -> str:
+    name = source.source
+    return (
+        ""
+        if name is None or _made(name) or _function(name)
+        else f"with {name}: only gym:, accepted: and " + ("file.py:function take `params`")
+    )
+
+
+def made_of_nothing(recipe: Any, source: Any) -> str:
+    """Rows that are there need no seed; emptied thoughts are drawn with it."""
+    name = source.source
+    if name is None or name.startswith("gym:") or _function(name) or getattr(source, "thought_dropout", 0):
+        return ""
+    return f"with {name}: its rows are read, not made (`run.seed` decides their order)"
+
+
+def no_splits(recipe: Any, source: Any) -> str:
+    name = source.source
+    rows_alone = name is not None and (_made(name) or _function(name) or name.endswith(FILES))
+    return f"with {name}, which has no splits and no configurations" if rows_alone else ""
+
+
+def only_hub(recipe: Any, source: Any) -> str:
+    local = source.source is not None and source.source.startswith(PATHS)
+    return f"with {source.source}: only the hub has configurations" if local else ""
+
+
+def no_mixture(recipe: Any, data: Any) -> str:
+    return "without `data.mix`"
+
+
+def alone_in_mixture(recipe: Any, source: Any) -> str:
+    return "" if len(recipe.data.mix) > 1 else "in a mixture of one source"
+
+
+def no_turns(recipe: Any, data: Any) -> str:
+    return "with `data.chat: false`, which has no turns" if data.train_on == "assistant" and not data.chat else ""
+
+
+def _made(name: str) -> bool:
+    return name.startswith(MADE)
+
+
+def _function(name: str) -> bool:
+    return split_function(name) is not None
+
+
+# --- model
+
+
+def no_hub_model(recipe: Any, model: Any) -> str:
+    local = model.path == "tiny" or model.path.startswith(("stage:", *PATHS)) or model.path.endswith(".gguf")
+    return f"with {model.path}: only models of the hub have revisions" if local else ""
+
+
+def plain_text(recipe: Any, model: Any) -> str:
+    """A trained model is saved with its template, whatever it was trained on."""
+    idle = recipe.stage in ("eval", "generate") and not recipe.data.chat and not recipe.acts
+    return "with `data.chat: false`" if idle else ""
+
+
+def vllm_attends(recipe: Any, model: Any) -> str:
+    idle = recipe.stage in ("eval", "generate") and recipe.engine.engine == "vllm"
+    return "with engine.engine vllm, which attends in its own way" if idle else ""
+
+
+def no_reference(recipe: Any, model: Any) -> str:
+    if recipe.stage != "rl" or recipe.kl.reference or recipe.critic.path or _own(recipe) or model.lora or model.shard:
+        return ""
+    used = [section for key, section in recipe.components() if key != "kl" or not _kl_off(recipe)]
+    return "" if any(section.needs & BY_REFERENCE for section in used) else "without a reference: `kl.coef` is 0"
+
+
+# --- what generates
+
+
+def engine_of_server(recipe: Any, vllm: Any) -> str:
+    return "" if _engine(recipe).engine == "vllm" else f"with {_at(recipe)}.engine {_engine(recipe).engine}"
+
+
+def server_sleeps(recipe: Any, vllm: Any) -> str:
+    return "with `server`, which has its own GPU, and nothing to hand over" if vllm.server else ""
+
+
+def no_adapter(recipe: Any, vllm: Any) -> str:
+    return "" if recipe.model.lora else "without an adapter"
+
+
+def not_vllm(recipe: Any, vllm: Any) -> str:
+    return engine_of_server(recipe, vllm)
+
+
+def nobody_waits(recipe: Any, vllm: Any) -> str:
+    return f"in {recipe.stage}: nothing else wants the engine's memory"
+
+
+def not_batched(recipe: Any, engine: Any) -> str:
+    if engine.engine == "vllm" and (recipe.stage == "rl" or engine.batch_size <= EVAL_CHUNK):
+        return f"with {_at(recipe)}.engine vllm, which fills its own batches"
+    return f"with {_at(recipe)}.engine stored: nothing is sampled" if engine.engine == "stored" else ""
+
+
+def not_sampled(recipe: Any, rollout: Any) -> str:
+    return "with rollout.engine stored: nothing is sampled" if rollout.engine == "stored" else ""
+
+
+def greedy(recipe: Any, sampling: Any) -> str:
+    driven = "rollout.temperature" in getattr(recipe, "controllers", {})
+    return "" if sampling.temperature or driven else "at temperature 0, which takes the likeliest token"
+
+
+def keeps_all(recipe: Any, rollout: Any) -> str:
+    return "" if recipe.keeps else "without `keep`: it refills the groups that `keep` drops"
+
+
+def one_turn(recipe: Any, sampling: Any) -> str:
+    return "" if recipe.acts else "without `tools` or an `environment`"
+
+
+def no_state_values(recipe: Any, environment: Any) -> str:
+    reads = recipe.stage == "rl" and ("mc_values" in recipe.advantage.needs or _function(recipe.advantage.use))
+    return "" if reads else ": nothing reads what states are worth"
+
+
+def no_simulations(recipe: Any, environment: Any) -> str:
+    return "" if environment.simulations else "without `environment.simulations`"
+
+
+# --- rewards
+
+
+def real_turns(recipe: Any, scoring: Any) -> str:
+    acts = getattr(recipe, "acts", False)
+    return "with `tools` or an `environment`: the parts are the model's turns" if acts else ""
+
+
+def no_canary(recipe: Any, scoring: Any) -> str:
+    return "" if not recipe.rewards or any(reward.canary for reward in recipe.rewards) else "without a canary"
+
+
+def no_steps(recipe: Any, scoring: Any) -> str:
+    return "" if recipe.stage == "rl" else f"in {recipe.stage}, which has no steps"
+
+
+def no_audit(recipe: Any, scoring: Any) -> str:
+    """`rl` audits gold before it starts, and `posttrain reward test` does for an eval."""
+    idle = recipe.stage not in ("rl", "eval")
+    return f"in {recipe.stage}, where no gold is audited" if idle else ""
+
+
+def no_rewards(recipe: Any, scoring: Any) -> str:
+    return "" if recipe.rewards else "without `rewards`"
+
+
+# --- rl
+
+
+def not_fixed(recipe: Any, loss: Any) -> str:
+    terms = [loss.aggregation, *(term.aggregation for term in recipe.regularisers)]
+    return "" if "fixed" in terms else f"with aggregation {loss.aggregation}"
+
+
+def counts_tokens(recipe: Any, loss: Any) -> str:
+    terms = {loss.aggregation, *(term.aggregation for term in recipe.regularisers)} - {None}
+    return "with aggregation token_mean, which counts no rows" if terms == {"token_mean"} else ""
+
+
+def never_truncated(recipe: Any, loss: Any) -> str:
+    return "with rollout.engine stored: no completion was cut" if recipe.rollout.engine == "stored" else ""
+
+
+def no_kl(recipe: Any, kl: Any) -> str:
+    return "while kl.coef is 0" if _kl_off(recipe) else ""
+
+
+def no_critic(recipe: Any, _: Any) -> str:
+    needs = {need for _, section in recipe.components() for need in section.needs}
+    return "" if _own(recipe) or needs & BY_CRITIC else ": no component reads a critic's values"
+
+
+def _kl_off(recipe: Any) -> bool:
+    return recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers
+
+
+def _own(recipe: Any) -> bool:
+    """Whether a component is a function of the user, which may read anything."""
+    return any(_function(section.use) for _, section in recipe.components())
+
+
+# --- sft, dpo, reward models
+
+
+def not_decaying(recipe: Any, optim: Any) -> str:
+    return "" if optim.schedule == "stable_decay" else f"with schedule {optim.schedule}"
+
+
+def no_behavior(recipe: Any, objective: Any) -> str:
+    reads = "behavior_logp" in objective.needs or _function(objective.use)
+    return "" if reads else f"with {objective.use}"
+
+
+def unread_anchor(need: str) -> Callable[[Any, Any], str]:
+    """Of a policy that a pair loss may read."""
+
+    def reason(recipe: Any, anchors: Any) -> str:
+        loss = recipe.loss
+        free = need == "ref_logp" and loss.params.get("reference_free")
+        reads = _function(loss.use) or (need in loss.needs and not free)
+        return "" if reads else f": {loss.use} does not read it"
+
+    return reason
+
+
+def labelled_answers(recipe: Any, rules: Any) -> str:
+    labels = "labels" in recipe.loss.needs
+    return f"with loss {recipe.loss.use}, whose rows are answers with labels and no pairs" if labels else ""
+
+
+def no_mixture_of_heads(recipe: Any, objective: Any) -> str:
+    return "" if recipe.stage != "reward_model" or objective.use == "mixture" else f"with {objective.use}"
+
+
+def no_pairs(recipe: Any, objective: Any) -> str:
+    return "" if objective.pairs else f"with {objective.use}, which learns from labels"
+
+
+# --- evaluation, pipelines, merges, run
+
+
+def no_baseline(recipe: Any, settings: Any) -> str:
+    return "" if settings.baseline else "without a run to compare with"
+
+
+def one_sample(recipe: Any, settings: Any) -> str:
+    return "" if settings.samples > 1 else "with one completion a prompt"
+
+
+def one_seed(recipe: Any, _: Any) -> str:
+    return "" if len(recipe.seeds) > 1 else "with one seed"
+
+
+def averages(mode: str) -> Callable[[Any, Any], str]:
+    """Of a key of checkpoint_average that this mode leaves aside."""
+
+    def reason(recipe: Any, parameters: Any) -> str:
+        idle = recipe.merge_method == "checkpoint_average" and (parameters.mode or "last_k") == mode
+        return f"with mode {mode}" if idle else ""
+
+    return reason
+
+
+def of_mergekit(recipe: Any, parameters: Any) -> str:
+    return ": it is a matter of mergekit's memory, not of the result"
+
+
+def one_checkpoint(recipe: Any, run: Any) -> str:
+    return "" if run.save_every else "without `run.save_every`: there is one checkpoint, at the end"
+
+
+def _at(recipe: Any) -> str:
+    return "rollout" if recipe.stage == "rl" else "engine"
+
+
+def _engine(recipe: Any) -> Any:
+    return getattr(recipe, _at(recipe))

@@ -1,0 +1,237 @@
+"""Settings that nothing reads: the table of idle.py, and that every key of every stage was thought of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain
+from posttrain import registry
+from posttrain.errors import RecipeError
+from posttrain.recipe import building, idle, keys
+from posttrain.recipe.load import Loaded, load, load_dict
+from posttrain.recipe.stages import STAGES
+
+ROWS: dict[str, Any] = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
+GRADED = {**ROWS, "rewards": [{"use": "math.accuracy"}]}
+BASE: dict[str, dict[str, Any]] = {
+    "sft": {**ROWS, "run": {"steps": 1}},
+    "dpo": {**ROWS, "run": {"steps": 1}},
+    "reward_model": {**ROWS, "run": {"steps": 1}},
+    "rl": {**GRADED, "run": {"steps": 1}},
+    "eval": GRADED,
+    "generate": ROWS,
+    "pairs": {"completions": "c.jsonl"},
+    "merge": {"merge_method": "checkpoint_average", "models": [{"model": "a"}, {"model": "b"}]},
+    "pipeline": {"stages": [{"name": "a", "stage": "sft", **ROWS, "run": {"steps": 1}}]},
+}
+
+
+def recipe(stage: str, *overrides: str) -> Loaded:
+    return load_dict({"stage": stage, **BASE[stage]}, base_dir=Path.cwd(), where="r", overrides=overrides)
+
+
+STORED = ["rollout.engine=stored", "rollout.group_size=1", "advantage=reward"]
+NOTES = [
+    # stage, overrides, the note, what makes it act
+    ("rl", ["rollout.engine=vllm", "rollout.batch_size=8"], "rollout.batch_size: does nothing with rollout.engine vllm",
+     ["rollout.engine=transformers"]),
+    ("eval", ["engine.engine=vllm", "engine.batch_size=8"], "engine.batch_size: does nothing with engine.engine vllm",
+     ["engine.batch_size=5000"]),
+    ("rl", [*STORED, "rollout.top_p=0.9"],
+     "rollout.top_p: does nothing with rollout.engine stored", ["rollout.engine=transformers"]),
+    ("rl", [*STORED, "rollout.stop=[x]"], "rollout.stop: does nothing", None),
+    ("rl", [*STORED, "rollout.batch_size=8"], "rollout.batch_size: does", None),
+    ("rl", [*STORED, "loss.mask_truncated=true"],
+     "loss.mask_truncated: does nothing with rollout.engine stored: no completion was cut", None),
+    ("rl", ["rollout.vllm.gpu_memory=0.5"], "rollout.vllm.gpu_memory: does nothing with rollout.engine transformers",
+     ["rollout.engine=vllm"]),
+    ("rl", ["rollout.vllm.sleep=true"], "rollout.vllm.sleep: does nothing with rollout.engine transformers",
+     ["rollout.engine=vllm"]),
+    ("eval", ["engine.engine=vllm", "engine.vllm.sleep=true"], "engine.vllm.sleep: does nothing in eval", None),
+    ("eval", ["sampling.temperature=0", "sampling.top_k=5"], "sampling.top_k: does nothing at temperature 0",
+     ["sampling.temperature=1"]),
+    ("eval", ["engine.engine=vllm", "model.attention=sdpa"], "model.attention: does nothing with engine.engine vllm",
+     ["engine.engine=transformers"]),
+    ("eval", ["data.chat=false", "model.chat_template=t.jinja"], "model.chat_template: does nothing with `data.chat",
+     ["data.chat=true"]),
+    ("eval", ["eval.best_of=reward"], "eval.best_of: does nothing with one completion", ["eval.samples=2"]),
+    ("eval", ["rewards.0.name=a", "scoring.canary_window=9", "rewards.0.canary=true", "rewards.0.weight=0"],
+     "scoring.canary_window: does nothing in eval", None),
+    ("rl", ["model.offload_reference=true"], "model.offload_reference: does nothing without a reference",
+     ["kl.coef=0.1"]),
+    ("sft", ["data.split=test"], "data.split: does nothing with rows.jsonl", ["data.source=some/hub"]),
+    ("sft", ["data.config=x"], "data.config: does nothing with rows.jsonl", ["data.source=some/hub"]),
+    ("sft", ["data.source=./saved", "data.config=x"], "data.config: does nothing with ./saved", None),
+    ("sft", ["data.seed=3"], "data.seed: does nothing with rows.jsonl", ["data.thought_dropout=0.5"]),
+    ("sft", ["data.chat=false", "data.train_on=assistant"], "data.train_on: does nothing with `data.chat: false`",
+     ["data.train_on=all"]),
+    ("sft", ["run.keep_checkpoints=5"], "run.keep_checkpoints: does nothing without `run.save_every`",
+     ["run.save_every=1"]),
+    ("dpo", ["loss.use=kto", "pairs.max_gap=2.0"], "pairs.max_gap: does nothing with loss kto", ["loss.use=dpo"]),
+    ("pairs", ["scoring.workers=5"], "scoring.workers: does nothing without `rewards`",
+     ["rewards=[{use: math.accuracy}]"]),
+    ("pairs", ["scoring.max_bad_gold=0.5", "rewards=[{use: math.accuracy}]"],
+     "scoring.max_bad_gold: does nothing in pairs", None),
+    ("merge", ["parameters.decay=0.9"], "parameters.decay: does nothing with mode last_k", ["parameters.mode=ema"]),
+    ("merge", ["parameters.mode=ema", "parameters.k=2"], "parameters.k: does nothing with mode ema",
+     ["parameters.mode=last_k"]),
+    ("merge", ["parameters.int8_mask=true"], "parameters.int8_mask: does nothing", None),
+    ("pipeline", ["parallel=2"], "parallel: does nothing with one seed", ["seeds=[0,1]"]),
+]  # fmt: skip
+
+REFUSED = [
+    ("sft", ["data.overlong=error"], "data.overlong: does nothing without `data.max_length`", ["data.max_length=9"]),
+    ("sft", ["data.params={a: 1}"], "data.params: does nothing with rows.jsonl",
+     ["data.source=f.py:rows", "data.size=1"]),
+    ("sft", ["data.weight=2.0"], "data.weight: does nothing without `data.mix`", None),
+    ("sft", ["data={mix: [{source: a.jsonl, weight: 2.0}]}"], "data.mix.0.weight: does nothing in a mixture of one",
+     None),
+    ("sft", ["data={skip: 2, mix: [{source: a.jsonl}]}"], "data.skip: does nothing beside `data.mix`", None),
+    ("sft", ["model.revision=v1"], "model.revision: does nothing with tiny", ["model.path=some/hub"]),
+    ("rl", ["environment={use: gym, horizon: 5}"], "environment.horizon: does nothing without `environment.simul",
+     ["environment.simulations=2", "advantage=mc_critic"]),
+    ("rl", ["rollout.turn_tokens=9"], "rollout.turn_tokens: does nothing without `tools`", ["tools=[{use: python}]"]),
+    ("reward_model", ["objective.soft=true"], "objective.soft: does nothing with bradley_terry",
+     ["objective.use=mixture"]),
+    ("reward_model", ["objective={use: gaussian, labels: [x], center_coef: 0.5}"],
+     "objective.center_coef: does nothing with gaussian", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "written", "told", "acting"), NOTES)
+def test_a_note(stage: str, written: list[str], told: str, acting: list[str] | None) -> None:
+    (note,) = recipe(stage, *written).notes
+    assert note.what.startswith(told)
+    assert note.where == "command line" and note.hint
+    if acting is not None:
+        assert recipe(stage, *written, *acting).notes == ()
+
+
+@pytest.mark.parametrize(("stage", "written", "told", "acting"), REFUSED)
+def test_a_refusal(stage: str, written: list[str], told: str, acting: list[str] | None) -> None:
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        recipe(stage, *written)
+    if acting is not None:
+        assert recipe(stage, *written, *acting).notes == ()
+
+
+@pytest.mark.parametrize("stage", [stage for stage in BASE if stage != "pipeline"])
+def test_nothing_that_is_not_written_is_told(stage: str) -> None:
+    """Also where all defaults are spelt out."""
+    loaded = recipe(stage)
+    again = load_dict(loaded.resolved, base_dir=Path.cwd(), where="r")
+    assert loaded.notes == again.notes == ()
+
+
+def test_a_line_of_a_file_and_a_preset(tmp_path: Path) -> None:
+    """The user's lines are told, what a preset chose is not."""
+    text = "stage: rl\nmodel: {path: tiny}\ndata:\n  source: rows.jsonl\n  seed: 4\nrewards: [{use: math.accuracy}]\n"
+    path = tmp_path / "a b.yaml"
+    path.write_text(text + "run: {steps: 1}\n", encoding="utf-8")
+    (note,) = load(str(path)).notes
+    assert note.where.endswith("a b.yaml:5:9") and note.what.startswith("data.seed: does nothing")
+    path.write_text(text.replace("  seed: 4\n", "") + "algorithm: dapo\nrun: {steps: 1}\n", encoding="utf-8")
+    assert load(str(path), ["keep=null"]).notes == ()  # max_gen_batches of the preset refills nothing
+
+
+def test_defaults_of_a_pipeline_are_told_where_no_stage_reads_them() -> None:
+    """Once, under the key that was written; silently idle in some of the stages."""
+    vllm = {"engine": "vllm", "vllm": {"enforce_eager": True}}
+    shared: dict[str, Any] = {"model": {"path": "tiny"}, "data": {"source": "r.jsonl"}}
+    stages = [{"name": n, "stage": "generate"} for n in ("a", "b")]
+    told = {"stage": "pipeline", "defaults": {**shared, "engine": {"vllm": {"enforce_eager": True}}}, "stages": stages}
+    (note,) = load_text(told).notes
+    assert note.what.startswith("defaults.engine.vllm.enforce_eager: does nothing with engine.engine transformers")
+    stages[1] = {**stages[1], "engine": {"engine": "vllm"}}  # type: ignore[dict-item]
+    assert load_text(told).notes == ()
+    alone = {"stage": "pipeline", "defaults": shared, "stages": [{**stages[0], "engine": {**vllm, "batch_size": 4}}]}
+    (note,) = load_text(alone).notes
+    assert note.what.startswith("stages.0.engine.batch_size: does nothing")
+
+
+def load_text(values: dict[str, Any]) -> Loaded:
+    """As from a file, where every value has a place of its own."""
+    import yaml
+
+    Path("p.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return load("p.yaml")
+
+
+# Keys that act in every recipe of their stage, or whose conditions are checked elsewhere (validators of the sections,
+# checks.py, objective_checks.py, building.py, merging.py). A new key must be put here or into the table.
+ALWAYS = """
+extends stage algorithm run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
+run.samples_per_step run.max_minutes run.hang_minutes
+model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
+model.lora.targets model.quantize model.gradient_checkpointing model.shard model.compile model.trust_remote_code
+data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system
+data.prompt_template data.chat data.thought_dropout data.max_length data.shuffle
+objective objective.use objective.divide_by objective.neftune
+objective.heads objective.share objective.margin objective.labels objective.user objective.holdout
+batch batch.size batch.micro_size batch.packing batch.minibatches batch.epochs batch.micro_tokens
+optim optim.use optim.lr optim.betas optim.eps optim.weight_decay optim.schedule optim.warmup_steps optim.max_grad_norm
+loss loss.use loss.aggregation online_kl online_kl.coef online_kl.samples online_kl.baseline online_kl.max_new_tokens
+anchors pairs pairs.bad
+tools tools.use tools.command tools.name tools.description tools.params tools.timeout_s tools.max_chars
+tool_format tool_prompt tool_workers earlier_turns environment environment.use environment.params environment.timeout_s
+rollout rollout.engine rollout.temperature rollout.max_new_tokens rollout.prompts_per_step rollout.group_size
+rollout.staleness rollout.partial rollout.vllm engine engine.engine engine.vllm
+sampling sampling.temperature sampling.max_new_tokens sampling.stop
+rewards rewards.use rewards.name rewards.weight rewards.params rewards.correct rewards.on_none rewards.clip
+rewards.condition rewards.condition.on rewards.condition.min rewards.timeout_s rewards.canary
+scoring scoring.workers scoring.correct_at scoring.max_error_rate scoring.memory_mb
+group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use bonuses bonuses.use
+spread spread.use select select.use corrections corrections.use kl kl.use kl.coef kl.where
+regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use
+critic.lr critic.path opponent opponent.ema opponent.samples
+eval eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination eval.contamination.ratios
+eval.contamination.max_new_tokens eval.contamination.unit eval.habits
+samples search search.beam search.branch search.ends search.step_tokens search.max_steps search.mean search.sigmoid
+search.scoring best_of best_of.scoring
+completions builder balance_lengths max_gap not_in separability
+merge_method models models.model models.parameters base_model parameters dtype tokenizer_source
+defaults stages seeds table
+""".split()  # noqa: SIM905  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", keys.BY_NAME)
+def test_every_key_was_thought_of(stage: str) -> None:
+    """It is in the table, or in the list above: nobody adds a key without asking when it is idle."""
+    in_table = [
+        re.compile(re.escape(k.replace(".*.", ".")).replace(r"\*", r"[^.]+")) for r in idle.RULES for k in r.keys
+    ]
+    rewards = re.compile(r"(best_of|search)\.(rewards|scoring)\.")  # the same sections as at the top
+    forgotten = []
+    for path in keys.all_paths(keys.BY_NAME[stage]):
+        path = rewards.sub(r"\2.", path)
+        path = re.sub(r"^(best_of|search)\.(rewards)$", r"\2", path)
+        elsewhere = (
+            path in ALWAYS
+            or path in building.OWN
+            or re.match(r"(models\.)?parameters\.|(rollout|engine)\.vllm\.", path)
+        )
+        if not elsewhere and not any(rule.fullmatch(path) for rule in in_table):
+            forgotten.append(path)
+    assert forgotten == []
+
+
+def test_the_lists_hold_no_key_that_is_gone() -> None:
+    known = {path for model in STAGES.values() for path in keys.all_paths(model)}
+    assert [key for key in ALWAYS if key not in known] == []
+    named = {k.replace(".*", "") for rule in idle.RULES for k in rule.keys}
+    assert [key for key in named if key not in known] == []
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """Outside of the schema: as an attribute, or by its name in quotes."""
+    root = Path(posttrain.__file__).parent
+    schema = re.compile(r"sections?\.py$|stages\.py$|idle.*\.py$|removed\.py$|schema\.py$|checks\.py$")
+    text = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if not schema.search(p.name))
+    names = {path.rpartition(".")[2] for model in STAGES.values() for path in keys.all_paths(model)}
+    names -= {key for entry in registry.index()["merge"].values() for key in entry["params"]}  # arguments of the rules
+    unread = {n for n in names if not re.search(rf"\.{n}\b|[\"']{n}[\"']", text)}
+    assert unread == {"divide_by"}  # read as `divisor`
