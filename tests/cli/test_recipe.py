@@ -36,7 +36,7 @@ def test_what_show_prints_is_the_same_recipe(call: Call, folder: Path) -> None:
     written = "".join(f"    k{n}: {json.dumps(text).replace('${', '$${')}\n" for n, text in enumerate(awkward))
     nested = '[1, {a: [], "b c": "x, y"}, {}]'
     written += f"    nested: {nested}\n    'odd: key': 1\n"
-    source = f"stage: sft\nmodel: {{path: tiny}}\nrun: {{epochs: 2}}\ndata:\n  source: x\n  params:\n{written}"
+    source = f"stage: sft\nmodel: {{path: tiny}}\nrun: {{epochs: 2}}\ndata:\n  source: x.py:rows\n  params:\n{written}"
     (folder / "r.yaml").write_text(source, encoding="utf-8")
     result = call("recipe", "show", "r.yaml", "optim.betas=[0.5, 0.75]")
     assert result.exit_code == 0, result.stderr
