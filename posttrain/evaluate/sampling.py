@@ -15,7 +15,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.errors import Interrupted, counted
 from posttrain.evaluate.summary import verdict
-from posttrain.models.load import LoadedModel, load, load_tokenizer
+from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
 from posttrain.recipe.rollout_sections import EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
@@ -39,7 +39,7 @@ Around = Callable[[Engine, LoadedModel], Any]
 
 def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     """The prompts, in the order of their rows, with the tokenizer alone: data errors come before the model loads."""
-    check_engine(recipe.engine)
+    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir))
     tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)

@@ -102,10 +102,10 @@ def start_note(section: EngineSection) -> str | None:
     )
 
 
-def check_engine(section: EngineSection, lora_rank: int | None = None) -> None:
+def check_engine(section: EngineSection, config: Callable[[], Any], lora_rank: int | None = None) -> None:
     """Refuse an engine that could not start here, before anything is loaded. Raises MissingExtra, RecipeError.
 
-    One in a process of its own is asked when that has started.
+    config: reads that of the model (transformers'). An engine in a process of its own is asked when that has started.
     """
     if section.engine != "vllm" or section.vllm.server is not None:
         return
@@ -115,6 +115,7 @@ def check_engine(section: EngineSection, lora_rank: int | None = None) -> None:
     vllm_start.check_settings(section.vllm)
     if lora_rank is not None and not section.vllm.merge_adapter:
         vllm_start.lora_slot(lora_rank)
+    vllm_start.check_heads(config)
 
 
 def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:

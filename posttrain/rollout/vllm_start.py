@@ -8,12 +8,14 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from pydantic import ValidationError
+from transformers import AutoConfig
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
 from posttrain.recipe.rollout_sections import Vllm
@@ -59,6 +61,7 @@ def start(section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora
     quiet()
     threads = torch.get_num_threads(), torch.set_num_threads
     try:
+        check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
         from vllm import LLM
 
         with undisturbed_randomness():
@@ -115,6 +118,41 @@ def check_divisible(config: Any, size: int) -> None:
         )
 
 
+def check_heads(read_config: Callable[[], Any]) -> None:
+    """Refuse a model whose heads vLLM has no attention kernel for on this CPU: it would say so when it generates.
+
+    read_config: gives that of transformers. vLLM is asked, which imports it: seconds, that its start needs anyhow. A
+    vLLM that does not say, and attention of another kind (MLA), are left to it, and so is a GPU, where it chooses
+    between backends.
+    """
+    if torch.cuda.is_available():
+        return
+    text = read_config().get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads or getattr(text, "kv_lora_rank", None):
+        return
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    sizes = cpu_head_sizes()
+    if sizes and size not in sizes:
+        raise RecipeError(
+            f"vLLM has no attention kernel for this model's head size on a CPU: {size}",
+            allowed=f"it has some for {', '.join(map(str, sizes))}",
+            hint="use rollout.engine: transformers",
+        )
+
+
+def cpu_head_sizes() -> list[int]:
+    """The head sizes that the installed vLLM has attention kernels for on a CPU; none where it does not say."""
+    prepare_environment()
+    quiet()
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        return sorted(CPUAttentionBackend.get_supported_head_sizes())
+    except (ImportError, AttributeError):
+        return []
+
+
 def arguments(
     section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora_rank: int | None
 ) -> dict[str, Any]:
@@ -157,14 +195,25 @@ def lora_slot(rank: int) -> int:
 
 def explain(cause: Exception, section: Vllm, what: str) -> EngineError:
     """What vLLM's exception means for the recipe."""
-    text = str(cause)
+    text = "; ".join(e["msg"] for e in cause.errors()) if isinstance(cause, ValidationError) else str(cause)
     first = text.strip().splitlines()[0] if text.strip() else type(cause).__name__
     hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
     if "head_dim" in text or "head size" in text.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
     elif isinstance(cause, torch.OutOfMemoryError) or "memory" in text.lower() or "cache blocks" in text.lower():
-        hint = (
-            f"rollout.vllm.gpu_memory is {section.share}: raise it if vLLM says that its share is too small,"
-            " lower it if it says that less is free; a lower max_new_tokens or vllm.max_model_len needs less"
-        )
+        hint = memory_hint(section)
     return EngineError(f"vLLM {what}: {type(cause).__name__}: {first}", hint=hint)
+
+
+def memory_hint(section: Vllm) -> str:
+    """What decides about the engine's memory here. On a CPU that is not `gpu_memory`: `prepare_environment`."""
+    less = "a lower max_new_tokens or vllm.max_model_len needs less"
+    if torch.cuda.is_available():
+        return (
+            f"rollout.vllm.gpu_memory is {section.share}: raise it if vLLM says that its share is too small,"
+            f" lower it if it says that less is free; {less}"
+        )
+    return (
+        f"the environment's VLLM_CPU_KVCACHE_SPACE is {os.environ.get('VLLM_CPU_KVCACHE_SPACE', 2)} GiB of cache: raise"
+        f" it if vLLM says that it is too small, lower it if it says that less is free; {less}"
+    )

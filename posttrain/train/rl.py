@@ -75,7 +75,11 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     optim.check(recipe.optim, models.device_of(recipe.model))
     compiled.check(recipe.model, models.device_of(recipe.model))
     sharding.check(recipe.model)
-    check_engine(recipe.rollout, recipe.model.lora.rank if recipe.model.lora else None)
+    check_engine(
+        recipe.rollout,
+        lambda: models.config_of(recipe.model, recipe.base_dir),
+        recipe.model.lora.rank if recipe.model.lora else None,
+    )
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)

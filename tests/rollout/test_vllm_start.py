@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import os
+import sys
+import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
+from transformers import LlamaConfig
 
 from posttrain.batch import Prompt
 from posttrain.errors import DataError, MissingExtra, RecipeError
@@ -96,16 +102,60 @@ def test_sleep_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         vllm_start.check_settings(Vllm(sleep=True))
 
 
+def unread() -> Any:
+    raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, True),
+        ({"hidden_size": 64, "num_attention_heads": 2}, False),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 64}, False),
+        ({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 24}, True),
+    ],
+)
+def test_heads_that_vllm_has_no_kernel_for(
+    settings: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself would say it at the first token, a minute later. 64 / 4 = 16 and 64 / 2 = 32 a head."""
+    config = LlamaConfig(**settings)
+    monkeypatch.setattr(vllm_start, "cpu_head_sizes", lambda: [32, 64])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    size = settings.get("head_dim", 16)
+    if refused:
+        with pytest.raises(RecipeError, match=rf"head size on a CPU: {size}(.|\n)*some for 32, 64(.|\n)*transformers"):
+            vllm_start.check_heads(lambda: config)
+    else:
+        vllm_start.check_heads(lambda: config)
+    monkeypatch.setattr(vllm_start, "cpu_head_sizes", list)
+    vllm_start.check_heads(lambda: config)  # this vLLM does not say: it decides by itself
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    vllm_start.check_heads(unread)  # on a GPU too
+
+
+def test_a_vllm_that_does_not_say_its_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    backends = types.ModuleType("vllm.v1.attention.backends.cpu_attn")
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, backends.__name__, backends)
+    assert vllm_start.cpu_head_sizes() == []
+    backends.CPUAttentionBackend = types.SimpleNamespace(get_supported_head_sizes=lambda: [64, 32])  # type: ignore[attr-defined]
+    assert vllm_start.cpu_head_sizes() == [32, 64]
+
+
 def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RecipeError, match="sleep needs a GPU"):
-        check_engine(EngineSection(engine="vllm", vllm=Vllm(sleep=True)))
+        check_engine(EngineSection(engine="vllm", vllm=Vllm(sleep=True)), unread)
     with pytest.raises(RecipeError, match="rank 999 is more than vLLM serves"):
-        check_engine(EngineSection(engine="vllm"), lora_rank=999)
-    check_engine(EngineSection(engine="vllm", vllm=Vllm(merge_adapter=True)), lora_rank=999)
-    check_engine(EngineSection(engine="vllm", vllm=Vllm(server=Server(urls=["http://a:1"]))), lora_rank=999)
-    check_engine(EngineSection(), lora_rank=999)
+        check_engine(EngineSection(engine="vllm"), unread, lora_rank=999)
+    with pytest.raises(LookupError):  # nothing is refused, and the model is looked at
+        check_engine(EngineSection(engine="vllm", vllm=Vllm(merge_adapter=True)), unread, lora_rank=999)
+    check_engine(EngineSection(engine="vllm", vllm=Vllm(server=Server(urls=["http://a:1"]))), unread, lora_rank=999)
+    check_engine(EngineSection(), unread, lora_rank=999)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +163,26 @@ def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkey
     [
         ("Free memory on device (3/80 GiB) is less than desired", "gpu_memory is 0.3"),
         ("No available memory for the cache blocks.", "gpu_memory is 0.3"),
+        ("No available memory for the cache blocks.", "VLLM_CPU_KVCACHE_SPACE is 7 GiB"),
         ("Unsupported CPU attention configuration: head_dim=16", "head size"),
         ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
     ],
 )
-def test_failures_are_explained(message: str, hint: str) -> None:
+def test_failures_are_explained(message: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides about memory is a key on a GPU and a variable on a CPU."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "gpu" in hint)
     error = vllm_start.explain(ValueError(message), Vllm(), "did not start")
     assert message.splitlines()[0] in str(error) and hint in str(error)
     assert "second line" not in str(error)
+
+
+def test_what_vllm_says_of_its_arguments_is_told() -> None:
+    """pydantic's first line only counts the mistakes."""
+    with pytest.raises(ValidationError) as caught:
+        Vllm(max_model_len=0)
+    error = vllm_start.explain(caught.value, Vllm(), "did not start")
+    assert "ValidationError: Input should be greater than" in str(error)
 
 
 def test_starting_leaves_random_states_alone() -> None:

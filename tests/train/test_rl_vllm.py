@@ -61,3 +61,19 @@ def test_three_steps(small: Path, place: str) -> None:
     rows = read_metrics(output)
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["mismatch/max"] < 1e-3 for row in rows), "float32 on both sides, after large updates"
+
+
+def test_heads_that_vllm_has_no_kernel_for_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    """Those of `tiny` have a size of 16. vLLM says which it knows."""
+    if torch.cuda.is_available():
+        pytest.skip("vLLM has kernels for them on a GPU")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "posttrain", "rl", "debug/rl", "rollout.engine=vllm"),
+            *("--output", str(tmp_path / "run")),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "head size on a CPU: 16" in done.stderr and " 32, 64, " in done.stderr
+    assert "starting vLLM" not in done.stderr and not (tmp_path / "run").exists()
