@@ -8,12 +8,13 @@ see exactly what they would see alone, at positions of their own: a prompt costs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from posttrain.batch import tensor_of
 from posttrain.data.render import Pair
 from posttrain.models.load import LoadedModel
 from posttrain.train.attention import Packed, use_packed_attention
@@ -37,10 +38,11 @@ def packed(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
         whole = [len(prompt) + len(side) for prompt, side in sides]
         own = [count - skipped for count, skipped in zip(whole, shared, strict=True)]
         starts = [0, *accumulate(own)]
-        ids = [token for (p, side), skip in zip(sides, shared, strict=True) for token in (*p[skip:], *side)]
+        line = (part for (prompt, side), skip in zip(sides, shared, strict=True) for part in (prompt[skip:], side))
+        ids = tensor_of(list(chain.from_iterable(line)))
         # The first token of a row has no predecessor, so it is never scored.
         scored = [count - max(len(prompt), 1) for count, (prompt, _) in zip(whole, sides, strict=True)]
-        labels = torch.tensor(ids)
+        labels = ids.clone()
         for start, count, wanted in zip(starts, own, scored, strict=False):
             labels[start : start + count - wanted] = IGNORED
         spans: list[tuple[int, int]] = []  # (start, length) of what is attended to: the shared prompt, and the row
@@ -48,7 +50,7 @@ def packed(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
             spans += [(starts[row - 1], shared[row]), (start, count)] if shared[row] else [(start, count)]
         order = [*range(0, len(sides), 2), *range(1, len(sides), 2)]  # chosen rows, then rejected ones
         return {
-            "input_ids": torch.tensor(ids)[None],
+            "input_ids": ids[None],
             "position_ids": torch.cat([torch.arange(s, n) for s, n in zip(shared, whole, strict=True)])[None],
             "labels": labels[None],
             "cells": _cells(scored, order),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from posttrain.batch import tensor_of
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
@@ -92,8 +93,8 @@ def packed(loaded: LoadedModel) -> Collator:
 
     def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         lengths = [len(row["input_ids"]) for row in rows]
-        ids = torch.tensor([i for row in rows for i in row["input_ids"]])
-        labels = torch.tensor([label for row in rows for label in (IGNORED, *row["labels"][1:])])
+        ids = tensor_of([i for row in rows for i in row["input_ids"]])
+        labels = tensor_of([label for row in rows for label in (IGNORED, *row["labels"][1:])])
         positions = torch.cat([torch.arange(n) for n in lengths])
         line = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
         return {**line, "packed": Packed.of(lengths, loaded.device)} if with_borders else line
