@@ -65,7 +65,7 @@ def plan(recipe: TrainRecipe, n_rows: int) -> Plan:
     return Plan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
 
 
-def check_machine(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> None:
+def check_machine(recipe: TrainRecipe) -> None:
     """Refuse what this machine cannot do, before a model is loaded. Raises UserError."""
     device = models.device_of(recipe.model)
     optim.check(recipe.optim, device)
