@@ -66,6 +66,7 @@ RULES: tuple[Rule, ...] = (
     # model
     _rule("model.revision", why.no_hub_model),
     _rule("model.chat_template", why.plain_text, note=True),
+    _rule("model.attention model.trust_remote_code", why.made_here, note=True),
     _rule("model.attention", why.vllm_attends, note=True),
     _rule("model.offload_reference", why.no_reference, note=True),
     # what generates
@@ -89,7 +90,11 @@ RULES: tuple[Rule, ...] = (
     # rewards
     _rule("scoring.split", why.real_turns),
     _rule("scoring.canary_window", why.no_canary, "write `canary: true` in a reward of weight 0"),
-    _rule("scoring.canary_window", why.no_steps, note=True),
+    _rule("scoring.canary_window best_of.scoring.canary_window search.scoring.canary_window", why.no_steps, note=True),
+    *(
+        _rule(f"{at}rewards.*.on_none {at}rewards.*.clip", why.not_summed, "write a `weight`, or remove it", note=True)
+        for at in ("", "best_of.", "search.")
+    ),
     _rule("scoring.max_bad_gold best_of.scoring.max_bad_gold search.scoring.max_bad_gold", why.no_audit, note=True),
     _rule("scoring.*", why.no_rewards, "write `rewards`", note=True),
     # rl
@@ -99,6 +104,7 @@ RULES: tuple[Rule, ...] = (
     _rule("kl.reference", why.no_kl, "write `kl.coef`, or remove it"),
     _rule("critic", why.no_critic),
     # sft, dpo, reward models
+    _rule("batch.packing", why.one_row, "write a larger `batch.micro_size`", note=True),
     _rule("optim.decay_steps optim.min_lr", why.not_decaying, "write `schedule: stable_decay`"),
     _rule("objective.behavior_model", why.no_behavior),
     _rule("anchors.reference", why.unread_anchor("ref_logp")),

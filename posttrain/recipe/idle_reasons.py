@@ -92,6 +92,10 @@ def plain_text(recipe: Any, model: Any) -> str:
     return "with `data.chat: false`" if idle else ""
 
 
+def made_here(recipe: Any, model: Any) -> str:
+    return "with tiny, which is made here" if model.path == "tiny" else ""
+
+
 def vllm_attends(recipe: Any, model: Any) -> str:
     idle = recipe.stage in ("eval", "generate") and recipe.engine.engine == "vllm"
     return "with engine.engine vllm, which attends in its own way" if idle else ""
@@ -171,6 +175,10 @@ def no_canary(recipe: Any, scoring: Any) -> str:
     return "" if not recipe.rewards or any(reward.canary for reward in recipe.rewards) else "without a canary"
 
 
+def not_summed(recipe: Any, reward: Any) -> str:
+    return "" if reward.weight else "with weight 0: such a reward is only logged"
+
+
 def no_steps(recipe: Any, scoring: Any) -> str:
     return "" if recipe.stage == "rl" else f"in {recipe.stage}, which has no steps"
 
@@ -221,6 +229,10 @@ def _own(recipe: Any) -> bool:
 
 
 # --- sft, dpo, reward models
+
+
+def one_row(recipe: Any, batch: Any) -> str:
+    return "with one row a forward pass" if (batch.micro_size or batch.size) == 1 else ""
 
 
 def not_decaying(recipe: Any, optim: Any) -> str:

@@ -54,7 +54,8 @@ NOTES = [
     ("eval", ["engine.engine=vllm", "engine.vllm.sleep=true"], "engine.vllm.sleep: does nothing in eval", None),
     ("eval", ["sampling.temperature=0", "sampling.top_k=5"], "sampling.top_k: does nothing at temperature 0",
      ["sampling.temperature=1"]),
-    ("eval", ["engine.engine=vllm", "model.attention=sdpa"], "model.attention: does nothing with engine.engine vllm",
+    ("eval", ["model.path=some/hub", "engine.engine=vllm", "model.attention=sdpa"],
+     "model.attention: does nothing with engine.engine vllm",
      ["engine.engine=transformers"]),
     ("eval", ["data.chat=false", "model.chat_template=t.jinja"], "model.chat_template: does nothing with `data.chat",
      ["data.chat=true"]),
@@ -63,6 +64,13 @@ NOTES = [
      "scoring.canary_window: does nothing in eval", None),
     ("rl", ["model.offload_reference=true"], "model.offload_reference: does nothing without a reference",
      ["kl.coef=0.1"]),
+    ("sft", ["batch.packing=true", "batch.micro_size=1"], "batch.packing: does nothing with one row",
+     ["batch.micro_size=4"]),
+    ("sft", ["model.attention=sdpa"], "model.attention: does nothing with tiny", ["model.path=some/hub"]),
+    ("rl", ["rewards=[{use: math.accuracy}, {use: format.structure, weight: 0, on_none: zero}]"],
+     "rewards.1.on_none: does nothing with weight 0", ["rewards.1.weight=0.5"]),
+    ("generate", ["samples=2", "best_of={rewards: [{use: a.b}], scoring: {canary_window: 9}}"],
+     "best_of.scoring.canary_window: does nothing in generate", None),
     ("sft", ["data.split=test"], "data.split: does nothing with rows.jsonl", ["data.source=some/hub"]),
     ("sft", ["data.config=x"], "data.config: does nothing with rows.jsonl", ["data.source=some/hub"]),
     ("sft", ["data.source=./saved", "data.config=x"], "data.config: does nothing with ./saved", None),
@@ -167,12 +175,12 @@ ALWAYS = """
 extends stage algorithm run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
 run.samples_per_step run.max_minutes run.hang_minutes
 model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
-model.lora.targets model.quantize model.gradient_checkpointing model.shard model.compile model.trust_remote_code
+model.lora.targets model.quantize model.gradient_checkpointing model.shard model.compile 
 data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system
 data.prompt_template data.chat data.thought_dropout data.max_length data.shuffle
 objective objective.use objective.divide_by objective.neftune
 objective.heads objective.share objective.margin objective.labels objective.user objective.holdout
-batch batch.size batch.micro_size batch.packing batch.minibatches batch.epochs batch.micro_tokens
+batch batch.size batch.micro_size batch.minibatches batch.epochs batch.micro_tokens
 optim optim.use optim.lr optim.betas optim.eps optim.weight_decay optim.schedule optim.warmup_steps optim.max_grad_norm
 loss loss.use loss.aggregation online_kl online_kl.coef online_kl.samples online_kl.baseline online_kl.max_new_tokens
 anchors pairs pairs.bad
@@ -181,7 +189,7 @@ tool_format tool_prompt tool_workers earlier_turns environment environment.use e
 rollout rollout.engine rollout.temperature rollout.max_new_tokens rollout.prompts_per_step rollout.group_size
 rollout.staleness rollout.partial rollout.vllm engine engine.engine engine.vllm
 sampling sampling.temperature sampling.max_new_tokens sampling.stop
-rewards rewards.use rewards.name rewards.weight rewards.params rewards.correct rewards.on_none rewards.clip
+rewards rewards.use rewards.name rewards.weight rewards.params rewards.correct
 rewards.condition rewards.condition.on rewards.condition.min rewards.timeout_s rewards.canary
 scoring scoring.workers scoring.correct_at scoring.max_error_rate scoring.memory_mb
 group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use bonuses bonuses.use
