@@ -154,6 +154,10 @@ def one_turn(recipe: Any, sampling: Any) -> str:
     return "" if recipe.acts else "without `tools` or an `environment`"
 
 
+def no_calls(recipe: Any, _: Any) -> str:
+    return "" if recipe.tools else "with an `environment`, which reads the model's text as it is"
+
+
 def no_state_values(recipe: Any, environment: Any) -> str:
     reads = recipe.stage == "rl" and ("mc_values" in recipe.advantage.needs or _function(recipe.advantage.use))
     return "" if reads else ": nothing reads what states are worth"

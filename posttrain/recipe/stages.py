@@ -95,10 +95,6 @@ class Acting(Stage):
     def _acts_in_one_way(self) -> Acting:
         if self.tools and self.environment:
             raise ValueError("give either `tools` or `environment`: an environment offers its own tools")
-        idle = {"tool_format": "auto", "tool_prompt": "auto", "tool_workers": 4, "earlier_turns": "refuse"}
-        for key, default in idle.items():
-            if getattr(self, key) != default and not self.acts:
-                raise ValueError(f"`{key}` does nothing without `tools` or `environment`")
         return self
 
 

@@ -62,6 +62,8 @@ NOTES = [
     ("eval", ["eval.best_of=reward"], "eval.best_of: does nothing with one completion", ["eval.samples=2"]),
     ("eval", ["rewards.0.name=a", "scoring.canary_window=9", "rewards.0.canary=true", "rewards.0.weight=0"],
      "scoring.canary_window: does nothing in eval", None),
+    ("rl", ["environment={use: gym}", "tool_format=xml"], "tool_format: does nothing with an `environment`",
+     ["environment=null", "tools=[{use: python}]"]),
     ("rl", ["model.offload_reference=true"], "model.offload_reference: does nothing without a reference",
      ["kl.coef=0.1"]),
     ("sft", ["batch.packing=true", "batch.micro_size=1"], "batch.packing: does nothing with one row",
@@ -103,6 +105,7 @@ REFUSED = [
     ("rl", ["environment={use: gym, horizon: 5}"], "environment.horizon: does nothing without `environment.simul",
      ["environment.simulations=2", "advantage=mc_critic"]),
     ("rl", ["rollout.turn_tokens=9"], "rollout.turn_tokens: does nothing without `tools`", ["tools=[{use: python}]"]),
+    ("rl", ["tool_workers=2"], "tool_workers: does nothing without `tools`", ["environment={use: gym}"]),
     ("reward_model", ["objective.soft=true"], "objective.soft: does nothing with bradley_terry",
      ["objective.use=mixture"]),
     ("reward_model", ["objective={use: gaussian, labels: [x], center_coef: 0.5}"],
@@ -185,7 +188,7 @@ optim optim.use optim.lr optim.betas optim.eps optim.weight_decay optim.schedule
 loss loss.use loss.aggregation online_kl online_kl.coef online_kl.samples online_kl.baseline online_kl.max_new_tokens
 anchors pairs pairs.bad
 tools tools.use tools.command tools.name tools.description tools.params tools.timeout_s tools.max_chars
-tool_format tool_prompt tool_workers earlier_turns environment environment.use environment.params environment.timeout_s
+environment environment.use environment.params environment.timeout_s
 rollout rollout.engine rollout.temperature rollout.max_new_tokens rollout.prompts_per_step rollout.group_size
 rollout.staleness rollout.partial rollout.vllm engine engine.engine engine.vllm
 sampling sampling.temperature sampling.max_new_tokens sampling.stop

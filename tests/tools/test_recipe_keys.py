@@ -18,7 +18,7 @@ from posttrain.tools.load import environment_class, load_tool
     ("recipe", "change", "told"),
     [
         ("debug/rl", "rollout.max_turns=3", "does nothing without `tools`"),
-        ("debug/rl", "tool_format=xml", "`tool_format` does nothing"),
+        ("debug/rl", "tool_format=xml", "tool_format: does nothing without"),
         ("debug/rl", "spread=salt", "needs turn_ids"),
         ("debug/rl", "advantage=gigpo", "needs turn_ids"),
         ("debug/rl", "advantage=per_turn", "turns, or steps of `scoring.split`, and rewards of them"),
