@@ -46,7 +46,7 @@ Saver = Callable[[LoadedModel, Path], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowPlan:
     """How many rows a run sees and how they are cut. Only the last step of a run may have fewer than `size` rows."""
 
     rows: int  # over the whole run, all passes counted
@@ -58,11 +58,11 @@ class Plan:
         return math.ceil(self.rows / self.size)
 
 
-def plan(recipe: TrainRecipe, n_rows: int) -> Plan:
+def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
     """run.steps optimiser steps, or run.epochs passes over the data, or one pass."""
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
-    return Plan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
+    return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
 
 
 def check_machine(recipe: TrainRecipe) -> None:
@@ -87,7 +87,7 @@ class Job:
     recipe: TrainRecipe
     directory: RunDirectory
     loaded: LoadedModel
-    plan: Plan
+    plan: RowPlan
     sampler: PromptSampler
     optimizer: Optimizer
     longest: int = 0  # tokens of the longest row
@@ -98,7 +98,7 @@ class Job:
     def of(
         cls, recipe: TrainRecipe, directory: RunDirectory, loaded: LoadedModel, n_rows: int, longest: int = 0
     ) -> Job:
-        planned = plan(recipe, n_rows)
+        planned = row_plan(recipe, n_rows)
         sampler = PromptSampler(n_rows, planned.size, recipe.run.seed, recipe.data.shuffle)
         return cls(recipe, directory, loaded, planned, sampler, optim.build(loaded.model, recipe.optim), longest)
 
@@ -113,7 +113,7 @@ class Job:
 class RowOrder(torch.utils.data.Sampler[int]):
     """Row numbers of all steps after `start`, drawn from the endless stream of passes: a function of the seed alone."""
 
-    def __init__(self, sampler: PromptSampler, planned: Plan, start: int, order: StepOrder | None = None) -> None:
+    def __init__(self, sampler: PromptSampler, planned: RowPlan, start: int, order: StepOrder | None = None) -> None:
         self.sampler, self.plan, self.start, self.order = sampler, planned, start, order
 
     def __iter__(self) -> Iterator[int]:

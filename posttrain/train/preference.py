@@ -323,7 +323,7 @@ def measured(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> d
     """`reference_logps` of a model that is not trained here."""
     add_log_probs(loaded)
     collate = functools.partial(collated, DataCollatorForPreference(pad_token_id=loaded.pad_id))
-    return reference_logps(loaded, hf_trainer.plan(recipe, len(pairs)).micro, dataset(pairs), collate)
+    return reference_logps(loaded, hf_trainer.row_plan(recipe, len(pairs)).micro, dataset(pairs), collate)
 
 
 def reference_logps(

@@ -36,6 +36,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
+    """Raise OSError for a system call that returned less than 0."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -46,6 +47,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def read_only(path: str, *, recursive: bool) -> None:
+    """Make a mount read-only and its setuid bits void; recursive: and all that is mounted below it."""
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     size = ctypes.sizeof(attributes)
@@ -113,6 +115,7 @@ def build_root(root: str, spec: dict) -> None:
 
 
 def limit(spec: dict) -> None:
+    """Limits of the kernel for this process and those it starts, never above what is allowed here."""
     mega = 1 << 20
     for what, value in (
         (resource.RLIMIT_AS, spec["memory_mb"] * mega),
@@ -176,6 +179,7 @@ def supervise(child: int, spec: dict, *, watch: bool) -> str:
 
 
 def fork_program(spec: dict, uid: int | None) -> int:
+    """Start the program; returns its process id. Its input and output are then its own alone."""
     child = os.fork()
     if child == 0:
         try:
@@ -198,6 +202,7 @@ def first_process(spec: dict, uid: int) -> str:
 
 
 def in_namespaces(spec: dict, report: int) -> None:
+    """Level `namespaces`. The report is written by the first process inside; here it is waited for."""
     uid = own_namespaces()
     first = os.fork()
     if first == 0:
@@ -209,6 +214,7 @@ def in_namespaces(spec: dict, report: int) -> None:
 
 
 def with_limits(spec: dict) -> str:
+    """Level `limits`: what became of the program."""
     os.chdir(spec["root"])
     with open("main.py", "w", encoding="utf-8", errors="replace") as out:
         out.write(spec["code"])

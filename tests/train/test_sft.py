@@ -23,7 +23,7 @@ from posttrain.models import load as models
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import hf_trainer, sft
-from posttrain.train.hf_trainer import Plan, RowOrder
+from posttrain.train.hf_trainer import RowOrder, RowPlan
 
 NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "trained_ratio", "num_tokens", "lr")
 
@@ -149,7 +149,7 @@ def test_packing_that_leaks_is_refused(sft_recipe, tmp_path):
 def test_epochs_see_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of):
     """20 rows, 2 passes, 12 a step: steps of 12, 12, 12 and 4 rows; each pass has each row once."""
     recipe = sft_recipe(run={"steps": None, "epochs": 2}, batch={"size": 12})
-    plan = hf_trainer.plan(recipe, 20)
+    plan = hf_trainer.row_plan(recipe, 20)
     assert (plan.steps, plan.rows) == (4, 40)
     order = list(RowOrder(PromptSampler(20, 12, seed=3), plan, start=0))
     assert sorted(order[:20]) == sorted(order[20:]) == list(range(20))
@@ -160,8 +160,10 @@ def test_epochs_see_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of
 
 
 def test_plan_of_steps(sft_recipe):
-    assert hf_trainer.plan(sft_recipe(), 20) == Plan(rows=48, size=8, micro=4)
-    assert hf_trainer.plan(sft_recipe(batch={"size": 6, "micro_size": None}), 20) == Plan(rows=36, size=6, micro=6)
+    assert hf_trainer.row_plan(sft_recipe(), 20) == RowPlan(rows=48, size=8, micro=4)
+    assert hf_trainer.row_plan(sft_recipe(batch={"size": 6, "micro_size": None}), 20) == RowPlan(
+        rows=36, size=6, micro=6
+    )
 
 
 def test_lora_trains_the_adapter_alone_and_dropout_is_drawn_from_the_seed(sft_recipe, rows_of):
