@@ -368,7 +368,7 @@ def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple
     lengths = [_length(item) for item in items]
     share = recipe.objective.holdout if isinstance(recipe, RewardModelRecipe) else 0.0
     rows = len(items) - len(held_out([item.uid for item in items], share, recipe.run.seed))
-    cut = hf_trainer.plan(recipe, rows)
+    cut = hf_trainer.row_plan(recipe, rows)
     return {
         "rows": rows,
         "longest row": max(lengths),
