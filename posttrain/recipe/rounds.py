@@ -143,6 +143,13 @@ def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
     if settings.reference in ("initial", "random_past", "average") and "dpo" not in kinds.values():
         what = f"{head}.reference: does nothing: no stage of the rounds is a dpo"
         yield Problem(entry.mapping["reference"].at_key.mark, what, hint="remove it")
+    for key, reader in (("alpha", "extrapolated"), ("decay", "average")):
+        if getattr(settings, key) != Rounds.model_fields[key].default and settings.reference != reader:
+            what = f"{head}.{key}: does nothing with reference {settings.reference}"
+            yield Problem(entry.mapping[key].origin.mark, what, hint=f"write `reference: {reader}`, or remove it")
+    if settings.history != Rounds.model_fields["history"].default and "dpo" not in kinds.values():
+        what = f"{head}.history: does nothing: no stage of the rounds is a dpo"
+        yield Problem(entry.mapping["history"].origin.mark, what, hint="remove it")
     if settings.start == "tiny":
         what = f"{head}.start: `tiny` is made anew from the seed of each stage: rounds need a model that stays"
         yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")

@@ -176,6 +176,12 @@ def test_origins_are_the_lines_of_the_stage(loads: Loads) -> None:
         ("round:policy", "round:polcy", "`round:polcy` is no policy of a round"),
         ("stage: dpo", "stage: pairs", "none of them makes a model"),
         ("start: stage:sft", "start: tiny", "`tiny` is made anew"),
+        ("rounds: 3", "rounds: 3\n    decay: 0.9", "stages.1.decay: does nothing with reference previous"),
+        (
+            "rounds: 3",
+            "rounds: 3\n    alpha: 0.9\n    reference: average",
+            "stages.1.alpha: does nothing with reference",
+        ),
         (
             "start: stage:sft",
             "start: stage:sfft",
@@ -193,3 +199,8 @@ def test_mistakes(errors: Callable[..., str], old: str, new: str, told: str) -> 
     assert told in found
     assert "before this one" not in found.replace(told, ""), "what follows from a mistake is not told"
     assert found.count(told) == (2 if "polcy" in told else 1), "told once, not once a round"
+
+
+def test_what_nothing_reads_is_told_once_for_all_rounds(loads: Loads) -> None:
+    (note,) = loads(ROUNDS.replace("        run: {steps: 1}", "        run: {steps: 1, keep_checkpoints: 3}")).notes
+    assert "stages.1.stages." in note.what and "run.keep_checkpoints: does nothing" in note.what
