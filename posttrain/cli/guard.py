@@ -31,18 +31,24 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         _tell_how_to_go_on(meta, error)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        _debug(meta)
-        say("interrupted")
-        _tell_how_to_go_on(meta, None)
-        raise typer.Exit(130) from None
+        raise _interrupted(meta) from None
     except BrokenPipeError:  # the reader of stdout has gone, as in `posttrain methods list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except Exception as error:
         if isinstance(error, typer.Exit | typer.Abort) or hasattr(error, "format_message"):  # typer's own
             raise
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
+            raise _interrupted(meta) from None
         _tell_unexpected(error, meta)
         raise typer.Exit(1) from None
+
+
+def _interrupted(meta: MutableMapping[str, Any]) -> typer.Exit:
+    _debug(meta)
+    say("interrupted")
+    _tell_how_to_go_on(meta, None)
+    return typer.Exit(130)
 
 
 def say(text: str) -> None:

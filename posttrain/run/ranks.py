@@ -127,7 +127,7 @@ def launch(command: Sequence[str], count: int) -> int:
             first = _first_failure(processes, received)
             if first is None:
                 return 0
-            stopped = first.popen.returncode == Interrupted.exit_code and len(received) < 2
+            stopped = first.popen.returncode == Interrupted.exit_code and len(received) < 2 and busy.ever
             _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
     finally:
         for process in processes:
@@ -142,13 +142,18 @@ class _Busy:
     def __init__(self) -> None:
         self._ours, self.theirs = os.pipe()
         os.set_blocking(self._ours, False)
-        self._depth = 0
+        self._depth, self._heard = 0, False
 
     def __bool__(self) -> bool:
         with contextlib.suppress(BlockingIOError):
             for word in os.read(self._ours, 1 << 16):
-                self._depth += 1 if word == BEGUN[0] else -1
+                self._depth, self._heard = self._depth + (1 if word == BEGUN[0] else -1), True
         return self._depth > 0
+
+    @property
+    def ever(self) -> bool:
+        """Whether it has written: until then Ctrl-C just ends a run, and the others may wait for rank 0 for hours."""
+        return bool(self) or self._heard
 
     def close(self) -> None:
         os.close(self._ours)

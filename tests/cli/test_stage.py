@@ -181,6 +181,16 @@ def test_a_run_that_stops_can_be_resumed(error: BaseException, code: int, call: 
     assert call("sft", "r.yaml", "run.seed=3", "--output", "my out", "--resume").stdout == "attempt  2\n"
 
 
+def test_ctrl_c_in_the_middle_of_an_import_is_told_as_ctrl_c(call: Call, stage: Stage) -> None:
+    """Python 3.11 makes a RuntimeError of what `__set_name__` raises, and libraries have many dataclasses."""
+    wrapped = RuntimeError("Error calling __set_name__ on 'Field' instance 'arguments' in 'Call'")
+    wrapped.__cause__ = KeyboardInterrupt()
+    stage(fails(wrapped))
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 130
+    assert "interrupted\n" in result.stderr and "unexpected" not in result.stderr
+
+
 def test_an_unexpected_error_is_one_line_and_a_file(call: Call, stage: Stage, folder: Path) -> None:
     stage(fails(KeyError("oops")))
     result = call("sft", "r.yaml", "--output", "out")

@@ -72,7 +72,10 @@ def test_ctrl_c_reaches_rank_0_alone_and_all_may_finish(tmp_path: Path) -> None:
         while not (got or os.path.exists(stop)):
             time.sleep(0.02)
         open(stop, "w").close()
-        time.sleep(0.3)
+        from posttrain.run import ranks
+        with ranks.unhurried():
+            time.sleep(0.3)
+        time.sleep(4 * rank)  # it may close what it has, longer than a rank may after an error
         open(f"{tmp_path}/saved-{{rank}}-{{len(got)}}", "w").close()
         sys.exit(130)
     """
@@ -125,6 +128,14 @@ def test_a_signal_that_rank_0_does_not_hear_of_ends_the_run(
         launcher.send_signal(number)
         time.sleep(0.3)
     assert f"Interrupted: {told}" in launcher.communicate(timeout=30)[1]
+
+
+def test_ctrl_c_before_anything_was_saved_ends_all_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 heeds it while it loads; the others wait for it in a library, for hours."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    began = time.monotonic()
+    assert ranks.launch(script(tmp_path, "time.sleep(60 * (rank != 0)); sys.exit(130)"), 2) == 130
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(("visible", "own"), [(None, "1"), ("4,6", "6"), ("", "")])
