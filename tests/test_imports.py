@@ -54,6 +54,13 @@ def imported_parts(node: ast.AST) -> set[str]:
     return {n.split(".")[1] for n in names if n.startswith("posttrain.")}
 
 
+def test_the_map_names_every_part() -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    parts = {f"{p.name}/" for p in ROOT.iterdir() if (p / "__init__.py").is_file()}
+    parts |= {p.name for p in ROOT.glob("*.py") if not p.name.startswith("__")}
+    assert {part for part in parts if part not in text} == set()
+
+
 def test_every_import_points_along_an_arrow() -> None:
     files = sorted(p for p in ROOT.rglob("*.py") if "shipped" not in p.parts)
     assert len(files) > 40
