@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from posttrain.errors import Problem
 from posttrain.recipe import idle_reasons as why
 from posttrain.recipe.keys import own_keys
+from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.tree import Node, dotted, follow
 
 Path_ = tuple[str | int, ...]
@@ -99,6 +100,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule("scoring.max_bad_gold best_of.scoring.max_bad_gold search.scoring.max_bad_gold", why.no_audit, note=True),
     _rule("scoring.*", why.no_rewards, "write `rewards`", note=True),
+    # arguments of components
+    _rule("advantage.eps advantage.ddof", why.argument("group", "scale", "none"), note=True),
+    _rule("loss.nll_reduction", why.argument("dpo", "nll_weight", 0.0), "write `nll_weight`, or remove it", note=True),
+    _rule("loss.alpha", why.argument("f_dpo", "divergence", "js", "forward_kl", "reverse_kl"), note=True),
+    _rule("objective.block", why.argument("pear", "level", "token", "sequence"), note=True),
     # rl
     _rule("loss.norm_len", why.not_fixed, "write `aggregation: fixed`"),
     _rule("loss.count_empty_rows", why.counts_tokens),
@@ -173,3 +179,12 @@ def places(section: Any, parts: Sequence[str], above: Path_ = ()) -> Iterator[tu
                 yield from places(value, rest, (*above, shown))
             elif name in section.model_fields_set and value != field.get_default(call_default_factory=True):
                 yield (*above, shown), section
+        if isinstance(section, ComponentSection) and not rest and _chosen_argument(section, first):
+            yield (*above, first), section
+
+
+def _chosen_argument(section: ComponentSection, key: str) -> bool:
+    """Whether the component in use takes the key, and was given another value than its default."""
+    default = section.described.get("params", {}).get(key, ())[1:]
+    value = section.params.get(key)
+    return bool(default) and (list(value) if isinstance(value, tuple) else value) != default[0]

@@ -200,6 +200,16 @@ def no_rewards(recipe: Any, scoring: Any) -> str:
 # --- rl
 
 
+def argument(use: str, other: str, *idle: object) -> Callable[[Any, Any], str]:
+    """Of an argument that the component `use` leaves aside where its `other` one is among `idle`."""
+
+    def reason(recipe: Any, section: Any) -> str:
+        leaves_aside = section.use == use and section.params[other] in idle
+        return f"with {other} {section.params[other]}" if leaves_aside else ""
+
+    return reason
+
+
 def not_fixed(recipe: Any, loss: Any) -> str:
     terms = [loss.aggregation, *(term.aggregation for term in recipe.regularisers)]
     return "" if "fixed" in terms else f"with aggregation {loss.aggregation}"
