@@ -11,6 +11,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from posttrain.rollout import named_memory
+
 _last_acts: list[Callable[[], None]] = []
 
 
@@ -34,6 +36,9 @@ def leave() -> None:
     """End this process at once, with vLLM's own (one a GPU under tensor parallelism), which would outlive it."""
     for act in _last_acts:
         act()
-    for child in multiprocessing.active_children():
+    children = multiprocessing.active_children()
+    segments = named_memory.mapped([os.getpid(), *(child.pid for child in children if child.pid)]) if children else ()
+    for child in children:
         child.kill()
+    named_memory.remove(segments)
     os._exit(0)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from posttrain.errors import RecipeError, RunError
+from posttrain.rollout import named_memory
 from posttrain.run import ranks
 
 _BEGIN = "import sys; sys.path.append({root!r}); from posttrain.rollout import lifeline; lifeline.watch(); "
@@ -115,7 +116,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     with contextlib.suppress(ProcessLookupError):  # of a server that was killed, vLLM's workers are left
+        segments = named_memory.of_group(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
+        named_memory.remove(segments)
 
 
 def visible_device(number: int, option: str) -> str:
