@@ -199,19 +199,13 @@ def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
     from posttrain.train.controls import Controls
     from posttrain.train.objective import Objective
     from posttrain.train.pieces import Pieces
-    from posttrain.train.reference import frozen_policy, reference_policy
+    from posttrain.train.reference import reference_of
 
     values = spec["recipe"]
     values["model"]["shard"] = spec["shard"] and ranks.world() > 1
     recipe = load_dict(values, base_dir=Path(__file__).parent, where="benchmark").require(RlRecipe)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.same_weights(loaded.model)
-    on_gpu = loaded.device.type == "cuda"
-    if loaded.is_sharded:
-        frozen = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-        reference = frozen_policy(frozen.model, packed=on_gpu)
-    else:
-        reference = reference_policy(loaded)
     rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
     nobody = cast(Any, None)  # nothing is sampled
     p = Pieces(
@@ -226,10 +220,10 @@ def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
         optimizer=optim.build(loaded.model, recipe.optim),
         scaler=optim.loss_scaler(loaded),
         steps=1,
-        reference=reference,
+        reference=reference_of(recipe, loaded),
         critic=None,
         opponent=None,
-        packed=on_gpu and use_packed_attention(loaded.model),
+        packed=loaded.device.type == "cuda" and use_packed_attention(loaded.model),
         watchdog=Watchdog(Path(spec["folder"]), None),
         dump=Path(spec["folder"]),
     )

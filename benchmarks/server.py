@@ -31,11 +31,11 @@ import sides
 from posttrain.errors import RunError
 from posttrain.run import ranks
 
-RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, what differs
-    "one": (1, {}),
-    "both": (2, {}),
-    "twice": (2, {}),
-    "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None, "merge_adapter": False}),
+RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> training processes, times the prompts, what differs
+    "one": (1, 1, {}),
+    "both": (2, 1, {}),
+    "twice": (2, 2, {}),
+    "server": (1, 1, {"server": {"devices": [1]}, "staleness": 1, "share": None, "merge_adapter": False}),
 }
 
 
@@ -46,11 +46,11 @@ def main() -> None:
         return
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="server-") as scratch:
-        spec, twice = (rl_work.specification(args, "B", Path(scratch), times=n) | {"alone": False} for n in (1, 2))
+        spec = rl_work.specification(args, "B", Path(scratch))
         record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib, 0)}
         record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
-            record["runs"][name] = measured(twice if name == "twice" else spec, name, Path(scratch), args)
+            record["runs"][name] = measured(name, Path(scratch), args)
             sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
             print(table(record), flush=True)
 
@@ -75,9 +75,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(spec: dict[str, Any], name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, phases and tokens by step of one run, or its error."""
-    processes, changes = RUNS[name]
+    processes, times, changes = RUNS[name]
+    spec = rl_work.specification(args, "B", folder, times=times) | {"alone": False}
     settings = {**spec["posttrain"], **changes}
     if "server" in changes:
         settings |= {"sleep": False, "micro_tokens": args.server_micro_tokens or settings["micro_tokens"]}

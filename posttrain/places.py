@@ -12,6 +12,7 @@ from pathlib import Path
 
 from posttrain.errors import UserError, nearest
 
+ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # endings of files of rows
 _PACKAGE = Path(__file__).resolve().parent
 
 

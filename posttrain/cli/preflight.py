@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
-from posttrain.places import candidates, find, meant, split_function
+from posttrain.places import ROW_FILES, candidates, find, meant, split_function
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -249,19 +249,17 @@ def _find_model(name: str, base_dir: Path) -> str:
 
 def _may_be_of_the_hub(name: str) -> bool:
     from posttrain import hub
-    from posttrain.data.sources import FILES
 
-    return name != "tiny" and not hub.only_a_path(name, (".gguf", *FILES))
+    return name != "tiny" and not hub.only_a_path(name, (".gguf", *ROW_FILES))
 
 
 def _find_data(name: str, base_dir: Path) -> None:
     from posttrain import hub
-    from posttrain.data.sources import FILES
     from posttrain.recipe.section import EVALUATION
 
     if name.startswith(ACCEPTED):
         _find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
-    elif hub.only_a_path(name, FILES):
+    elif hub.only_a_path(name, ROW_FILES):
         find(name, base_dir, "data", DataError)
 
 

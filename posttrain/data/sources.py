@@ -14,14 +14,12 @@ from typing import Any
 from posttrain import hub
 from posttrain.data import accepted, gym
 from posttrain.errors import DataError, MissingExtra, counted, nearest
-from posttrain.places import candidates, meant, split_function
+from posttrain.places import ROW_FILES, candidates, meant, split_function
 from posttrain.recipe.sections import Source
 from posttrain.recipe.yaml import shown
 from posttrain.registry import load_function
 
 Record = tuple[str, dict[str, Any]]  # (where it came from, for errors; the record)
-
-FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def records(section: Source, base_dir: Path) -> list[Record]:
@@ -106,7 +104,7 @@ def _stored(section: Source, name: str, base_dir: Path, stop: int | None) -> lis
     if path is not None:
         return _file(path, stop)
     searched = ", ".join(str(p) for p in dict.fromkeys(candidates(name, base_dir)))
-    if hub.only_a_path(name, FILES):
+    if hub.only_a_path(name, ROW_FILES):
         hint = meant(name, candidates(name, base_dir))
         raise DataError(f"data not found: {name}", allowed=f"searched: {searched}", hint=hint)
     return _from_hub(section, name, searched, stop)
@@ -115,7 +113,7 @@ def _stored(section: Source, name: str, base_dir: Path, stop: int | None) -> lis
 def _file(path: Path, stop: int | None) -> list[Record]:
     readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     if path.suffix not in readers:
-        raise DataError(f"{path}: files ending in `{path.suffix}` are not read", allowed=f"known: {', '.join(FILES)}")
+        raise DataError(f"{path}: files ending in `{path.suffix}` are not read", allowed=f"known: {', '.join(readers)}")
     found = []
     try:
         for record in readers[path.suffix](path):

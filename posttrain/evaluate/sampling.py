@@ -16,7 +16,7 @@ from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.errors import Interrupted, counted
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
-from posttrain.recipe.rollout_sections import EngineSection
+from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note
@@ -30,7 +30,6 @@ from posttrain.tools.offer import offer_of
 
 COMPLETIONS = "completions.jsonl"
 PROBLEMS = "problems.jsonl"
-VLLM_CHUNK = 4096  # sequences: long chunks keep vLLM's batch full, and a stop loses at most one of them
 
 Record = dict[str, Any]
 Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]

@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
     _rule("model.attention", why.vllm_attends, note=True),
     _rule("model.offload_reference", why.no_reference, note=True),
     # what generates
-    _rule("rollout.vllm.server engine.vllm.server", why.engine_of_server, "write `engine: vllm` beside it"),
+    _rule("rollout.vllm.server engine.vllm.server", why.not_vllm, "write `engine: vllm` beside it"),
     _rule("rollout.vllm.sleep engine.vllm.sleep", why.server_sleeps),
     _rule("rollout.vllm.merge_adapter", why.no_adapter, "remove it, or train one: `model.lora`"),
     _rule("rollout.vllm.* engine.vllm.*", why.not_vllm, "write `engine: vllm` beside it, or remove it", note=True),

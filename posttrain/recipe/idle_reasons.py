@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.places import split_function
+from posttrain.places import ROW_FILES, split_function
+from posttrain.recipe.objective_checks import BY_REFERENCE
+from posttrain.recipe.rollout_sections import VLLM_CHUNK
 
-FILES = (".jsonl", ".json", ".csv", ".parquet")
 PATHS = (".", "/", "~")
 MADE = ("gym:", "accepted:")
-BY_REFERENCE = {"ref_logp", "tempered_ref_logp"}  # what a pass of the reference gives
 BY_CRITIC = {"values", "new_values", "frozen_critic"}
-EVAL_CHUNK = 4096  # sequences that vLLM is given at once at least, in an evaluation
 
 
 # --- data
@@ -32,11 +31,9 @@ def no_max_length(recipe: Any, data: Any) -> str:
 
 def takes_no_params(recipe: Any, source: Any) -> str:
     name = source.source
-    return (
-        ""
-        if name is None or _made(name) or _function(name)
-        else f"with {name}: only gym:, accepted: and " + ("file.py:function take `params`")
-    )
+    if name is None or _made(name) or _function(name):
+        return ""
+    return f"with {name}: only gym:, accepted: and file.py:function take `params`"
 
 
 def made_of_nothing(recipe: Any, source: Any) -> str:
@@ -49,7 +46,7 @@ def made_of_nothing(recipe: Any, source: Any) -> str:
 
 def no_splits(recipe: Any, source: Any) -> str:
     name = source.source
-    rows_alone = name is not None and (_made(name) or _function(name) or name.endswith(FILES))
+    rows_alone = name is not None and (_made(name) or _function(name) or name.endswith(ROW_FILES))
     return f"with {name}, which has no splits and no configurations" if rows_alone else ""
 
 
@@ -105,13 +102,13 @@ def no_reference(recipe: Any, model: Any) -> str:
     if recipe.stage != "rl" or recipe.kl.reference or recipe.critic.path or _own(recipe) or model.lora or model.shard:
         return ""
     used = [section for key, section in recipe.components() if key != "kl" or not _kl_off(recipe)]
-    return "" if any(section.needs & BY_REFERENCE for section in used) else "without a reference: `kl.coef` is 0"
+    return "" if any(section.needs & {*BY_REFERENCE} for section in used) else "without a reference: `kl.coef` is 0"
 
 
 # --- what generates
 
 
-def engine_of_server(recipe: Any, vllm: Any) -> str:
+def not_vllm(recipe: Any, vllm: Any) -> str:
     return "" if _engine(recipe).engine == "vllm" else f"with {_at(recipe)}.engine {_engine(recipe).engine}"
 
 
@@ -123,16 +120,12 @@ def no_adapter(recipe: Any, vllm: Any) -> str:
     return "" if recipe.model.lora else "without an adapter"
 
 
-def not_vllm(recipe: Any, vllm: Any) -> str:
-    return engine_of_server(recipe, vllm)
-
-
 def nobody_waits(recipe: Any, vllm: Any) -> str:
     return f"in {recipe.stage}: nothing else wants the engine's memory"
 
 
 def not_batched(recipe: Any, engine: Any) -> str:
-    if engine.engine == "vllm" and (recipe.stage == "rl" or engine.batch_size <= EVAL_CHUNK):
+    if engine.engine == "vllm" and (recipe.stage == "rl" or engine.batch_size <= VLLM_CHUNK):
         return f"with {_at(recipe)}.engine vllm, which fills its own batches"
     return f"with {_at(recipe)}.engine stored: nothing is sampled" if engine.engine == "stored" else ""
 

@@ -23,6 +23,7 @@ FROM_MODEL = {  # by a pass of the policy or the reference, made only where it i
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask"),
 }
+BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # of FROM_MODEL, those of the reference
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with a slow copy of the policy

@@ -10,6 +10,10 @@ from pydantic import Field, model_validator
 from posttrain.errors import counted
 from posttrain.recipe.section import NonNegative, Positive, Section
 
+VLLM_CHUNK = (
+    4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
+)
+
 
 class Sampling(Section):
     """How completions are drawn."""

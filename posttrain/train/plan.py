@@ -19,6 +19,7 @@ from torch import nn
 from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
 from posttrain.recipe import checks
+from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.sections import Lora, Model
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
 from posttrain.rollout import vllm_start
@@ -28,7 +29,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.head import CHUNK_CELLS
 from posttrain.train.memory import GIB, Phases, Settings, Shape, kv_bytes, phases
 from posttrain.train.objective import Objective
-from posttrain.train.policy import AT_ROLLOUT, BY_REFERENCE, TOP_K
+from posttrain.train.policy import AT_ROLLOUT, TOP_K
 
 Recipe = RlRecipe | SftRecipe | DpoRecipe | RewardModelRecipe
 ASSUMED_GIB = 80  # of a card that is not there

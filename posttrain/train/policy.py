@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.regularise import reference_power
+from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.rollout.hf import evaluating
 from posttrain.train import distributed, sharding
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
@@ -24,7 +25,6 @@ AT_ROLLOUT = {
     "topk_chosen": "topk_chosen",
     "old_vocab_mean_logp": "vocab_mean_logp",
 }
-BY_REFERENCE = ("ref_logp", "tempered_ref_logp")
 TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
 
 

@@ -20,6 +20,7 @@ from posttrain.errors import ModelError
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
+from posttrain.train import sharding
 from posttrain.train.attention import use_packed_attention
 
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
@@ -53,6 +54,16 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
     if policy.device.type == "cuda":
         use_packed_attention(teacher.model)
     return _kept(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
+
+
+def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
+    """That of a run: the model `kl.reference`, or the policy `loaded` as it is now; divided where that is divided."""
+    if recipe.kl.reference is not None:
+        return named_reference(recipe, loaded)
+    if loaded.is_sharded:
+        model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
+        return frozen_policy(model, packed=loaded.device.type == "cuda")
+    return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 
 def _kept(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePolicy:

@@ -26,7 +26,7 @@ from posttrain.errors import Interrupted
 from posttrain.models import load as models
 from posttrain.models.save import save
 from posttrain.recipe.checks import reward_name
-from posttrain.recipe.objective_checks import stale_notes
+from posttrain.recipe.objective_checks import BY_REFERENCE, stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
@@ -53,9 +53,9 @@ from posttrain.train.overlap import Ahead
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
 from posttrain.train.plan import explained_out_of_memory
-from posttrain.train.policy import BY_REFERENCE, measure
+from posttrain.train.policy import measure
 from posttrain.train.quiet import quiet
-from posttrain.train.reference import ReferencePolicy, frozen_policy, named_reference, reference_policy
+from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sample_records, signal_note
 from posttrain.train.salvage import salvaged
@@ -171,14 +171,8 @@ def _sampled(loaded: models.LoadedModel, recipe: RlRecipe) -> models.LoadedModel
 
 
 def _reference(loaded: models.LoadedModel, recipe: RlRecipe, objective: Objective) -> ReferencePolicy | None:
-    if not objective.needs & set(BY_REFERENCE) and recipe.critic.path is None:
-        return None
-    if recipe.kl.reference is not None:
-        return named_reference(recipe, loaded)
-    if loaded.is_sharded:
-        model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
-        return frozen_policy(model, packed=loaded.device.type == "cuda")
-    return reference_policy(loaded, offload=recipe.model.offload_reference)
+    needed = objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
+    return reference_of(recipe, loaded) if needed else None
 
 
 def train(
