@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout.core import read_base
 from posttrain.rollout.decode import decode
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
 from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.server import EngineServer, main
+from posttrain.rollout.weights import with_factors
 
 ONE_AT_A_TIME = threading.Lock()  # transformers cannot load in two threads
 
@@ -41,6 +43,7 @@ class TransformersCore:
                 self.base = AutoModelForCausalLM.from_config(config)  # weights that nobody pushed
             else:
                 self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings["dtype"]))
+        self.held = read_base(folder) if settings["holds_base"] else {}
         self.model: Any = self.base.eval()
         self.pad = config.pad_token_id
 
@@ -72,6 +75,10 @@ class TransformersCore:
         self.told.append("load")
         self.base.load_state_dict({name: tensor.clone() for name, tensor in named}, strict=False)
         self.base.tie_weights()
+
+    def load_factors(self, factors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.told.append("factors")
+        self.load(with_factors(self.held.items(), dict(factors), torch.device("cpu")))
 
     def load_adapter(self, folder: Path, version: int) -> None:
         from peft import PeftModel

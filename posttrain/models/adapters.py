@@ -84,9 +84,37 @@ def added(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
 
     The layer is not changed. Raises ModelError for DoRA, which is more than a sum.
     """
-    if getattr(layer, "use_dora", {}).get(adapter):
+    if _is_more_than_a_sum(layer, adapter):
         raise ModelError("an adapter with use_dora cannot be added to its base here", hint="serve or save it apart")
     return (weight.float() + layer.get_delta_weight(adapter).float()).to(weight.dtype)
+
+
+def _is_more_than_a_sum(layer: Any, adapter: str) -> bool:
+    """PEFT's variants of LoRA, of which DoRA is the known one."""
+    return bool(getattr(layer, "use_dora", {}).get(adapter) or getattr(layer, "lora_variant", {}).get(adapter))
+
+
+def products(base: Any, adapter: str = "default") -> dict[str, tuple[Tensor, Tensor]] | None:
+    """The adapter of the model under a PEFT model as matrices, float32: by the name of the layer's weight [out,in],
+    A [rank,in] and B [out,rank] with the scale in it. `added` adds B A.
+
+    None for an adapter that is more than such products: DoRA, biases, whole modules, embeddings.
+    """
+    found = {}
+    for name, layer in layers_of(base).items():
+        if (
+            adapter not in layer.lora_A
+            or _is_more_than_a_sum(layer, adapter)
+            or getattr(layer, "fan_in_fan_out", False)
+        ):
+            return None
+        if layer.lora_B[adapter].bias is not None:
+            return None
+        a, b = layer.lora_A[adapter].weight.detach().float(), layer.lora_B[adapter].weight.detach().float()
+        if a.dim() != 2 or b.dim() != 2:  # of a convolution
+            return None
+        found[f"{name}.weight"] = a, b * layer.scaling[adapter]
+    return found
 
 
 def is_adapter(folder: Path) -> bool:

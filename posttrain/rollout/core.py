@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import rank, vllm_start
+from posttrain.rollout import rank, vllm_start, weights
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
 
 
 class VllmCore:
     """vLLM 0.22 to 0.32 on the model in `folder`, with random weights until the first `load`; with `lora_rank`, on the
-    weights in the folder and an adapter on top.
+    weights in the folder and an adapter on top. holds_base: the folder's weights are kept in the host's memory, so that
+    an adapter to be added to them is all that has to come (`load_factors`).
 
     Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens: ask for
     those that are read.
@@ -36,9 +38,11 @@ class VllmCore:
         window: int,
         lora_rank: int | None,
         eos_ids: Iterable[int],
+        holds_base: bool = False,
     ) -> None:
         vllm_start.require_vllm()
         self.section = section
+        self.base = read_base(folder) if holds_base else {}
         self.eos_ids = sorted(eos_ids)
         self.asleep = False
         self.pausing = threading.Event()
@@ -154,6 +158,12 @@ class VllmCore:
         self.empty = False
         self.llm.reset_prefix_cache()
 
+    def load_factors(self, factors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the base that is held here with an adapter added: see `weights.factors`."""
+        alone = self.section.tensor_parallel == 1  # else other processes have the GPUs
+        device = torch.device("cuda" if self.on_gpu and alone else "cpu")
+        self.load(weights.with_factors(self.base.items(), dict(factors), device))
+
     def load_adapter(self, folder: Path, version: int) -> None:
         """Use the adapter in `folder` from now on. It has a new id every time: vLLM takes a known id for a known
         adapter."""
@@ -201,6 +211,14 @@ class VllmCore:
         self.llm = self.adapter = None
         core.shutdown()
         leave_process_groups(everything=not self.had_process_group)
+
+
+def read_base(folder: Path) -> dict[str, Tensor]:
+    """The weights in a model folder, by name; where there is a GPU, from where it copies fast."""
+    base: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        base |= load_file(path)
+    return {name: tensor.pin_memory() for name, tensor in base.items()} if torch.cuda.is_available() else base
 
 
 def given_up(engine: Any) -> list[Any]:

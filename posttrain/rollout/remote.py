@@ -35,7 +35,8 @@ class ServerEngine(PushedEngine):
     """An Engine whose vLLM runs in one or several processes elsewhere; they share the prompts and hold equal weights.
 
     A server gets everything from the run: the model's configuration and tokenizer, under LoRA the dense base once and
-    then the adapter, in full training all weights in buckets at every sync, over the network and not over a disk. Each
+    then the adapter, in full training all weights in buckets at every sync, over the network and not over a disk. With
+    `merge_adapter` it keeps the base in its host's memory and adds each adapter that comes. Each
     sync ends in the probe of every server. What fails ends in an EngineError that names the server.
     """
 
@@ -49,6 +50,7 @@ class ServerEngine(PushedEngine):
         self.processes: list[LocalServer] = []
         self.clients: list[Client] = []
         self.shared: list[bool] = []  # by client: it can map our memory
+        self.adds = section.merge_adapter and loaded.is_lora and weights.factors(loaded.model) is not None
         try:
             self._begin(section.server)
             self.sync(loaded.model, 0)
@@ -68,7 +70,11 @@ class ServerEngine(PushedEngine):
             client.open()
         self.shared = [reaches(client) for client in self.clients]
         folder = self.scratch / "engine-model"
-        if self.lora_rank is not None:
+        if self.adds:
+            weights.write_base(
+                self.loaded, folder, self.loaded.model.get_base_model().dtype
+            )  # what the sums start from
+        elif self.lora_rank is not None:
             weights.write_base(self.loaded, folder, self.dtype)
         else:
             weights.write_config(self.loaded, folder)
@@ -77,6 +83,7 @@ class ServerEngine(PushedEngine):
             "dtype": str(self.dtype).removeprefix("torch."),
             "window": self.window,
             "lora_rank": self.lora_rank,
+            "holds_base": self.adds,
             "eos_ids": list(self.loaded.eos_ids),
         }
 
@@ -121,8 +128,8 @@ class ServerEngine(PushedEngine):
     @property
     def route(self) -> str:
         """How weights get to the servers, for the run's log."""
-        lora = self.lora_rank is not None
-        ways = {True: "files of this machine" if lora else "shared memory", False: "HTTP"}
+        files, lora = self.lora_rank is not None, self.lora_rank is not None or self.adds
+        ways = {True: "files of this machine" if files else "shared memory", False: "HTTP"}
         named = [f"{client.url} by {ways[shared]}" for client, shared in zip(self.clients, self.shared, strict=True)]
         return f"{'adapters' if lora else 'weights'} go to {', '.join(named)}"
 
@@ -146,8 +153,14 @@ class ServerEngine(PushedEngine):
         shutil.rmtree(folder)
 
     def _push_all(self, model: Any) -> None:
-        """All weights, in the engine's type. While a bucket travels, the next is copied from the GPU."""
-        buckets = wire.buckets(weights.dense_weights(model, merged=self.loaded.is_lora), self.dtype, wire.BUCKET_BYTES)
+        """All weights in the engine's type, or what is to be added to those that the servers hold. While a bucket
+        travels, the next is copied from the GPU."""
+        added = weights.factors(model) if self.adds else None
+        if added is not None:
+            buckets = wire.buckets(added.items(), None, wire.BUCKET_BYTES)
+        else:
+            merged = weights.dense_weights(model, merged=self.loaded.is_lora)
+            buckets = wire.buckets(merged, self.dtype, wire.BUCKET_BYTES)
         number = 0
         bucket: list[tuple[str, Tensor]] | None = next(buckets)
         travelling: Callable[[], object] = list  # the first waits for nothing
@@ -159,7 +172,8 @@ class ServerEngine(PushedEngine):
         travelling()
 
     def _push_bucket(self, number: int, bucket: list[tuple[str, Tensor]], *, last: bool) -> None:
-        path, body = f"/weights?number={number}&last={int(last)}", wire.pack(bucket)
+        path = f"/weights?number={number}&last={int(last)}&factors={int(self.adds)}"
+        body = wire.pack(bucket)
         with Memory(body) if any(self.shared) else nullcontext() as memory:
 
             def send(client: Client, shared: bool) -> None:

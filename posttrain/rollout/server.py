@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +52,8 @@ class Core(Protocol):
 
     def load(self, named: Iterator[tuple[str, Tensor]]) -> None: ...
 
+    def load_factors(self, factors: Iterable[tuple[str, Tensor]]) -> None: ...
+
     def load_adapter(self, folder: Path, version: int) -> None: ...
 
     def logps(self, ids: Sequence[int]) -> list[float]: ...
@@ -73,6 +75,7 @@ def vllm_core(settings: dict[str, Any], folder: Path) -> Core:
         window=settings["window"],
         lora_rank=settings["lora_rank"],
         eos_ids=settings["eos_ids"],
+        holds_base=settings["holds_base"],
     )
 
 
@@ -185,13 +188,15 @@ class EngineServer:
             raise EngineError("the engine there was not started")
         return self.core
 
-    def weights(self, number: int, last: bool, named: list[tuple[str, Tensor]]) -> None:
-        """Bucket `number` of the weights; the last one returns when all are loaded."""
+    def weights(self, number: int, last: bool, named: list[tuple[str, Tensor]], *, factors: bool) -> None:
+        """Bucket `number` of the weights, or of an adapter to be added to those that are held here; the last one
+        returns when all are loaded."""
         core = self.ready()
         if self.loading is None or (number == 0 and self.loading.complete):
             self.loading = _Loading()
             coming = self.loading.named()
-            self.loading.future = self.submit(lambda: core.load(coming))
+            load = core.load_factors if factors else core.load
+            self.loading.future = self.submit(lambda: load(coming))
         self.loading.give(number, last, named)
 
     def generate(self, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -342,7 +347,8 @@ class _Handler(BaseHTTPRequestHandler):
         if place.path == "/weights":
             query = parse_qs(place.query)
             bucket = wire.unpack(shared_memory.mapped(query["memory"][0]) if "memory" in query else body)
-            engine.weights(int(query["number"][0]), query["last"] == ["1"], bucket)
+            factors = query.get("factors") == ["1"]
+            engine.weights(int(query["number"][0]), query["last"] == ["1"], bucket, factors=factors)
             self._line({})
             return
         values = json.loads(body)

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
 from posttrain.recipe.rollout_sections import Vllm
-from posttrain.rollout import rank
+from posttrain.rollout import compile_cache, rank
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
 
@@ -62,10 +62,12 @@ def start(section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora
     threads = torch.get_num_threads(), torch.set_num_threads
     try:
         check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        from vllm import LLM
+        with compile_cache.apart():
+            from vllm import LLM, envs
 
-        with undisturbed_randomness():
-            return LLM(**arguments(section, folder, dtype=dtype, max_len=max_len, lora_rank=lora_rank))
+            cache, process = Path(envs.VLLM_CACHE_ROOT), int(os.environ.get("RANK", "0"))
+            with undisturbed_randomness(), compile_cache.same_path(folder, cache, process) as path:
+                return LLM(**arguments(section, path, dtype=dtype, max_len=max_len, lora_rank=lora_rank))
     except PosttrainError:
         raise
     except Exception as cause:
@@ -146,7 +148,8 @@ def cpu_head_sizes() -> list[int]:
     prepare_environment()
     quiet()
     try:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        with compile_cache.apart():
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return sorted(CPUAttentionBackend.get_supported_head_sizes())
     except (ImportError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from posttrain.errors import EngineError
 from posttrain.models import adapters
 
 if TYPE_CHECKING:
@@ -38,6 +39,37 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
         dense = _dense(tensor, base.dtype)
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         yield name.replace(".base_layer.", "."), dense if layer is None else adapters.added(layer, dense)
+
+
+A, B = ".lora_A", ".lora_B"
+
+
+def factors(model: Any) -> dict[str, Tensor] | None:
+    """The trained adapter for `with_factors`, as checkpoint names with A or B behind; None where that is not all."""
+    config = model.peft_config["default"]
+    found = adapters.products(model.get_base_model())
+    if found is None or config.modules_to_save or config.bias != "none":
+        return None
+    return {name + end: matrix for name, pair in found.items() for end, matrix in zip((A, B), pair, strict=True)}
+
+
+def with_factors(
+    base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """`dense_weights(merged=True)` from its two halves: the dense base, and `factors`. On `device`, tensor by tensor.
+
+    Raises EngineError for a factor whose weight the base does not have.
+    """
+    left = set(factors)
+    for name, tensor in base:
+        moved = tensor.to(device, non_blocking=True)
+        if name + A in left:
+            left -= {name + A, name + B}
+            a, b = (factors[name + end].to(device, torch.float32) for end in (A, B))
+            moved = (moved.float() + b @ a).to(moved.dtype)
+        yield name, moved
+    if left:
+        raise EngineError(f"the base has no weight for {sorted(left)[0]}")
 
 
 def _is_quantisation_detail(name: str) -> bool:

@@ -7,7 +7,8 @@
     POST /generate           requests in, a line of JSON for each as it is finished
     POST /pause              that call ends soon, with what was sampled
     POST /shared             whether it can map our memory
-    POST /weights            one bucket of tensors, or where it is mapped; /adapter: the adapter in an uploaded folder
+    POST /weights            one bucket of tensors, or where it is mapped: all weights, or what is to be added to a base
+                             that the server holds; /adapter: the adapter in an uploaded folder
     POST /logps              log-probs of the probe's sequence
 
 All but the first two carry the session's name in the header `X-Session`.
@@ -30,7 +31,7 @@ from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
 
-PROTOCOL = 3  # rises with every change that an older side would misread
+PROTOCOL = 4  # rises with every change that an older side would misread
 SESSION = "X-Session"
 BUCKET_BYTES = 256 << 20
 ALIGNED = 64

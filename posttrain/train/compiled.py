@@ -13,10 +13,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic_shapes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -53,7 +54,21 @@ def compiled(model: nn.Module, section: Model) -> Switch:
     if not section.compile:
         return nullcontext
     forwards = [(layer, torch.compile(layer.forward, dynamic=True)) for layer in layers_of(model)]
+    forwards[0] = (forwards[0][0], _like_the_others(forwards[0][1]))
     return lambda: _switched(forwards)
+
+
+def _like_the_others(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The first layer under an adapter, with an input that has a gradient as those of the others have: else it would
+    need a graph of its own, which takes as long to compile as theirs. Nobody reads that gradient."""
+
+    @wraps(forward)
+    def first(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_()
+        return forward(hidden_states, *args, **kwargs)
+
+    return first
 
 
 @contextmanager

@@ -33,8 +33,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PAUSES", (0.05, 0.1, 0.2))
 
 
-def engine_at(loaded: LoadedModel, folder: Path, *urls: str, **server: Any) -> Any:
-    section = EngineSection.model_validate({"engine": "vllm", "vllm": {"server": {"urls": list(urls), **server}}})
+def engine_at(loaded: LoadedModel, folder: Path, *urls: str, merge_adapter: bool = False, **server: Any) -> Any:
+    vllm = {"server": {"urls": list(urls), **server}, "merge_adapter": merge_adapter}
+    section = EngineSection.model_validate({"engine": "vllm", "vllm": vllm})
     return make_engine(section, loaded, scratch=folder, max_len=64)
 
 
@@ -54,22 +55,22 @@ def lora_of(loaded: LoadedModel) -> LoadedModel:
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "merged"])
 def test_it_draws_what_an_engine_here_would(
     serving: ModuleType,
     loaded: LoadedModel,
     prompts: list[Prompt],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    lora: bool,
+    kind: str,
     servers: int,
 ) -> None:
     """Weights in several buckets (an adapter alone, with LoRA), samples, log-probs, shares and versions."""
     monkeypatch.setattr(wire, "BUCKET_BYTES", 20_000)
-    loaded = lora_of(loaded) if lora else loaded
+    loaded = loaded if kind == "full" else lora_of(loaded)
     here = TransformersEngine(loaded, batch_size=64)
     ones = [serving.Served() for _ in range(servers)]
-    engine = engine_at(loaded, tmp_path, *(one.url for one in ones))
+    engine = engine_at(loaded, tmp_path, *(one.url for one in ones), merge_adapter=kind == "merged")
     try:
         disturb(loaded.model)
         assert engine.probe(loaded.model) > 0.01, "a skipped sync goes unseen"
@@ -97,7 +98,8 @@ def test_it_draws_what_an_engine_here_would(
         one.thread.join(10)
         assert not one.thread.is_alive() and not one.server.folder.exists()
         told = one.core.told
-        assert told[0] == ("adapter 0" if lora else "load") and told.count("load") == (0 if lora else 2)
+        first = {"full": "load", "lora": "adapter 0", "merged": "factors"}[kind]
+        assert told[0] == first and told.count("load") == (0 if kind == "lora" else 2)
     assert not list(tmp_path.rglob("*.safetensors")), "weights stay on the disk"
 
 
@@ -119,7 +121,7 @@ def test_a_request_is_told_once_and_as_soon_as_it_is_finished(
     assert ended - heard[0][1] > 0.05 * (len(prompts) - 1) * 0.8
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "merged"])
 @pytest.mark.parametrize("reached", [True, False], ids=["memory", "http"])
 def test_weights_go_through_memory_where_it_can_be_mapped(
     serving: ModuleType,
@@ -127,10 +129,10 @@ def test_weights_go_through_memory_where_it_can_be_mapped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     reached: bool,
-    lora: bool,
+    kind: str,
 ) -> None:
     """Bytes of weights and files over HTTP: none, or all. Either way the probe finds them, and no file stays open."""
-    loaded = lora_of(loaded) if lora else loaded
+    loaded = loaded if kind == "full" else lora_of(loaded)
     monkeypatch.setattr(wire, "BUCKET_BYTES", 20_000)
     if not reached:
         monkeypatch.setattr(shared_memory, "found", lambda _: "")  # another machine
@@ -145,9 +147,9 @@ def test_weights_go_through_memory_where_it_can_be_mapped(
     monkeypatch.setattr(client.Client, "ask", asking)
     opened = len(list(Path("/proc/self/fd").iterdir()))
     with serving.served() as one:
-        engine = engine_at(loaded, tmp_path, one.url)
-        way = {True: "files of this machine" if lora else "shared memory", False: "HTTP"}[reached]
-        assert engine.route == f"{'adapters' if lora else 'weights'} go to {one.url} by {way}"
+        engine = engine_at(loaded, tmp_path, one.url, merge_adapter=kind == "merged")
+        way = {True: "files of this machine" if kind == "lora" else "shared memory", False: "HTTP"}[reached]
+        assert engine.route == f"{'weights' if kind == 'full' else 'adapters'} go to {one.url} by {way}"
         disturb(loaded.model)
         engine.sync(loaded.model, 1)
         assert engine.gap < 1e-5 and len(sent) > 4

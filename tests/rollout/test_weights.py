@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from posttrain.errors import EngineError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import merged_state
 from posttrain.recipe.sections import Lora
-from posttrain.rollout.weights import dense_weights, write_adapter
+from posttrain.rollout.core import read_base
+from posttrain.rollout.weights import dense_weights, factors, with_factors, write_adapter, write_base
 
 
 @pytest.fixture
@@ -54,3 +57,37 @@ def test_merged_weights_are_those_of_the_saved_model(adapted: Any) -> None:
     plain = dict(dense_weights(adapted))
     changed = {name for name in found if not torch.equal(found[name], plain[name])}
     assert changed == {name for name in found if name.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_base_and_factors_make_the_merged_weights(
+    loaded: LoadedModel, adapted: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """To the last bit, and only some numbers travel."""
+    for name, parameter in adapted.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.to(dtype)
+    lora = LoadedModel(adapted, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, "test")
+    held = read_base(write_base(lora, tmp_path / "base", dtype))
+    sent = factors(adapted)
+    assert sent is not None and all(tensor.dtype == torch.float32 for tensor in sent.values())
+    found = dict(with_factors(held.items(), sent, torch.device("cpu")))
+    expected = dict(dense_weights(adapted, merged=True))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert any(not torch.equal(found[name], held[name]) for name in held)
+    with pytest.raises(EngineError, match="no weight for model"):
+        dict(with_factors([(n, t) for n, t in held.items() if "gate_proj" not in n], sent, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "more", [{"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"lora_bias": True}], ids=str
+)
+def test_an_adapter_that_is_more_than_products_has_no_factors(loaded: LoadedModel, more: dict[str, Any]) -> None:
+    config = LoraConfig(r=3, target_modules=["q_proj"], **more)
+    if "lora_bias" in more:
+        loaded.model.model.layers[0].self_attn.q_proj = torch.nn.Linear(
+            loaded.model.config.hidden_size, loaded.model.model.layers[0].self_attn.q_proj.out_features
+        )
+        config.target_modules = ["model.layers.0.self_attn.q_proj"]
+    assert factors(get_peft_model(loaded.model, config)) is None

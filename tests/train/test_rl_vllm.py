@@ -22,10 +22,8 @@ pytestmark = [
 ]
 
 
-PLACES = {
-    "here": (),
-    "server": ("rollout.vllm.server.devices=[1]", "rollout.vllm.enforce_eager=true", "model.lora.rank=4"),
-}
+SERVER = ("rollout.vllm.server.devices=[1]", "rollout.vllm.enforce_eager=true", "model.lora.rank=4")
+PLACES = {"here": (), "server": SERVER, "adding server": (*SERVER, "rollout.vllm.merge_adapter=true")}
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-@pytest.mark.parametrize("place", ["here", "server"])
+@pytest.mark.parametrize("place", PLACES)
 def test_three_steps(small: Path, place: str) -> None:
     """Every sync is probed by the engine itself: a stale engine would end the run."""
     output = small.parent / "run"

@@ -1,0 +1,75 @@
+"""vLLM sees equal models under equal paths, and what it sets of torch's compiler ends with its start."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch._inductor.config as inductor
+
+from posttrain.rollout import compile_cache
+from posttrain.rollout.compile_cache import same_path
+
+
+def model(folder: Path, size: int = 8) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"hidden_size": size}))
+    return folder
+
+
+def test_equal_models_of_two_runs_have_one_path(tmp_path: Path) -> None:
+    folders = [model(tmp_path / "a run" / "m"), model(tmp_path / "another" / "m")]
+    found = []
+    for folder in folders:
+        with same_path(folder, tmp_path / "cache", 0) as path:
+            found.append(path)
+            assert path.resolve() == folder and (path / "config.json").is_file()
+        assert not path.is_symlink(), "nobody finds a model of a run that has ended"
+    assert found[0] == found[1]
+    with same_path(model(tmp_path / "wider", 16), tmp_path / "cache", 0) as path:
+        assert path not in found
+    with same_path(folders[0], tmp_path / "cache", 1) as path:
+        assert path not in found, "each rank compiles for itself"
+
+
+def test_two_that_start_at_the_same_time_have_their_own(tmp_path: Path) -> None:
+    first, second = model(tmp_path / "1"), model(tmp_path / "2")
+    with same_path(first, tmp_path / "cache", 0) as one, same_path(second, tmp_path / "cache", 0) as other:
+        assert one != other
+        assert one.resolve() == first and other.resolve() == second
+
+
+def test_a_link_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    with same_path(model(tmp_path / "1"), tmp_path / "cache", 0) as path:
+        pass
+    path.symlink_to(tmp_path / "gone")
+    with same_path(model(tmp_path / "2"), tmp_path / "cache", 0) as again:
+        assert again == path and again.resolve() == tmp_path / "2"
+
+
+def test_without_links_it_is_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, where vLLM's cache should be")
+    folder = model(tmp_path / "m")
+    with same_path(folder, tmp_path / "cache", 0) as path:
+        assert path == folder
+
+
+def test_an_error_inside_is_not_taken_for_a_missing_link(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no memory"), same_path(model(tmp_path / "m"), tmp_path / "cache", 0):
+        raise OSError("no memory")
+
+
+def test_what_vllm_sets_of_the_compiler_ends_with_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/user")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    with inductor.patch(compile_threads=7):  # afterwards what it was
+        with compile_cache.apart():
+            for name in compile_cache.COMPILER:
+                os.environ[name] = "1"
+            inductor.compile_threads = 1
+        assert inductor.compile_threads == inductor.decide_compile_threads()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user"
+    assert "TRITON_CACHE_DIR" not in os.environ and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
