@@ -42,11 +42,11 @@ def main() -> None:
             measure(spec, result)
         return
     lib = None if args.smoke else sides.nvml()
-    record: dict[str, Any] = {**sides.environment(lib, args.gpu), "tolerance": args.tolerance, "works": {}}
+    record: dict[str, Any] = {**sides.environment(lib), "tolerance": args.tolerance, "works": {}}
     for name in args.works:
         with tempfile.TemporaryDirectory(prefix="plan_peak-") as scratch:
             spec = specification(args, name, Path(scratch))
-            record["works"][name] = sides.run_side(__file__, "posttrain", spec, Path(scratch), lib, args.gpu)
+            record["works"][name] = sides.run_side(__file__, "posttrain", spec, Path(scratch), lib)
         print(table(name, record["works"][name]), flush=True)
         sides.write(record, args.out)
     found = [ratio(work) for work in record["works"].values()]
@@ -61,7 +61,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")

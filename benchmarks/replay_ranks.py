@@ -52,7 +52,7 @@ def main() -> None:
         record: dict[str, Any] = {
             "lora": args.lora,
             "shard": args.shard,
-            **sides.environment(lib, 0),
+            **sides.environment(lib),
             "tolerance": args.tolerance,
         }
         gpus = sides.visible_gpus(lib)

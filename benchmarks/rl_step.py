@@ -75,7 +75,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl-checkpointing", action="store_true", help="TRL: recompute activations (its default)")
     parser.add_argument("--sides", choices=["both", "posttrain", "trl"], default="both")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument(
         "--smoke", action="store_true", help="both works on a CPU with tiny models: does the script run?"
@@ -92,9 +91,9 @@ def compare(args: argparse.Namespace, work: str) -> None:
     with tempfile.TemporaryDirectory(prefix="rl_step-") as scratch:
         folder = Path(scratch)
         spec = specification(args, work, folder)
-        record = {"work": work, "lora": args.lora, **sides.environment(lib, args.gpu), "setting": setting(spec)}
+        record = {"work": work, "lora": args.lora, **sides.environment(lib), "setting": setting(spec)}
         if args.sides != "trl":
-            record["posttrain"] = sides.run_side(__file__, "posttrain", spec, folder, lib, args.gpu)
+            record["posttrain"] = sides.run_side(__file__, "posttrain", spec, folder, lib)
             sides.finish(record, args.out, floors)  # so that it stays if the other side is cut off
         if args.sides != "posttrain":
             tries: list[dict[str, Any]] = []
@@ -117,7 +116,7 @@ def trl_tries(
                 "share": args.trl_share,
                 "checkpointing": args.trl_checkpointing,
             }
-            found = sides.run_side(__file__, "trl", {**spec, "trl": settings}, folder, lib, args.gpu)
+            found = sides.run_side(__file__, "trl", {**spec, "trl": settings}, folder, lib)
             yield found
             if not found.get("out_of_memory"):
                 break

@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
         spec = rl_work.specification(args, "B", Path(scratch))
         setting = {**rl_work.setting(spec), **spec["posttrain"]}
-        record: dict[str, Any] = {"lora": args.lora, "weak": args.weak, **sides.environment(lib, 0)}
+        record: dict[str, Any] = {"lora": args.lora, "weak": args.weak, **sides.environment(lib)}
         record |= {"setting": setting, "ranks": {}}
         for n in counts:
             of_n = rl_work.specification(args, "B", Path(scratch), times=n) if args.weak else spec

@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> training process
     "one": (1, 1, {}),
     "both": (2, 1, {}),
     "twice": (2, 2, {}),
-    "server": (1, 1, {"server": {"devices": [1]}, "staleness": 1, "share": None, "merge_adapter": False}),
+    "server": (1, 1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
 }
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="server-") as scratch:
         spec = rl_work.specification(args, "B", Path(scratch))
-        record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib, 0)}
+        record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib)}
         record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
             record["runs"][name] = measured(name, Path(scratch), args)
@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep of `one` and `both`")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--compile", action="store_true", help="model.compile")
-    parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter of `one` and `both`")
+    parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter: servers add what comes")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")

@@ -52,11 +52,18 @@ def visible_gpus(lib: Any) -> list[str]:
     return [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if name]
 
 
+def handle(lib: Any) -> Any:
+    """NVML's handle of the GPU that a side trains on, the first visible one. NVML itself counts all of them, whatever
+    CUDA_VISIBLE_DEVICES says."""
+    name = visible_gpus(lib)[0]
+    return lib.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else lib.nvmlDeviceGetHandleByUUID(name)
+
+
 class Memory:
     """Peak memory of everything on the device (or of a process tree) while entered, in GiB."""
 
-    def __init__(self, lib: Any, gpu: int) -> None:
-        self.lib, self.gpu = lib, gpu
+    def __init__(self, lib: Any) -> None:
+        self.lib = lib
         self.pid: int | None = None
         self.idle = self.peak = self.read()
         self._done = threading.Event()
@@ -64,7 +71,7 @@ class Memory:
 
     def read(self) -> float:
         if self.lib is not None:
-            return self.lib.nvmlDeviceGetMemoryInfo(self.lib.nvmlDeviceGetHandleByIndex(self.gpu)).used / GIB
+            return self.lib.nvmlDeviceGetMemoryInfo(handle(self.lib)).used / GIB
         return sum(resident(pid) for pid in tree(self.pid)) / GIB if self.pid else 0.0
 
     def _poll(self) -> None:
@@ -98,7 +105,7 @@ def resident(pid: int) -> int:
         return 0
 
 
-def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any, gpu: int) -> dict[str, Any]:
+def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any) -> dict[str, Any]:
     """Run one side: its results, `peak_gib`, `idle_gib`, `settings`, and seconds: `start_s` from the command to its
     first step, `wall_s` to its end. Where it failed, `error` in place of results."""
     tag = f"{name}-{len(list(folder.glob(f'{name}-*.spec.json')))}"
@@ -106,7 +113,7 @@ def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: An
     (folder / f"{tag}.spec.json").write_text(json.dumps(spec))
     log = folder / f"{tag}.log"
     started = time.perf_counter()
-    with Memory(lib, gpu) as memory, log.open("w") as output:
+    with Memory(lib) as memory, log.open("w") as output:
         command = [sys.executable, script, "--worker", name, "--spec", str(folder / f"{tag}.spec.json")]
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         memory.pid = child.pid
@@ -174,11 +181,11 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def environment(lib: Any, gpu: int) -> dict[str, Any]:
+def environment(lib: Any) -> dict[str, Any]:
     """Card, versions, commit, command and variables: what a figure needs to be made again."""
     card = "CPU"
     if lib is not None:
-        name = lib.nvmlDeviceGetName(lib.nvmlDeviceGetHandleByIndex(gpu))
+        name = lib.nvmlDeviceGetName(handle(lib))
         card = name.decode() if isinstance(name, bytes) else name
     repository = run_environment.git(Path(__file__).parent)
     return {
@@ -214,7 +221,7 @@ def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] |
     rows["tokens a step"] = {n: mean(record[n]["tokens"][LEFT_OUT:]) for n in good}
     rows["seconds per 1M tokens"] = {n: 1e6 * seconds_a_token(record[n]) for n in good}
     rows["tokens/s"] = {n: rows["tokens a step"][n] / rows["seconds a step"][n] for n in good}
-    rows["peak GiB"] = {n: record[n]["peak_gib"] for n in good}
+    rows["peak GiB"] = {n: record[n]["peak_gib"] for n in good if record[n]["peak_gib"]}  # of another GPU: none
     lines.append(f"{'':24}" + "".join(f"{n:>12}" for n in good) + (f"{'ratio':>12}" if len(good) == 2 else ""))
     for label, row in rows.items():
         cells = "".join(f"{row[n]:>12.3f}" if n in row else f"{'-':>12}" for n in good)

@@ -125,7 +125,7 @@ def main() -> None:
     options = parser.parse_args()
     size = settings(options.smoke)
     with tempfile.TemporaryDirectory(prefix="posttrain-tools-") as root:
-        record: dict[str, Any] = sides.environment(None if options.smoke else sides.nvml(), 0)
+        record: dict[str, Any] = sides.environment(None if options.smoke else sides.nvml())
         for name in TASKS if options.task == "both" else [options.task]:
             task(name, size, Path(root), partial(keep, record, name, options.out))
     if options.out is None:

@@ -53,9 +53,9 @@ def run(
         folder = Path(scratch)
         spec = specification(args, folder, made_rows)
         setting = {key: spec[key] for key in ("steps", "rows_a_step")}
-        record: dict[str, Any] = {"work": work, **sides.environment(lib, args.gpu), "setting": setting}
+        record: dict[str, Any] = {"work": work, **sides.environment(lib), "setting": setting}
         ours = [
-            sides.run_side(script, "posttrain", {**spec, "posttrain": settings}, folder, lib, args.gpu)
+            sides.run_side(script, "posttrain", {**spec, "posttrain": settings}, folder, lib)
             for settings in posttrain_settings(args, largest=spec["rows_a_step"] // (2 if args.smoke else 1))
         ]
         record |= {"posttrain": sides.best_of(ours), "posttrain_tries": ours}
@@ -65,7 +65,7 @@ def run(
             of_way: list[dict[str, Any]] = []
             for rows in args.trl_micro or ((4,) if args.smoke else micro):
                 settings = {"trl": {"way": way, "micro": rows}}
-                of_way.append(sides.run_side(script, "trl", {**spec, **settings}, folder, lib, args.gpu))
+                of_way.append(sides.run_side(script, "trl", {**spec, **settings}, folder, lib))
                 tries.append(of_way[-1])
                 record |= {"trl": sides.best_of(tries), "trl_tries": tries}
                 sides.finish(record, args.out, remarks)
@@ -123,7 +123,6 @@ def arguments(doc: str | None, steps: int, ways: Sequence[str]) -> argparse.Name
     parser.add_argument("--compile", choices=["off", "on", "both"], default="off", help="posttrain's model.compile")
     parser.add_argument("--ways", nargs="*", choices=ways, default=ways, help="TRL's settings to try")
     parser.add_argument("--trl-micro", type=int, nargs="*", help="micro-batches to try, largest first")
-    parser.add_argument("--gpu", type=int, default=0, help="the GPU that NVML is asked about")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="on a CPU with the tiny model: does the script run?")
     parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the ratios of a committed JSON")

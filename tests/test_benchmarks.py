@@ -1,6 +1,7 @@
 """The benchmarks' arithmetic: ratios come from the steps in the JSON. With `make test-slow` the scripts run, on tiny
 models, and what they call equal is equal."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -98,13 +99,31 @@ def test_running_out_of_memory_is_a_result(sides, tmp_path, capsys):
 def test_memory_is_that_of_the_process_tree(sides):
     child = subprocess.Popen([sys.executable, "-c", "x = bytearray(200 << 20); print(flush=True); input()"],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    with sides.Memory(None, 0) as memory:
+    with sides.Memory(None) as memory:
         memory.pid = child.pid
         child.stdout.readline()
         assert memory.read() > 0.19
         sides.time.sleep(0.2)
     child.communicate(b"\n")
     assert memory.peak > 0.19
+
+
+def test_memory_is_that_of_the_first_visible_gpu(sides, monkeypatch):
+    """NVML does not know of CUDA_VISIBLE_DEVICES."""
+
+    class Nvml:
+        nvmlDeviceGetCount = staticmethod(lambda: 4)
+        nvmlDeviceGetHandleByIndex = nvmlDeviceGetHandleByUUID = staticmethod(lambda name: name)
+        nvmlDeviceGetMemoryInfo = staticmethod(
+            lambda name: argparse.Namespace(used={0: 1, 2: 3, "GPU-5": 5}[name] << 30)
+        )
+
+    for visible, gib in (("2,3", 3), ("GPU-5", 5), (None, 1)):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert sides.Memory(Nvml).read() == gib
 
 
 def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
