@@ -1,12 +1,12 @@
 """Tokens a second of work B (`rl_step.py`, posttrain's side) on 1, 2 and 4 GPUs of one machine.
 
     python benchmarks/scale_ranks.py --lora --ranks 1 2 --out benchmarks/results/scale_lora_x2.json
-    python benchmarks/scale_ranks.py --lora --ranks 1 4 --out benchmarks/results/scale_lora_x4.json
+    python benchmarks/scale_ranks.py --lora --ranks 1 4 --weak --out benchmarks/results/scale_lora_x4.json
     python benchmarks/scale_ranks.py --recompute benchmarks/results/scale_lora_x4.json
     python benchmarks/scale_ranks.py --smoke              # tiny, transformers generate, on a CPU
 
 The step is the same for every number of GPUs: 64 prompts x 8 of the same lengths, so that each has a smaller share of
-it; with --weak each GPU has 64 prompts x 8. The first two steps are left out.
+it. With --weak each number is measured again with 64 prompts x 8 for every GPU. The first two steps are left out.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ def main() -> None:
     counts = args.ranks or ([1, 2] if args.smoke else [1, 2, 4])
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
-        spec = rl_work.specification(args, "B", Path(scratch))
+        spec = specification(args, Path(scratch))
         setting = {**rl_work.setting(spec), **spec["posttrain"]}
-        record: dict[str, Any] = {"lora": args.lora, "weak": args.weak, **sides.environment(lib)}
+        record: dict[str, Any] = {"lora": args.lora, **sides.environment(lib)}
         record |= {"setting": setting, "ranks": {}}
         for n in counts:
-            of_n = rl_work.specification(args, "B", Path(scratch), times=n) if args.weak else spec
-            record["ranks"][str(n)] = measured(of_n, n, Path(scratch))
-            print(table(record), flush=True)
-            sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
+            works = {str(n): spec}
+            if args.weak and n > 1:
+                works[f"{n} weak"] = specification(args, Path(scratch), times=n)
+            for name, work_of_n in works.items():
+                record["ranks"][name] = measured(work_of_n, n, Path(scratch) / name.replace(" ", "-"))
+                print(table(record), flush=True)
+                sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
 
 
 def arguments() -> argparse.Namespace:
@@ -59,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="model.compile")
     parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
-    parser.add_argument("--weak", action="store_true", help="64 prompts x 8 a GPU, not 64 x 8 for all of them")
+    parser.add_argument("--weak", action="store_true", help="also with 64 prompts x 8 for every GPU")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
     parser.add_argument("--recompute", type=Path, metavar="FILE", help="print the table of a committed JSON")
@@ -68,10 +71,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def specification(args: argparse.Namespace, folder: Path, times: int = 1) -> dict[str, Any]:
+    """Work B, its prompts so many times; generation is not measured once more alone."""
+    return rl_work.specification(args, "B", folder, times=times) | {"alone": False}
+
+
 def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:
     """Seconds and tokens by step with `count` processes."""
-    out, path = folder / f"ranks-{count}.json", folder / f"spec-{count}.json"
-    path.write_text(json.dumps({**spec, "out": str(out), "run": str(folder / f"run-{count}")}))
+    folder.mkdir()
+    out, path = folder / "result.json", folder / "spec.json"
+    path.write_text(json.dumps({**spec, "out": str(out), "run": str(folder / "run")}))
     code = ranks.launch([sys.executable, __file__, "--worker", str(path)], count)
     if code:
         sys.exit(code)
@@ -95,14 +104,13 @@ def table(record: dict[str, Any]) -> str:
     """Seconds by phase, tokens a second, and how many times those of the first."""
     lines = [f"work B  {record['card']}  steps {sides.LEFT_OUT + 1} and later"]
     first = None
-    for count, side in record["ranks"].items():
+    for name, side in record["ranks"].items():
         rate = 1 / sides.seconds_a_token(side)
         first = first or rate
         phases = ", ".join(f"{name} {sides.mean(s[sides.LEFT_OUT :]):.2f}" for name, s in side["phases"].items())
         seconds = sides.seconds_a_step(side)
-        lines.append(
-            f"{count:>2} ranks  {seconds:8.2f} s a step ({phases})  {rate:8.0f} tokens/s  x {rate / first:.2f}"
-        )
+        how = f"{name.removesuffix(' weak'):>2} ranks{', as much each' if 'weak' in name else '':14}"
+        lines.append(f"{how}  {seconds:8.2f} s a step ({phases})  {rate:8.0f} tokens/s  x {rate / first:.2f}")
     return "\n".join(lines)
 
 

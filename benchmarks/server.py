@@ -7,12 +7,11 @@ the other generates.
 
 - `one`: the synchronous loop on GPU 0, vLLM colocated. The others' ratios are to it.
 - `both`: the same on both GPUs (`--gpus 2`), each with its engine.
-- `twice`: `both` with 128 prompts x 8, so that each GPU has the work of `one`.
 - `server`: GPU 0 trains, vLLM in a process of its own on GPU 1, `rollout.staleness: 1`, engine log-probs of every token
-  for the correction that old rollouts need, and an adapter that travels alone.
+  for the correction that old rollouts need. What travels is an adapter.
 
-The step of the others is the same: 64 prompts x 8 of the same lengths. The first two steps are left out. About 9
-minutes.
+The step is the same for all: 64 prompts x 8 of the same lengths (`scale_ranks.py --weak` has more for two GPUs). The
+first two steps are left out. About 7 minutes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ import sides
 from posttrain.errors import RunError
 from posttrain.run import ranks
 
-RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> training processes, times the prompts, what differs
-    "one": (1, 1, {}),
-    "both": (2, 1, {}),
-    "twice": (2, 2, {}),
-    "server": (1, 1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, what differs
+    "one": (1, {}),
+    "both": (2, {}),
+    "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
 }
 
 
@@ -77,8 +75,8 @@ def arguments() -> argparse.Namespace:
 
 def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, phases and tokens by step of one run, or its error."""
-    processes, times, changes = RUNS[name]
-    spec = rl_work.specification(args, "B", folder, times=times) | {"alone": False}
+    processes, changes = RUNS[name]
+    spec = scale_ranks.specification(args, folder)
     settings = {**spec["posttrain"], **changes}
     if "server" in changes:
         settings |= {"sleep": False, "micro_tokens": args.server_micro_tokens or settings["micro_tokens"]}
