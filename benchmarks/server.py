@@ -9,9 +9,10 @@ the other generates.
 - `both`: the same on both GPUs (`--gpus 2`), each with its engine.
 - `server`: GPU 0 trains, vLLM in a process of its own on GPU 1, `rollout.staleness: 1`, engine log-probs of every token
   for the correction that old rollouts need. What travels is an adapter.
+- `pair`: `server` with two engines on GPU 1.
 
 The step is the same for all: 64 prompts x 8 of the same lengths (`scale_ranks.py --weak` has more for two GPUs). The
-first two steps are left out. About 7 minutes.
+first two steps are left out. About 9 minutes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> training processes, w
     "one": (1, {}),
     "both": (2, {}),
     "server": (1, {"server": {"devices": [1]}, "staleness": 1, "share": None}),
+    "pair": (1, {"server": {"devices": [1, 1]}, "staleness": 1, "share": None}),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -77,7 +79,8 @@ class Server(Section):
     )
     devices: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list,
-        description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]",
+        description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]; a GPU "
+        "that is named twice has two engines",
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0, description="longest silence of a server that was asked for something"
@@ -90,7 +93,7 @@ class Server(Section):
         for url in self.urls:
             if not re.fullmatch(r"http://[^/\s:@]+:\d+/?", url):
                 raise ValueError(f"`{url}` is no address of a server: write http://HOST:PORT")
-        if len(set(self.devices)) < len(self.devices) or len(set(self.urls)) < len(self.urls):
+        if len(set(self.urls)) < len(self.urls):
             raise ValueError("a server is named twice")
         return self
 
@@ -100,8 +103,8 @@ class Vllm(Section):
 
     gpu_memory: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,
-        description="share of the GPU's memory for weights and KV cache; default: 0.3 beside the trainer, 0.9 with "
-        "`server`",
+        description="share of the GPU's memory for an engine's weights and KV cache; default: 0.3 beside the trainer, "
+        "0.9 with `server`, divided by the engines of a GPU",
     )
     max_model_len: Positive | None = Field(None, description="prompt + completion; default: what the data needs")
     enforce_eager: bool = Field(False, description="start faster, generate slower")
@@ -117,13 +120,29 @@ class Vllm(Section):
     @property
     def share(self) -> float:
         """`gpu_memory` or its default."""
-        return (0.9 if self.server else 0.3) if self.gpu_memory is None else self.gpu_memory
+        return (0.9 / self.engines_a_gpu if self.server else 0.3) if self.gpu_memory is None else self.gpu_memory
+
+    @property
+    def engines_a_gpu(self) -> int:
+        """The most that the run starts on one GPU."""
+        return max(Counter(itertools.chain(*self.places)).values(), default=1)
 
     @property
     def places(self) -> list[tuple[int, ...]]:
         """The GPUs of each engine that the run starts itself."""
         size, devices = self.tensor_parallel, self.server.devices if self.server else []
         return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
+
+    @model_validator(mode="after")
+    def _room(self) -> Self:
+        twice = next((place for place in self.places if len(set(place)) < len(place)), None)
+        if twice is not None:
+            raise ValueError(f"server.devices names a GPU twice for one engine: {', '.join(map(str, twice))}")
+        if self.share * self.engines_a_gpu > 1:
+            raise ValueError(
+                f"gpu_memory {self.gpu_memory} is an engine's share, and {self.engines_a_gpu} of them have the same GPU"
+            )
+        return self
 
 
 class EngineSection(Section):

@@ -6,9 +6,10 @@ import importlib.util
 import json
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -87,12 +88,18 @@ class ServerEngine(PushedEngine):
             "eos_ids": list(self.loaded.eos_ids),
         }
 
-        def start(client: Client, ours: bool, shared: bool) -> None:
+        def start(client: Client, ours: bool, shared: bool, turn: AbstractContextManager[Any]) -> None:
             if not ours:
                 send_folder(client, folder, shared=shared)
-            client.ask("POST", "/start", as_json({**settings, "folder": str(folder.absolute()) if ours else None}))
+            with turn:
+                client.ask("POST", "/start", as_json({**settings, "folder": str(folder.absolute()) if ours else None}))
 
-        self._everywhere(start, [n < len(self.processes) for n in range(len(self.clients))], self.shared)
+        # vLLM measures at its start what is free on the GPU: another's start would disturb that.
+        locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        turns = [locks[devices[0]] for _, devices in mine(self.section.places, "devices")]
+        others = [nullcontext() for _ in self.clients[len(turns) :]]
+        ours = [n < len(self.processes) for n in range(len(self.clients))]
+        self._everywhere(start, ours, self.shared, [*turns, *others])
         if not self.processes:
             shutil.rmtree(folder)
 

@@ -321,8 +321,8 @@ def plan(recipe: Any, machine: Machine | None = None) -> dict[str, Any]:
 
 
 def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
-    """Engines that generate for the run, the GPUs of each, and what each GPU holds if it is a card like the trainer's;
-    empty without."""
+    """Engines that generate for the run, the GPUs of each, and what each engine holds on a GPU if that is a card like
+    the trainer's; empty without."""
     vllm = recipe.rollout.vllm if isinstance(recipe, RlRecipe) and recipe.rollout.engine == "vllm" else None
     if vllm is None or vllm.server is None:
         return {}

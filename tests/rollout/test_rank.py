@@ -114,11 +114,22 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         remote.mine(vllm.places[:1], "devices")
 
 
+def test_several_engines_on_one_gpu_divide_it() -> None:
+    shared = section(1, devices=[1, 2, 1]).vllm
+    assert shared.places == [(1,), (2,), (1,)] and shared.engines_a_gpu == 2 and shared.share == 0.45
+    assert section(1, devices=[1, 2]).vllm.share == section(1, urls=["http://a:1"]).vllm.share == 0.9
+    assert section(2, devices=[1, 2, 1, 2]).vllm.share == 0.45
+    with pytest.raises(ValidationError, match=r"gpu_memory 0\.6 is an engine's share, and 2 of them have the same GPU"):
+        Vllm.model_validate({"gpu_memory": 0.6, "server": {"devices": [1, 1]}})
+    assert Vllm.model_validate({"gpu_memory": 0.5, "server": {"devices": [1, 1]}}).share == 0.5
+
+
 @pytest.mark.parametrize(
     ("size", "server", "told"),
     [
         (2, {}, "needs `engine: vllm` and `vllm.server`"),
         (2, {"devices": [1, 2, 3]}, "names 3 GPUs; with vllm.tensor_parallel: 2 it must be a multiple"),
+        (2, {"devices": [1, 2, 3, 3]}, "names a GPU twice for one engine: 3, 3"),
     ],
 )
 def test_what_cannot_be(size: int, server: dict[str, Any], told: str) -> None:

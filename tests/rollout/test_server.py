@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from posttrain.errors import EngineError, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
-from posttrain.rollout import client, local_server, shared_memory, wire
+from posttrain.rollout import client, local_server, remote, shared_memory, wire
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine
 
@@ -101,6 +101,38 @@ def test_it_draws_what_an_engine_here_would(
         first = {"full": "load", "lora": "adapter 0", "merged": "factors"}[kind]
         assert told[0] == first and told.count("load") == (0 if kind == "lora" else 2)
     assert not list(tmp_path.rglob("*.safetensors")), "weights stay on the disk"
+
+
+def test_engines_of_one_gpu_start_one_after_the_other(
+    serving: ModuleType, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another GPU do not wait for them, and the memory that each is given is the half."""
+    began, ended = dict[str, float](), dict[str, float]()
+    ones: list[Any] = []
+
+    def start(_: Any, log: Path) -> Any:
+        name = log.stem
+
+        def make(settings: dict[str, Any], folder: Path) -> Any:
+            assert settings["vllm"]["gpu_memory"] == 0.45
+            began[name] = time.monotonic()
+            time.sleep(0.3)
+            ended[name] = time.monotonic()
+            return serving.TransformersCore(settings, folder)
+
+        ones.append(serving.Served(make))
+        return SimpleNamespace(url=ones[-1].url, fate=lambda: "", close=lambda: None)
+
+    monkeypatch.setattr(remote.LocalServer, "start", start)
+    monkeypatch.setattr(remote.importlib.util, "find_spec", lambda _: object())
+    section = EngineSection.model_validate({"engine": "vllm", "vllm": {"server": {"devices": [1, 2, 1]}}})
+    engine = make_engine(section, loaded, scratch=tmp_path, max_len=64)
+    engine.close()
+    for one in ones:
+        one.thread.join(10)
+    first, second = sorted((began[name], ended[name]) for name in ("server-0", "server-2"))
+    assert first[1] <= second[0], "two on GPU 1 at once"
+    assert began["server-1"] < first[1]
 
 
 def test_a_request_is_told_once_and_as_soon_as_it_is_finished(
