@@ -48,7 +48,7 @@ def main() -> None:
     if args.smoke:
         args.groups, args.pairs, args.steps, args.answers = 1, 40, 2, 256
     settings = {k: getattr(args, k) for k in ("groups", "pairs", "steps", "noise", "harm", "prompts", "answers")}
-    record = {"work": "overoptimisation", **sides.environment(None, 0), "setting": settings, "rows": study(settings)}
+    record = {"work": "overoptimisation", **sides.environment(None), "setting": settings, "rows": study(settings)}
     record["seconds"] = round(time.perf_counter() - started, 1)
     sides.write(record, args.out)
     print(table(record))
