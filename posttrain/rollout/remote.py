@@ -70,15 +70,21 @@ class ServerEngine(PushedEngine):
         for client in self.clients:
             client.open()
         self.shared = [reaches(client) for client in self.clients]
+        folder = self._write_model()
+        self._start(folder)
+        shutil.rmtree(folder)  # read, and under LoRA as large as the model
+
+    def _write_model(self) -> Path:
+        """What vLLM is started on: the dense base under LoRA, else no weights."""
         folder = self.scratch / "engine-model"
-        if self.adds:
-            weights.write_base(
-                self.loaded, folder, self.loaded.model.get_base_model().dtype
-            )  # what the sums start from
-        elif self.lora_rank is not None:
-            weights.write_base(self.loaded, folder, self.dtype)
-        else:
-            weights.write_config(self.loaded, folder)
+        if self.adds:  # in the type that the sums start from
+            return weights.write_base(self.loaded, folder, self.loaded.model.get_base_model().dtype)
+        if self.lora_rank is not None:
+            return weights.write_base(self.loaded, folder, self.dtype)
+        return weights.write_config(self.loaded, folder)
+
+    def _start(self, folder: Path) -> None:
+        """Have vLLM started everywhere; on one GPU one after the other, since each measures what is free there."""
         settings = {
             "vllm": self.section.model_dump(exclude={"server"}) | {"gpu_memory": self.section.share},
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -87,21 +93,20 @@ class ServerEngine(PushedEngine):
             "holds_base": self.adds,
             "eos_ids": list(self.loaded.eos_ids),
         }
-
-        def start(client: Client, ours: bool, shared: bool, turn: AbstractContextManager[Any]) -> None:
-            if not ours:
-                send_folder(client, folder, shared=shared)
-            with turn:
-                client.ask("POST", "/start", as_json({**settings, "folder": str(folder.absolute()) if ours else None}))
-
-        # vLLM measures at its start what is free on the GPU: another's start would disturb that.
         locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        turns = [locks[devices[0]] for _, devices in mine(self.section.places, "devices")]
-        others = [nullcontext() for _ in self.clients[len(turns) :]]
-        ours = [n < len(self.processes) for n in range(len(self.clients))]
-        self._everywhere(start, ours, self.shared, [*turns, *others])
-        if not self.processes:
-            shutil.rmtree(folder)
+        turns: list[AbstractContextManager[Any] | None] = [
+            locks[devices[0]] for _, devices in mine(self.section.places, "devices")
+        ]
+        turns += [None] * (len(self.clients) - len(turns))  # of a server that this run did not start
+
+        def start(client: Client, shared: bool, turn: AbstractContextManager[Any] | None) -> None:
+            if turn is None:
+                send_folder(client, folder, shared=shared)
+            with turn or nullcontext():
+                place = None if turn is None else str(folder.absolute())
+                client.ask("POST", "/start", as_json({**settings, "folder": place}))
+
+        self._everywhere(start, self.shared, turns)
 
     def _everywhere(self, work: Callable[..., T], *of_each: Iterable[Any]) -> list[T]:
         """`work(client, ...)` for each server, side by side. An error is raised; the others are not waited for."""

@@ -37,14 +37,17 @@ class VllmEngine(PushedEngine):
             weights.write_base(loaded, folder, self.dtype)
         else:
             weights.write_config(loaded, folder)
-        self.core = VllmCore(
-            section,
-            folder,
-            dtype=self.dtype,
-            window=self.window,
-            lora_rank=self.lora_rank,
-            eos_ids=loaded.eos_ids,
-        )
+        try:
+            self.core = VllmCore(
+                section,
+                folder,
+                dtype=self.dtype,
+                window=self.window,
+                lora_rank=self.lora_rank,
+                eos_ids=loaded.eos_ids,
+            )
+        finally:
+            shutil.rmtree(folder)  # read, and under LoRA as large as the model
         try:
             self.sync(loaded.model, 0)
         except BaseException:
