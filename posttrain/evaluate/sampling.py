@@ -7,6 +7,7 @@ resumed run samples is what an unbroken one would have.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,12 +91,14 @@ def split(prompts: int, n: int, engine: EngineSection) -> list[range]:
 
 def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Record]:
     """The rows of the chunks that are complete, from the first one on."""
+    by_chunk: defaultdict[int, list[Record]] = defaultdict(list)
+    for row in rows:
+        by_chunk[row["step"]].append(row)
     found: list[Record] = []
     for number, chunk in enumerate(chunks):
-        own = [row for row in rows if row["step"] == number]
-        if len(own) != len(chunk) * n:
+        if len(by_chunk[number]) != len(chunk) * n:
             break
-        found += own
+        found += by_chunk[number]
     return found
 
 
