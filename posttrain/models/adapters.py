@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REFERENCE = "reference"  # frozen copy of the adapter that training started from, where it could not be merged
+WHOLE = {"modules_to_save": "modules_to_save", "trainable_tokens_delta": "trainable_token_indices"}  # modules: keys
 
 
 def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> Any:
@@ -82,36 +84,56 @@ def layers_of(base: Any) -> dict[str, Any]:
 def added(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
     """A layer's dense base weight with LoRA's product added: the sum in float32, rounded to the weight's own type.
 
-    The layer is not changed. Raises ModelError for DoRA, which is more than a sum.
+    The layer is not changed. Raises ModelError for what is more than a sum.
     """
-    if _is_more_than_a_sum(layer, adapter):
-        raise ModelError("an adapter with use_dora cannot be added to its base here", hint="serve or save it apart")
+    if more := _more_than_a_sum(layer, adapter):
+        raise _not_a_sum(more)
     return (weight.float() + layer.get_delta_weight(adapter).float()).to(weight.dtype)
 
 
-def _is_more_than_a_sum(layer: Any, adapter: str) -> bool:
-    """PEFT's variants of LoRA, of which DoRA is the known one."""
-    return bool(getattr(layer, "use_dora", {}).get(adapter) or getattr(layer, "lora_variant", {}).get(adapter))
+def check_addable(base: Any, adapter: str = "default") -> None:
+    """Raises ModelError where `added`, layer by layer, would not give the model under a PEFT model with its adapter."""
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    uses = Counter(map(id, parameters.values()))
+    layers = layers_of(base)
+    for more in filter(None, (_more_than_a_sum(layer, adapter) for layer in layers.values())):
+        raise _not_a_sum(more)
+    for name in parameters:
+        kind = name.split(f".{adapter}")[0].rpartition(".")[2]
+        if kind in WHOLE:
+            raise _not_a_sum(WHOLE[kind])
+    for name in layers:
+        if uses[id(parameters.get(f"{name}.base_layer.weight"))] != 1:
+            raise _not_a_sum(f"a part on {name}, whose weight is tied to another or not the layer's own,")
+
+
+def _not_a_sum(more: str) -> ModelError:
+    return ModelError(f"an adapter with {more} cannot be added to its base here", hint="serve or save it apart")
+
+
+def _more_than_a_sum(layer: Any, adapter: str) -> str | None:
+    """What a layer does beside B A x, in PEFT's words."""
+    if getattr(layer, "use_dora", {}).get(adapter):
+        return "use_dora"
+    if getattr(layer, "lora_bias", {}).get(adapter):
+        return "lora_bias"
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    return None if variant is None else type(variant).__name__
 
 
 def products(base: Any, adapter: str = "default") -> dict[str, tuple[Tensor, Tensor]] | None:
     """The adapter of the model under a PEFT model as matrices, float32: by the name of the layer's weight [out,in],
     A [rank,in] and B [out,rank] with the scale in it. `added` adds B A.
 
-    None for an adapter that is more than such products: DoRA, biases, whole modules, embeddings.
+    None where some layer's product is another one: of embeddings, convolutions, transposed weights. See `check_addable`
+    for what is more than products.
     """
     found = {}
     for name, layer in layers_of(base).items():
-        if (
-            adapter not in layer.lora_A
-            or _is_more_than_a_sum(layer, adapter)
-            or getattr(layer, "fan_in_fan_out", False)
-        ):
-            return None
-        if layer.lora_B[adapter].bias is not None:
+        if adapter not in layer.lora_A or getattr(layer, "fan_in_fan_out", False):
             return None
         a, b = layer.lora_A[adapter].weight.detach().float(), layer.lora_B[adapter].weight.detach().float()
-        if a.dim() != 2 or b.dim() != 2:  # of a convolution
+        if not a.dim() == b.dim() == 2:
             return None
         found[f"{name}.weight"] = a, b * layer.scaling[adapter]
     return found

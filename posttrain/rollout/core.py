@@ -15,9 +15,11 @@ from torch import Tensor
 
 from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import rank, vllm_start, weights
+from posttrain.rollout import rank, vllm_start, weights, wire
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
+
+PIECE = 1 << 28  # bytes, a power of two
 
 
 class VllmCore:
@@ -42,7 +44,7 @@ class VllmCore:
     ) -> None:
         vllm_start.require_vllm()
         self.section = section
-        self.base = read_base(folder) if holds_base else {}
+        self.base = read_base(folder, pinned=self.adds_on_gpu) if holds_base else {}
         self.eos_ids = sorted(eos_ids)
         self.asleep = False
         self.pausing = threading.Event()
@@ -56,6 +58,11 @@ class VllmCore:
     @property
     def on_gpu(self) -> bool:
         return torch.cuda.is_available()
+
+    @property
+    def adds_on_gpu(self) -> bool:
+        """Whether this process has the GPU, so that it can add there; under tensor parallelism others have theirs."""
+        return self.on_gpu and self.section.tensor_parallel == 1
 
     def complete(
         self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Done | None = None
@@ -160,8 +167,7 @@ class VllmCore:
 
     def load_factors(self, factors: Iterable[tuple[str, Tensor]]) -> None:
         """Take the base that is held here with an adapter added: see `weights.factors`."""
-        alone = self.section.tensor_parallel == 1  # else other processes have the GPUs
-        device = torch.device("cuda" if self.on_gpu and alone else "cpu")
+        device = torch.device("cuda" if self.adds_on_gpu else "cpu")
         self.load(weights.with_factors(self.base.items(), dict(factors), device))
 
     def load_adapter(self, folder: Path, version: int) -> None:
@@ -213,12 +219,27 @@ class VllmCore:
         leave_process_groups(everything=not self.had_process_group)
 
 
-def read_base(folder: Path) -> dict[str, Tensor]:
-    """The weights in a model folder, by name; where there is a GPU, from where it copies fast."""
+def read_base(folder: Path, *, pinned: bool = False) -> dict[str, Tensor]:
+    """The weights in a model folder, by name, in memory of this process. pinned: from where a GPU copies fast."""
     base: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        base |= load_file(path)
-    return {name: tensor.pin_memory() for name, tensor in base.items()} if torch.cuda.is_available() else base
+        base |= load_file(path)  # mapped: the files may be removed once they are copied
+    return in_pieces(base, PIECE, pinned=pinned)
+
+
+def in_pieces(named: dict[str, Tensor], size: int, *, pinned: bool) -> dict[str, Tensor]:
+    """Copies of the tensors, packed into pieces of memory of `size` bytes, or of their own where they are larger.
+
+    Torch rounds pinned memory up to a power of two: a piece for each tensor would take up to twice as much.
+    """
+    found, left = {}, torch.empty(0, dtype=torch.uint8)
+    for name, tensor in named.items():
+        if tensor.nbytes > len(left):
+            left = torch.empty(max(size, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
+        place = left[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        found[name] = place.copy_(tensor)
+        left = left[tensor.nbytes + -tensor.nbytes % wire.ALIGNED :]
+    return found
 
 
 def given_up(engine: Any) -> list[Any]:

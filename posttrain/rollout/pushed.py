@@ -15,6 +15,7 @@ import torch
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
+from posttrain.models import adapters
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
@@ -79,6 +80,8 @@ class PushedEngine(ABC):
         self.dtype = engine_dtype(loaded)
         self.gate = Gate()
         self.seen: list[Seen] = []  # of each copy of the weights, when it last changed
+        if section.merge_adapter and loaded.is_lora:
+            adapters.check_addable(loaded.model.get_base_model())
         self.lora_rank = None if section.merge_adapter else adapter_rank(loaded)  # None: whole weights are pushed
 
     @abstractmethod

@@ -37,8 +37,8 @@ class ServerEngine(PushedEngine):
 
     A server gets everything from the run: the model's configuration and tokenizer, under LoRA the dense base once and
     then the adapter, in full training all weights in buckets at every sync, over the network and not over a disk. With
-    `merge_adapter` it keeps the base in its host's memory and adds each adapter that comes. Each
-    sync ends in the probe of every server. What fails ends in an EngineError that names the server.
+    `merge_adapter` it keeps the base in its host's memory and adds each adapter that comes. Each sync ends in the probe
+    of every server. What fails ends in an EngineError that names the server.
     """
 
     def __init__(self, section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> None:

@@ -45,10 +45,10 @@ A, B = ".lora_A", ".lora_B"
 
 
 def factors(model: Any) -> dict[str, Tensor] | None:
-    """The trained adapter for `with_factors`, as checkpoint names with A or B behind; None where that is not all."""
-    config = model.peft_config["default"]
+    """The trained adapter for `with_factors`, as checkpoint names with A or B behind; None where that is not all that
+    was trained, or not all of it is such products."""
     found = adapters.products(model.get_base_model())
-    if found is None or config.modules_to_save or config.bias != "none":
+    if found is None or model.peft_config["default"].bias != "none":
         return None
     return {name + end: matrix for name, pair in found.items() for end, matrix in zip((A, B), pair, strict=True)}
 
@@ -56,18 +56,20 @@ def factors(model: Any) -> dict[str, Tensor] | None:
 def with_factors(
     base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """`dense_weights(merged=True)` from its two halves: the dense base, and `factors`. On `device`, tensor by tensor.
+    """`dense_weights(merged=True)` from its halves: the dense base, and `factors`. Each sum is made on `device`; what
+    has no factor is yielded where it lies.
 
     Raises EngineError for a factor whose weight the base does not have.
     """
     left = set(factors)
     for name, tensor in base:
+        if name + A not in left:
+            yield name, tensor
+            continue
+        left -= {name + A, name + B}
         moved = tensor.to(device, non_blocking=True)
-        if name + A in left:
-            left -= {name + A, name + B}
-            a, b = (factors[name + end].to(device, torch.float32) for end in (A, B))
-            moved = (moved.float() + b @ a).to(moved.dtype)
-        yield name, moved
+        a, b = (factors[name + end].to(device, torch.float32) for end in (A, B))
+        yield name, (b @ a).add_(moved).to(tensor.dtype)
     if left:
         raise EngineError(f"the base has no weight for {sorted(left)[0]}")
 

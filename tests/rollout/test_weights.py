@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from posttrain.errors import EngineError
+from posttrain.errors import EngineError, ModelError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import merged_state
+from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.recipe.sections import Lora
-from posttrain.rollout.core import read_base
+from posttrain.rollout.core import in_pieces, read_base
+from posttrain.rollout.remote import ServerEngine
 from posttrain.rollout.weights import dense_weights, factors, with_factors, write_adapter, write_base
 
 
@@ -80,14 +83,76 @@ def test_base_and_factors_make_the_merged_weights(
         dict(with_factors([(n, t) for n, t in held.items() if "gate_proj" not in n], sent, torch.device("cpu")))
 
 
+def adapted_by(loaded: LoadedModel, **more: Any) -> Any:
+    """The model under a disturbed adapter on q_proj, or what `more` says."""
+    torch.manual_seed(0)
+    model = get_peft_model(loaded.model, LoraConfig(**{"r": 3, "target_modules": ["q_proj"], **more}))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
 @pytest.mark.parametrize(
-    "more", [{"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"lora_bias": True}], ids=str
+    "more",
+    [
+        {"use_rslora": True, "lora_alpha": 5},
+        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"v_proj": 7}},
+    ],
+    ids=str,
 )
-def test_an_adapter_that_is_more_than_products_has_no_factors(loaded: LoadedModel, more: dict[str, Any]) -> None:
-    config = LoraConfig(r=3, target_modules=["q_proj"], **more)
+def test_each_layer_has_its_own_rank_and_scale(loaded: LoadedModel, more: dict[str, Any]) -> None:
+    model = adapted_by(loaded, **more)
+    sent, base = factors(model), dict(dense_weights(model))
+    assert sent is not None
+    for name, tensor in with_factors(base.items(), sent, torch.device("cpu")):
+        assert torch.allclose(tensor, dict(dense_weights(model, merged=True))[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("more", [{"bias": "all"}, {"target_modules": ["q_proj", "embed_tokens"]}], ids=str)
+def test_what_is_no_product_of_matrices_is_added_by_the_trainer(loaded: LoadedModel, more: dict[str, Any]) -> None:
+    loaded.model.lm_head.weight = torch.nn.Parameter(loaded.model.lm_head.weight.detach().clone())  # not tied
+    model = adapted_by(loaded, **more)
+    adapters.check_addable(model.get_base_model())
+    assert factors(model) is None
+    expected = merged_state(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in dense_weights(model, merged=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True, "target_modules": ["model.layers.0.self_attn.q_proj"]}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "a part on lm_head, whose weight is tied"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "a part on model.embed_tokens, whose weight is tied"),
+    ],
+)
+def test_what_cannot_be_added_is_told_before_vllm_starts(
+    loaded: LoadedModel, more: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     if "lora_bias" in more:
-        loaded.model.model.layers[0].self_attn.q_proj = torch.nn.Linear(
-            loaded.model.config.hidden_size, loaded.model.model.layers[0].self_attn.q_proj.out_features
-        )
-        config.target_modules = ["model.layers.0.self_attn.q_proj"]
-    assert factors(get_peft_model(loaded.model, config)) is None
+        size = loaded.model.config.hidden_size
+        loaded.model.model.layers[0].self_attn.q_proj = torch.nn.Linear(size, size)
+    lora = dataclasses.replace(loaded, model=adapted_by(loaded, **more))
+    section = Vllm(merge_adapter=True, server=Server(urls=["http://localhost:1"]))
+    with pytest.raises(ModelError, match=f"an adapter with {named}.* cannot be added"):
+        ServerEngine(section, lora, scratch=tmp_path, max_len=64)
+
+
+def test_pieces_hold_tensors_of_all_types() -> None:
+    """Seven bytes and a scalar between others, one larger than a piece, an empty one."""
+    named = {
+        "odd": torch.arange(7, dtype=torch.int8),
+        "half": torch.randn(3, 5).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "large": torch.randn(100),
+        "empty": torch.empty(0, 4),
+        "turned": torch.randn(4, 6).T,
+    }
+    found = in_pieces(named, 192, pinned=False)
+    assert found.keys() == named.keys() and all(torch.equal(found[name], named[name]) for name in named)
+    assert all(tensor.dtype == named[name].dtype and tensor.data_ptr() % 64 == 0 for name, tensor in found.items())
+    assert len({found[name].untyped_storage().data_ptr() for name in ("odd", "half", "scalar")}) == 1
