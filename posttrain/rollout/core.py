@@ -213,6 +213,8 @@ class VllmCore:
         """Free the memory. Calling it twice is fine."""
         if self.llm is None:
             return
+        with contextlib.suppress(Exception):  # no room, say
+            self.wake()  # asleep, vLLM would give back once more what it has given back
         core = self.llm.llm_engine.engine_core
         self.llm = self.adapter = None
         core.shutdown()

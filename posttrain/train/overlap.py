@@ -116,8 +116,7 @@ class Ahead:
         if oldest < state.step - 1:
             raise EngineError(f"step {state.step + 1} was given rollouts of version {oldest}: more than a step old")
         p.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in drawn.seconds.items()}
-        if p.engine.version != state.step:
-            p.sync(state.step)
+        p.sync(state.step)
         more = state.step + 1 < p.steps
         self._draw = self._begin(p, dataclasses.replace(state, step=state.step + 1)) if more else None
         return drawn.rollouts, drawn.gathered

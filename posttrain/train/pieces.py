@@ -57,7 +57,9 @@ class Pieces:
         return self.recipe.batch.epochs * self.recipe.batch.minibatches
 
     def sync(self, version: int) -> None:
-        """Give the engine the trainer's weights. If an engine of some rank cannot take them, all ranks raise."""
+        """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""
+        if self.engine.version == version:
+            return
         with self.watchdog.phase("sync"):
             if self.loaded.is_sharded:  # ranks give each other their parts of the weights in it: none may go ahead
                 self.engine.sync(self.loaded.model, version)

@@ -1,8 +1,11 @@
 """Reinforcement learning with verifier rewards. One step, top to bottom:
 
-prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser -> engine sync.
+engine sync -> prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser.
 
-With `rollout.staleness: 1` the first two are those of the next step, and run while this one trains (`overlap`).
+The sync brings the weights of the step before; the engine starts with those of the first. An error in it, or up to the
+advantages, finds that step finished and loses nothing (`salvage`).
+
+With `rollout.staleness: 1` prompts and rollouts are those of the next step, and run while this one trains (`overlap`).
 
 With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the
 rows; between the two, all of them hold the rollouts of the whole step.
@@ -190,6 +193,7 @@ def train(
     saved_rollouts.cut(directory.path, state.step)
     longest = max(len(prompt.ids) for prompt in p.prompts)
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, longest, state, directory)
+    drawing = partial(salvaged, p, state, directory, ahead, note=progress.note)
     if state.step:
         _go_on(p, state, checkpoints.folder_for(directory.checkpoints, state.step), ahead)
         progress.note(f"resumed after step {state.step}")
@@ -210,8 +214,7 @@ def train(
         p.watchdog.begin_step(state.step)
         numbers = p.controls.numbers(state.controllers, state.step)
         with explained():
-            drawing = salvaged(p, state, directory, ahead, note=progress.note)
-            rollouts, values, saved = step(p.at(numbers), state, ahead, drawing)
+            rollouts, values, saved = step(p.at(numbers), state, ahead, drawing())
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values |= {**p.watchdog.times(), **peak_memory()}
         values["time/step"] = time.perf_counter() - started
@@ -235,7 +238,8 @@ def train(
         stopping = distributed.any_rank(stop.requested)
         if due or ends or stopping:
             if ahead is not None:
-                ahead.finish(p, state)
+                with drawing():
+                    ahead.finish(p, state)
             with p.watchdog.phase("save"):
                 checkpoint.save(
                     directory.checkpoints,
@@ -289,9 +293,11 @@ def step(
     what `whatif` needs of the rollouts; moves `state` past the prompts that it drew. drawing: around what comes before
     any weight changes."""
     with drawing:
+        if ahead is None:
+            p.sync(state.step)
         rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
     if ahead is None:
-        p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the sync
+        p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the next sync
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     scored = batch_of(p, rollouts, state).to(p.loaded.device)
@@ -306,9 +312,7 @@ def step(
     state.scaler = p.scaler.state_dict()
     if p.opponent is not None:
         p.opponent.follow(p.loaded.model)
-    if ahead is None:
-        p.sync(state.step + 1)
-    else:
+    if ahead is not None:
         values |= age_metrics(scored, state.step)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 

@@ -1,4 +1,5 @@
-"""An error that comes before a step's update ends the run, and loses nothing of the steps that are done.
+"""An error that comes before a step's update ends the run, and loses nothing of the steps that are done. The sync that
+brings their weights to the engine is a part of the step that begins.
 
 Several ranks: an error of one is told to all where they meet (`distributed.all_of`); all are still there, and save
 together as they do after a step. Where one is gone (killed, or failed where the others do not look), nobody can be
@@ -29,8 +30,8 @@ from posttrain.train.pieces import Pieces
 def salvaged(
     p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None, *, note: Callable[[str], None]
 ) -> Iterator[None]:
-    """Around what draws and scores a step's rollouts (an engine that dies, a reward that fails, too few groups that
-    pass `keep`): an error inside leaves a checkpoint of the step before, and goes on."""
+    """Around what syncs the engine, draws and scores a step's rollouts (an engine that dies, a reward that fails, too
+    few groups that pass `keep`): an error inside leaves a checkpoint of the step before, and goes on."""
     before = dataclasses.replace(state)  # drawing moves the place in the data
     try:
         yield

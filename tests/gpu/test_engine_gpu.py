@@ -108,6 +108,7 @@ def test_vllm_engine(changes: dict[str, Any], tmp_path: Path) -> None:
     try:
         check(engine, loaded, 0.05 if "lora" in changes else 0.005)
         check_sleep(engine, loaded)
+        engine.sleep()  # as at the end of a run
     finally:
         engine.close()
     assert before - torch.cuda.mem_get_info()[0] < 4 * 2**30, "closing kept the engine's memory"

@@ -21,7 +21,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
-from posttrain.rollout import vllm_start, weights
+from posttrain.rollout import core, vllm_start, weights
 from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.pushed import adapter_rank, engine_dtype, window_of
@@ -35,6 +35,26 @@ def test_without_vllm_one_sentence_says_what_to_install(
     with pytest.raises(MissingExtra, match=r"needs vllm(.|\n)*posttrain\[vllm\]"):
         make_engine(EngineSection(engine="vllm"), loaded, scratch=tmp_path, max_len=64)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_an_engine_that_sleeps_is_woken_before_it_goes(monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    """What sleep gave back, vLLM would give back once more. An update that filled the GPU leaves no room to wake."""
+    told: list[str] = []
+
+    def wake_up() -> None:
+        told.append("wake")
+        if not room:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(core, "leave_process_groups", lambda **_: told.append("leave"))
+    vllm: Any = core.VllmCore.__new__(core.VllmCore)
+    vllm.asleep, vllm.had_process_group = True, False
+    inner = types.SimpleNamespace(shutdown=lambda: told.append("shutdown"))
+    vllm.llm = types.SimpleNamespace(wake_up=wake_up, llm_engine=types.SimpleNamespace(engine_core=inner))
+    vllm.close()
+    vllm.close()
+    assert told == ["wake", "shutdown", "leave"]
 
 
 def test_the_window_is_what_the_data_need(loaded: LoadedModel) -> None:

@@ -1,6 +1,7 @@
 """Run as a program: trains in child processes, as many as a job asks for. See test_distributed.py.
 
-Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "ranks"}. The libraries are imported once, before
+Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "ranks", "lost_sync"}; lost_sync: null, or a rank
+and a version of the weights that its engine does not take. The libraries are imported once, before
 any child is forked, so that a run costs a second and not ten. Answers each job with the exit statuses by rank.
 """
 
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 
 from posttrain import pipeline
-from posttrain.errors import DataError, PeerLost
+from posttrain.errors import DataError, EngineError, PeerLost
 from posttrain.recipe.load import load_dict
+from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed, preference, rl, sft
 
@@ -91,6 +93,18 @@ def fail() -> None:
         raise AssertionError("other rows were not noticed")
 
 
+def lose_sync(lost: int) -> None:
+    """From now on the engine fails in the sync of version `lost`."""
+    inner = TransformersEngine.sync
+
+    def sync(self: TransformersEngine, model: Any, version: int) -> None:
+        if version == lost:
+            raise EngineError("the engine is gone")
+        inner(self, model, version)
+
+    TransformersEngine.sync = sync  # type: ignore[method-assign]
+
+
 def broken(rank: int) -> None:
     if distributed.rank() == rank:
         raise ValueError(f"broken on {rank}")
@@ -115,6 +129,8 @@ def train(job: dict[str, Any]) -> None:
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(job["output"]), name="job", text="", resolved={}, resume=job["resume"])
 
+    if job["lost_sync"] is not None and job["lost_sync"][0] == int(os.environ["RANK"]):
+        lose_sync(job["lost_sync"][1])
     with distributed.joined(), distributed.open_directory(open_it) as directory:
         pipeline.run_stage(recipe, directory)
 

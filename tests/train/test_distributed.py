@@ -73,10 +73,12 @@ def train() -> Iterator[Train]:
     program = str(Path(__file__).parent / "ranked.py")
     server = subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(recipe: Values | None, output: Path, *, ranks: int, resume: bool = False) -> list[int]:
+    def run(
+        recipe: Values | None, output: Path, *, ranks: int, resume: bool = False, lost_sync: Any = None
+    ) -> list[int]:
         assert server.stdin is not None and server.stdout is not None
         job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output)} if recipe else {}
-        server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks}) + "\n")
+        server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks, "lost_sync": lost_sync}) + "\n")
         server.stdin.flush()
         return list(json.loads(server.stdout.readline()))
 
@@ -319,6 +321,20 @@ def test_a_rank_that_fails_before_an_update_loses_no_step(
     assert (checkpoints.step_of(newest) if newest else None) == saved
     assert not list((folder / "broken").glob("checkpoints/*.partial"))
     (folder / "failing").unlink()
+    assert train(recipe, folder / "broken", ranks=2, resume=True) == [0, 0]
+    assert rows_of(folder / "broken") == rows_of(folder / "straight")
+
+
+def test_a_sync_that_fails_on_one_rank_loses_no_step(train: Train, folder: Path) -> None:
+    """That of rank 1 behind step 2: both save, and go on as if nothing had been."""
+    plain = {k: RL[k] for k in ("stage", "data", "optim", "rewards")}
+    shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
+    recipe = {**plain, "model": {"path": "tiny"}, "scoring": {"workers": 1}, "rollout": shape, "run": {"steps": 4}}
+    assert train(recipe, folder / "straight", ranks=2) == [0, 0]
+    assert train(recipe, folder / "broken", ranks=2, lost_sync=[1, 2]) == [1, 1]
+    newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert len(rows_of(folder / "broken")) == 2
     assert train(recipe, folder / "broken", ranks=2, resume=True) == [0, 0]
     assert rows_of(folder / "broken") == rows_of(folder / "straight")
 

@@ -24,6 +24,7 @@ from posttrain.cli.app import app
 from posttrain.errors import EngineError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.rollout import client, local_server
+from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import rl
@@ -46,9 +47,14 @@ def recipe(tmp_path: Path) -> Any:
     reward = "def digits(completion, token_count):\n    return sum(c.isdigit() for c in completion) / token_count\n"
     (tmp_path / "rewards.py").write_text(reward)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(24)))
-    return lambda **rollout: (
-        load_dict({**RUN, "rollout": {**RUN["rollout"], **rollout}}, base_dir=tmp_path, where="test").recipe
-    )
+
+    def make(save_every: int | None = 1, **rollout: Any) -> Any:
+        values = {**RUN, "rollout": {**RUN["rollout"], **rollout}, "run": {**RUN["run"], "save_every": save_every}}
+        if rollout.get("staleness"):
+            values["corrections"] = [{"use": "tis"}]
+        return load_dict(values, base_dir=tmp_path, where="test").recipe
+
+    return make
 
 
 def finished(opened: Opened, name: str, recipe: Any, *, resume: bool = False) -> list[dict[str, Any]]:
@@ -102,17 +108,52 @@ def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.M
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("changes", [{}, {"staleness": 1}], ids=["in turns", "one step ahead"])
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_sync_that_fails_loses_no_step(
+    recipe: Any,
+    opened: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    version: int,
+    changes: dict[str, Any],
+) -> None:
+    """The step before it is finished: it is in the metrics and in a checkpoint. Nobody waits for the weights of the
+    last step."""
+    whole = recipe(save_every=None, **changes)
+    inner = TransformersEngine.sync
+    lost = {"version": 4}
+
+    def sync(self: TransformersEngine, model: Any, version: int) -> None:
+        if version == lost["version"]:
+            raise EngineError("the engine is gone")
+        inner(self, model, version)
+
+    monkeypatch.setattr(TransformersEngine, "sync", sync)
+    expected = finished(opened, "straight", whole)
+    lost["version"] = version
+    with opened("broken") as directory, pytest.raises(EngineError, match="the engine is gone"):
+        rl.run(whole, directory)
+    assert f"saved after step {version}: the next step failed before its update" in capsys.readouterr().err
+    assert len(read_metrics(directory.path)) == version
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == version
+    lost["version"] = -1
+    assert finished(opened, "broken", whole, resume=True) == expected
+
+
 def test_an_engine_process_that_is_killed(
     serving: ModuleType, recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL while step 3 updates: the run ends at its sync; it goes on with an engine of its own again."""
+    """SIGKILL while step 3 updates: the run ends at the sync behind it, saved; it goes on with an engine of its own
+    again, which draws for step 4."""
     expected = finished(opened, "straight", recipe())
     stand_in = f"import runpy; sys.argv[1:] = ['{{fd}}']; runpy.run_path({serving.__file__!r}, run_name='__main__')"
     monkeypatch.setattr(local_server, "_SERVE", stand_in)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else find(name))
     monkeypatch.setattr(client, "PAUSES", (0.05, 0.1))
-    elsewhere = recipe(engine="vllm", vllm={"server": {"devices": [1]}})
+    elsewhere = recipe(save_every=None, engine="vllm", vllm={"server": {"devices": [1]}})
     update = rl.update
 
     def killing(p: Any, batch: Any, sequences: Any, step: int) -> Any:
@@ -124,7 +165,9 @@ def test_an_engine_process_that_is_killed(
         patch.setattr(rl, "update", killing)
         with pytest.raises(EngineError, match=r"the engine on the CPU was killed by SIGKILL(.|\n)*--resume"):
             rl.run(elsewhere, directory)
-    assert len(read_metrics(directory.path)) == 2
+    assert len(read_metrics(directory.path)) == 3
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 3
     found = finished(opened, "broken", elsewhere, resume=True)
     for a, b in zip(found, expected, strict=True):
         assert a == {key: pytest.approx(b[key], rel=1e-3, abs=2e-5) for key in b}

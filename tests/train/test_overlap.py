@@ -266,15 +266,19 @@ def test_an_engine_that_dies_ends_the_run_and_leaves_it_whole(
 
 
 def test_a_reward_that_fails_ahead_ends_the_run(serving: ModuleType, recipe: Make, opened: Opened) -> None:
-    """One that hangs on every row of step 2, which is scored beside the update of step 1."""
+    """One that hangs on every row of step 2, which is scored beside the update of step 1. A checkpoint waits for it,
+    and is written without it: there is no older one."""
     rewards = [{"use": "rewards.py:hangs", "timeout_s": 0.05}]
     with (
         serving.served() as one,
         opened() as directory,
         pytest.raises(RunError, match=r"time-outs in 4 calls(.|\n)*timeout_s"),
     ):
-        rl.run(recipe(rewards=rewards, **at(one.url, prompts_per_step=2, group_size=2)), directory)
+        settings = {"rewards": rewards, "run": {"save_every": 1}}
+        rl.run(recipe(**settings, **at(one.url, prompts_per_step=2, group_size=2)), directory)
     assert len(read_metrics(directory.path)) == 1
+    newest = checkpoints.latest(directory.checkpoints)
+    assert newest is not None and checkpoints.step_of(newest) == 1
 
 
 def test_an_error_of_the_trainer_gives_up_what_is_drawn(

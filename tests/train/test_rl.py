@@ -402,12 +402,13 @@ def test_minibatches_keep_groups_whole_and_lose_no_row() -> None:
 
 
 def test_a_hang_is_told_by_phase(recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight sync of step 2 never returns: the watchdog names it. Here it lets go instead of ending the process."""
+    """The sync with which step 2 begins never returns: the watchdog names it. Here it lets go and does not end
+    the process."""
     woken = threading.Event()
 
     def sync(self: TransformersEngine, model: Any, version: int) -> None:
         del model
-        if version == 2:
+        if version == 1:
             woken.wait(20)
         self.version = version
 
@@ -442,7 +443,7 @@ def test_engine_logprobs_are_asked_for_where_they_are_read(
 def test_the_engine_sleeps_while_the_policy_is_updated(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `rollout.vllm.sleep` rests on: the memory of the engine is free from the last rollout to the sync."""
+    """What `rollout.vllm.sleep` rests on: the memory of the engine is free from the last rollout to the next sync."""
     order: list[str] = []
     for owner, name in ((TransformersEngine, "generate"), (TransformersEngine, "sleep"), (TransformersEngine, "sync")):
         inner = getattr(owner, name)
@@ -453,7 +454,8 @@ def test_the_engine_sleeps_while_the_policy_is_updated(
     monkeypatch.setattr(rl, "update", lambda *a, **k: (order.append("update"), inner_update(*a, **k))[1])
     with opened() as directory:
         rl.run(recipe(run={"steps": 2}), directory)
-    assert order == ["generate", "sleep", "update", "sync"] * 2
+    drawn = ["generate", "sleep", "update"]
+    assert order == [*drawn, "sync", *drawn], "the last weights are for nobody"
 
 
 def test_the_longest_rows_are_tried_before_the_first_step(
