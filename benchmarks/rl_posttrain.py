@@ -96,6 +96,7 @@ def measure_alone(engine: Any, result: dict[str, Any]) -> None:
 
     def measure_and_close() -> None:
         if last:
+            engine.sync(engine.loaded.model, engine.version)  # behind the last step it may sleep without its weights
             result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(2)]
             last.clear()  # closing twice is fine
         close()

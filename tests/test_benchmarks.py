@@ -135,7 +135,12 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
 
     class Engine:
         def __init__(self):
-            self.calls, self.closed = [], False
+            self.calls, self.closed, self.asleep = [], False, True
+            self.loaded, self.version = argparse.Namespace(model="model"), 2
+
+        def sync(self, model, version):
+            assert (model, version) == ("model", 2)
+            self.asleep = False
 
         def complete(self, requests, sampling, *, seed, done=None):
             del sampling, seed, done
@@ -152,7 +157,7 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     for _ in range(2):
         assert engine.complete(asked, None, seed=1) == [["sample"] * 8] * 2
     engine.close()
-    assert engine.closed and len(result["generate_alone_s"]) == 2
+    assert engine.closed and not engine.asleep and len(result["generate_alone_s"]) == 2
     assert engine.calls[1] == [(n, False, True) for n in range(16, 32)]
     assert engine.calls[2:] == [[(n, False, False) for n in range(16, 32)]] * 2
 

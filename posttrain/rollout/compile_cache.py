@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import EngineError
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -49,7 +51,8 @@ def same_path(folder: Path, cache: Path, rank: int) -> Iterator[Path]:
 
     cache: vLLM's own folder, in which the links are. rank: of this process among those that train, of which each
     compiles for itself. Of equal models that are started at the same time each has a path of its own; where no link can
-    be made it is `folder` itself.
+    be made it is `folder` itself. Raises EngineError where the file system has no locks between machines and another
+    has put its own link there: vLLM may have read that.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -77,6 +80,11 @@ def _link(folder: Path, links: Path, rank: int) -> Iterator[Path]:
             link.symlink_to(folder.absolute(), target_is_directory=True)
             try:
                 yield link
+                if not link.is_symlink() or link.readlink() != folder.absolute():
+                    raise EngineError(
+                        f"{link} is not ours any more: another machine has started vLLM through the same folder",
+                        hint="set VLLM_CACHE_ROOT to a folder of this machine, or one with locks",
+                    )
             finally:
                 link.unlink(missing_ok=True)
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch._inductor.config as inductor
 
+from posttrain.errors import EngineError
 from posttrain.rollout import compile_cache
 from posttrain.rollout.compile_cache import same_path
 
@@ -47,6 +48,13 @@ def test_a_link_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "gone")
     with same_path(model(tmp_path / "2"), tmp_path / "cache", 0) as again:
         assert again == path and again.resolve() == tmp_path / "2"
+
+
+def test_a_link_that_another_machine_has_replaced_is_told(tmp_path: Path) -> None:
+    """Where locks end at the machine."""
+    with pytest.raises(EngineError, match="another machine"), same_path(model(tmp_path / "1"), tmp_path, 0) as path:
+        path.unlink()
+        path.symlink_to(model(tmp_path / "2"))
 
 
 def test_without_links_it_is_the_folder(tmp_path: Path) -> None:
