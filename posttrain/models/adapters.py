@@ -108,7 +108,10 @@ def check_addable(base: Any, adapter: str = "default") -> None:
 
 
 def _not_a_sum(more: str) -> ModelError:
-    return ModelError(f"an adapter with {more} cannot be added to its base here", hint="serve or save it apart")
+    return ModelError(
+        f"an adapter with {more} cannot be added to its base here",
+        hint="save it apart; the transformers engine generates with it as it is",
+    )
 
 
 def _more_than_a_sum(layer: Any, adapter: str) -> str | None:
