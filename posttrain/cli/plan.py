@@ -76,7 +76,9 @@ def _print(found: dict[str, Any]) -> None:
         gpus = found["elsewhere"]["gpus_each"]
         cards = f" of {gpus} GPUs, {each} GiB on each of them," if gpus > 1 else f", {each} GiB each"
         typer.echo(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}{cards} on a card like this one")
+    if found["edits"]:
+        typer.echo("each of these changes, alone, lowers the peak to")
     for edit in found["edits"]:
-        typer.echo(f"  {edit['change']:40} peak {edit['peak_gib']} GiB")
+        typer.echo(f"  {edit['change']:40} {edit['peak_gib']} GiB")
     for name, number in found.get("measured", {}).items():
         typer.echo(f"measured {name}: {number:.2f}")

@@ -11,7 +11,8 @@ def test_memory_arithmetic_and_changes_are_printed(call):
     assert (counts["rows"], counts["steps"], counts["forward passes a step"]) == ("1", "3", "2")
     assert any(line.split()[:1] == ["update"] for line in lines)
     assert any("fits in" in line for line in lines)
-    assert any(line.strip().startswith("batch.micro_size=2") for line in lines)
+    place = lines.index("each of these changes, alone, lowers the peak to")
+    assert lines[place + 1].strip().startswith("batch.micro_size=2") and lines[place + 1].endswith(" GiB")
 
 
 def test_json_adds_up(call):
