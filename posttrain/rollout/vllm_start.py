@@ -203,6 +203,11 @@ def explain(cause: Exception, section: Vllm, what: str) -> EngineError:
     hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
     if "head_dim" in text or "head size" in text.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
+    elif "CompileError" in text:
+        hint = (
+            "rollout.vllm.enforce_eager: true starts without compiling; on a CPU the path of vLLM's cache must have no"
+            " space: VLLM_CACHE_ROOT, by default in the home directory"
+        )
     elif isinstance(cause, torch.OutOfMemoryError) or "memory" in text.lower() or "cache blocks" in text.lower():
         hint = memory_hint(section)
     return EngineError(f"vLLM {what}: {type(cause).__name__}: {first}", hint=hint)

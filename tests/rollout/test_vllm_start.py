@@ -185,6 +185,7 @@ def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkey
         ("No available memory for the cache blocks.", "gpu_memory is 0.3"),
         ("No available memory for the cache blocks.", "VLLM_CPU_KVCACHE_SPACE is 7 GiB"),
         ("Unsupported CPU attention configuration: head_dim=16", "head size"),
+        ("CppCompileError: C++ compile error\nmemory", "must have no space: VLLM_CACHE_ROOT"),
         ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
     ],
 )
