@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from posttrain.errors import EngineError
+from posttrain.models.host_memory import in_pieces
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import rank, vllm_start, weights, wire
+from posttrain.rollout import rank, vllm_start, weights
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
-
-PIECE = 1 << 28  # bytes, a power of two
 
 
 class VllmCore:
@@ -226,22 +225,7 @@ def read_base(folder: Path, *, pinned: bool = False) -> dict[str, Tensor]:
     base: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         base |= load_file(path)  # mapped: the files may be removed once they are copied
-    return in_pieces(base, PIECE, pinned=pinned)
-
-
-def in_pieces(named: dict[str, Tensor], size: int, *, pinned: bool) -> dict[str, Tensor]:
-    """Copies of the tensors, packed into pieces of memory of `size` bytes, or of their own where they are larger.
-
-    Torch rounds pinned memory up to a power of two: a piece for each tensor would take up to twice as much.
-    """
-    found, left = {}, torch.empty(0, dtype=torch.uint8)
-    for name, tensor in named.items():
-        if tensor.nbytes > len(left):
-            left = torch.empty(max(size, tensor.nbytes), dtype=torch.uint8, pin_memory=pinned)
-        place = left[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        found[name] = place.copy_(tensor)
-        left = left[tensor.nbytes + -tensor.nbytes % wire.ALIGNED :]
-    return found
+    return dict(zip(base, in_pieces(base.values(), pinned=pinned), strict=True))
 
 
 def given_up(engine: Any) -> list[Any]:

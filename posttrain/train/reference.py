@@ -18,6 +18,7 @@ from torch import nn
 
 from posttrain.errors import ModelError
 from posttrain.models import load as models
+from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import sharding
@@ -106,9 +107,10 @@ def _tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _to_host(model: nn.Module, *, pinned: bool) -> None:
-    """In pinned memory copies run at the full speed of the bus."""
-    for tensor in _tensors(model):
-        tensor.data = tensor.data.cpu().pin_memory() if pinned else tensor.data.cpu()
+    tensors = _tensors(model)
+    kept = in_pieces((t.data for t in tensors), pinned=True) if pinned else [t.data.cpu() for t in tensors]
+    for tensor, data in zip(tensors, kept, strict=True):
+        tensor.data = data
 
 
 @contextmanager

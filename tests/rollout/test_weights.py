@@ -18,7 +18,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.models.save import merged_state
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.recipe.sections import Lora
-from posttrain.rollout.core import in_pieces, read_base
+from posttrain.rollout.core import read_base
 from posttrain.rollout.remote import ServerEngine
 from posttrain.rollout.weights import dense_weights, factors, with_factors, write_adapter, write_base
 
@@ -140,19 +140,3 @@ def test_what_cannot_be_added_is_told_before_vllm_starts(
     section = Vllm(merge_adapter=True, server=Server(urls=["http://localhost:1"]))
     with pytest.raises(ModelError, match=f"an adapter with {named}.* cannot be added"):
         ServerEngine(section, lora, scratch=tmp_path, max_len=64)
-
-
-def test_pieces_hold_tensors_of_all_types() -> None:
-    """Seven bytes and a scalar between others, one larger than a piece, an empty one."""
-    named = {
-        "odd": torch.arange(7, dtype=torch.int8),
-        "half": torch.randn(3, 5).bfloat16(),
-        "scalar": torch.tensor(2.5),
-        "large": torch.randn(100),
-        "empty": torch.empty(0, 4),
-        "turned": torch.randn(4, 6).T,
-    }
-    found = in_pieces(named, 192, pinned=False)
-    assert found.keys() == named.keys() and all(torch.equal(found[name], named[name]) for name in named)
-    assert all(tensor.dtype == named[name].dtype and tensor.data_ptr() % 64 == 0 for name, tensor in found.items())
-    assert len({found[name].untyped_storage().data_ptr() for name in ("odd", "half", "scalar")}) == 1
