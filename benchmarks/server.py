@@ -46,11 +46,11 @@ def main() -> None:
         return
     lib = None if args.smoke else sides.nvml()
     with tempfile.TemporaryDirectory(prefix="server-") as scratch:
-        spec = rl_work.specification(args, "B", Path(scratch))
+        spec = scale_ranks.specification(args, Path(scratch))
         record: dict[str, Any] = {"work": "B", "lora": args.lora, **sides.environment(lib)}
         record |= {"setting": rl_work.setting(spec), "runs": {}}
         for name in args.runs:
-            record["runs"][name] = measured(name, Path(scratch), args)
+            record["runs"][name] = measured(spec, name, Path(scratch), args)
             sides.write(record, args.out)  # after each: what was measured stays if the next is cut off
             print(table(record), flush=True)
 
@@ -75,10 +75,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measured(spec: dict[str, Any], name: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, phases and tokens by step of one run, or its error."""
     processes, changes = RUNS[name]
-    spec = scale_ranks.specification(args, folder)
     settings = {**spec["posttrain"], **changes}
     if "server" in changes:
         settings |= {"sleep": False, "micro_tokens": args.server_micro_tokens or settings["micro_tokens"]}

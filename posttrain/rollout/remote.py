@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -152,7 +152,7 @@ class ServerEngine(PushedEngine):
     def push(self, model: Any, version: int) -> None:
         """See `PushedEngine.push`."""
         if self.lora_rank is None:
-            self._push_all(model)
+            self._push_tensors(model)
             return
         self.pushes += 1
         folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}", self.dtype)
@@ -164,15 +164,18 @@ class ServerEngine(PushedEngine):
         self._everywhere(send, self.shared)
         shutil.rmtree(folder)
 
-    def _push_all(self, model: Any) -> None:
-        """All weights in the engine's type, or what is to be added to those that the servers hold. While a bucket
-        travels, the next is copied from the GPU."""
-        added = weights.factors(model) if self.adds else None
-        if added is not None:
-            buckets = wire.buckets(added.items(), None, wire.BUCKET_BYTES)
-        else:
-            merged = weights.dense_weights(model, merged=self.loaded.is_lora)
-            buckets = wire.buckets(merged, self.dtype, wire.BUCKET_BYTES)
+    def _buckets(self, model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+        """All weights in the engine's type, or what is to be added to those that the servers hold."""
+        if self.adds:
+            added = weights.factors(model)
+            assert added is not None  # as at the start
+            return wire.buckets(added.items(), None, wire.BUCKET_BYTES)
+        whole = weights.dense_weights(model, merged=self.loaded.is_lora)
+        return wire.buckets(whole, self.dtype, wire.BUCKET_BYTES)
+
+    def _push_tensors(self, model: Any) -> None:
+        """While a bucket travels, the next is copied from the GPU."""
+        buckets = self._buckets(model)
         number = 0
         bucket: list[tuple[str, Tensor]] | None = next(buckets)
         travelling: Callable[[], object] = list  # the first waits for nothing

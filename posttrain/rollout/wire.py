@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from posttrain import errors
+from posttrain.models.host_memory import ALIGNED
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
@@ -34,7 +35,6 @@ from posttrain.rollout.pushed import Request
 PROTOCOL = 4  # rises with every change that an older side would misread
 SESSION = "X-Session"
 BUCKET_BYTES = 256 << 20
-ALIGNED = 64
 
 Body = Sequence[bytes | memoryview]
 
