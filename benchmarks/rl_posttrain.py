@@ -18,18 +18,18 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
     from posttrain.run.metrics import read_metrics
-    from posttrain.train import distributed, rl
+    from posttrain.train import assemble, checkpoint, distributed, rl
 
     loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
 
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
 
-    make = rl.make_engine
+    make = assemble.make_engine
     with (
         distributed.open_directory(open_it) as directory,
-        replaced(rl, "make_engine", lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)),
-        replaced(rl.checkpoint, "save", lambda *_: None),  # 17 GB after the last step, which nobody measures
+        replaced(assemble, "make_engine", lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)),
+        replaced(checkpoint, "save", lambda *_: None),  # 17 GB after the last step, which nobody measures
         replaced(rl, "save", lambda *_: None),
         metric_times() as times,
     ):

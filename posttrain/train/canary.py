@@ -16,6 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from posttrain.errors import counted
+from posttrain.recipe.checks import reward_name
+from posttrain.recipe.stages import RlRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.run.metrics import read_metrics
 
 ERRORS = 2.0  # standard errors that a slope must be away from 0
 
@@ -88,6 +92,13 @@ class Canaries:
             }
             for name, steps in self._alarms.items()
         }
+
+
+def canaries_of(recipe: RlRecipe, directory: RunDirectory, done: int) -> Canaries:
+    """The canaries of the recipe; those of a resumed run have seen its `done` steps."""
+    names = [reward_name(reward) for reward in recipe.rewards if reward.canary]
+    earlier = read_metrics(directory.path) if names and done else []
+    return Canaries(names, recipe.scoring.canary_window, earlier)
 
 
 def _sentence(name: str, window: int, trained: Trend, canary: Trend) -> str:

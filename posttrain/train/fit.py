@@ -23,7 +23,7 @@ def try_longest(p: Pieces) -> None:
     if naps:
         p.engine.sleep()
     rollout = p.recipe.rollout
-    rows = random_rows(p.recipe, p.loaded, max(len(q.ids) for q in p.prompts))
+    rows = random_rows(p.recipe, p.loaded, p.longest)
     updated = math.ceil(rollout.prompts_per_step * rollout.group_size / p.recipe.batch.minibatches)
     rows = rows.select(range(min(len(rows), math.ceil(updated / distributed.world()))))
     p.loaded.model.train()

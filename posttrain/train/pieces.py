@@ -56,6 +56,11 @@ class Pieces:
         """Optimiser updates on one step's rollouts."""
         return self.recipe.batch.epochs * self.recipe.batch.minibatches
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.ids) for prompt in self.prompts)
+
     def sync(self, version: int) -> None:
         """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""
         if self.engine.version == version:

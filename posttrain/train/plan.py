@@ -338,7 +338,7 @@ def arithmetic(recipe: Recipe) -> tuple[dict[str, int], int]:
 
 def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
     from posttrain.data.prepare import prepare_prompts
-    from posttrain.train.rl import total_steps
+    from posttrain.train.assemble import total_steps
 
     prompts = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir).items
     longest = max(len(p.ids) for p in prompts)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
@@ -56,21 +55,20 @@ def _save(
     worth_it = complete or checkpoints.latest(directory.checkpoints) is None
     if not (distributed.from_main(worth_it) if together else worth_it):
         return
-    more = _more(p, ahead if complete else None)
-    keep = p.recipe.run.keep_checkpoints
     try:
-        with p.watchdog.phase("save"):
-            checkpoint.save(
-                directory.checkpoints, state, p.loaded, p.optimizer, keep, p.critic, more, alone=not together
-            )
+        save_step(p, state, directory, ahead if complete else None, alone=not together)
     except Exception as error:  # a full disk, say; the error that brought us here is the one to raise
         note(f"the checkpoint of step {state.step} could not be written: {error}")
     else:
         note(f"saved after step {state.step}: the next step failed before its update")
 
 
-def _more(p: Pieces, ahead: Ahead | None) -> Callable[[Path], None]:
-    """What else belongs into the folder of a checkpoint."""
-    if ahead is not None:
-        return ahead.write
-    return p.opponent.save if p.opponent is not None else lambda _: None
+def save_step(
+    p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None, *, alone: bool = False
+) -> None:
+    """A checkpoint of the step that is done, with the rollouts that are drawn ahead or the opponent. alone: see
+    `checkpoint.save`."""
+    more = ahead.write if ahead is not None else p.opponent.save if p.opponent is not None else lambda _: None
+    keep = p.recipe.run.keep_checkpoints
+    with p.watchdog.phase("save"):
+        checkpoint.save(directory.checkpoints, state, p.loaded, p.optimizer, keep, p.critic, more, alone=alone)

@@ -17,7 +17,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.run.metrics import read_metrics
 from posttrain.run.report import render
 from posttrain.train import rl
-from posttrain.train.canary import Canaries, parted, trend
+from posttrain.train.canary import Canaries, canaries_of, parted, trend
 
 Opened = Callable[..., AbstractContextManager[Any]]
 
@@ -116,7 +116,7 @@ def test_a_run_tells_its_alarm_everywhere(values: dict[str, Any], opened: Opened
         (directory.path / "summary.json").write_text(json.dumps(summary))
         steps = read_metrics(directory.path)
         page = render(directory.path)
-        again = rl.canaries_of(recipe, directory, 8).summary()
+        again = canaries_of(recipe, directory, 8).summary()
     alarms = [row["step"] for row in steps if row.get("canary/letters/alarm")]
     assert alarms and summary["canaries"]["letters"]["first_alarm"] == alarms[0]
     assert again == summary["canaries"]

@@ -22,7 +22,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.objective_checks import used
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.metrics import read_metrics
-from posttrain.train import rl
+from posttrain.train import assemble, rl
 from posttrain.train.parts import Part
 
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -160,6 +160,6 @@ def test_a_reward_that_a_preset_reads_and_the_recipe_lacks_is_told_before_the_mo
 ) -> None:
     recipe = recipe_of("hdpo", folder)
     fewer = recipe.model_copy(update={"rewards": recipe.rewards[:1]})
-    monkeypatch.setattr(rl.models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(assemble.models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     with opened() as directory, pytest.raises(UserError, match="no reward component"):
         rl.run(fewer, directory)

@@ -28,7 +28,7 @@ from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import attention, fit, optim, policy, rl
+from posttrain.train import assemble, attention, fit, optim, policy, rl
 from posttrain.train.attention import Packed
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal, signal_note
@@ -191,19 +191,21 @@ def test_a_step_without_a_group_that_passes_leaves_samples_to_read(recipe: Make,
 
 
 @pytest.mark.parametrize(
-    ("place", "error"), [("make_engine", KeyboardInterrupt), ("check_start", Interrupted)], ids=["starting", "checking"]
+    ("place", "error"),
+    [((assemble, "make_engine"), KeyboardInterrupt), ((rl, "check_start"), Interrupted)],
+    ids=["starting", "checking"],
 )
 def test_ctrl_c_before_the_first_step_costs_no_step(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: str, error: type[BaseException]
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], error: type[BaseException]
 ) -> None:
     """At once while the engine starts, which can take minutes."""
-    inner = getattr(rl, place)
+    inner = getattr(*place)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), SIGINT)
         return inner(*args, **kwargs)
 
-    monkeypatch.setattr(rl, place, interrupted)
+    monkeypatch.setattr(*place, interrupted)
     before = handle(SIGINT, default_int_handler)  # pytest-xdist ignores it
     with opened() as directory:
         try:
@@ -502,14 +504,16 @@ def test_rows_that_leak_into_each_other_stop_the_run_before_its_first_step(
         rl.run(recipe(), directory)
 
 
-@pytest.mark.parametrize("place", ["update", "check_start", "_reference"])
+@pytest.mark.parametrize(
+    "place", [(rl, "update"), (rl, "check_start"), (assemble, "reference_for")], ids=lambda at: at[1]
+)
 def test_a_gpu_without_memory_is_told_with_predicted_peaks(
-    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: str
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str]
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(rl, place, fail)
+    monkeypatch.setattr(*place, fail)
     with opened() as directory, pytest.raises(RunError, match="step 1: the GPU has no memory left") as told:
         rl.run(recipe(), directory)
     hint = str(told.value).partition("hint:")[2]

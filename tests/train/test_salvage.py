@@ -17,7 +17,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import overlap, rl, saved_rollouts
+from posttrain.train import assemble, overlap, rl, saved_rollouts
 
 from .conftest import merged
 
@@ -107,14 +107,14 @@ def test_rollouts_that_older_weights_drew_are_not_drawn_anew(
 ) -> None:
     """An engine beside the trainer: those of step 3 fail while step 2 trains, and it is step 3 that finds out. A
     checkpoint of step 2 cannot hold them: one of step 1 stays the newest, and without any that of step 2 is written."""
-    make_engine = rl.make_engine
+    make_engine = assemble.make_engine
 
     def apart(*args: Any, **more: Any) -> Any:
         engine = make_engine(*args, **more)
         engine.apart = True
         return engine
 
-    monkeypatch.setattr(rl, "make_engine", apart)
+    monkeypatch.setattr(assemble, "make_engine", apart)
     if saved:
         finished(opened, "run", recipe(**STALE, run={"steps": 1}))
     (tmp_path / "broken").touch()

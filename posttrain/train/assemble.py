@@ -1,0 +1,197 @@
+"""What `rl` has before its first step: all that needs no model (`prepared`), then model, engine and what else a step
+works with (`assembled`). Mistakes of the recipe are told in the first part, before minutes go into loading."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from posttrain.batch import Prompt
+from posttrain.data.prepare import prepare_prompts
+from posttrain.data.sampler import PromptSampler
+from posttrain.models import load as models
+from posttrain.recipe.objective_checks import BY_REFERENCE
+from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout import turns
+from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note
+from posttrain.rollout.stored import StoredEngine, Tokens
+from posttrain.run.directory import RunDirectory
+from posttrain.run.watchdog import Watchdog
+from posttrain.tools.offer import Offer, offer_of
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.controls import Controls
+from posttrain.train.critic import frozen_head, value_head
+from posttrain.train.objective import Objective
+from posttrain.train.offline import stored_completions
+from posttrain.train.opponent import Opponent
+from posttrain.train.pieces import Pieces
+from posttrain.train.plan import explained_out_of_memory
+from posttrain.train.reference import ReferencePolicy, reference_of
+from posttrain.train.rehearsal import rehearse
+from posttrain.train.scoring import check_turns
+from posttrain.verify.audit import audit_gold
+from posttrain.verify.score import Scorer
+
+PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"
+Note = Callable[[str], None]  # says a line to people
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run is to do, as far as it is known without a model."""
+
+    prompts: Sequence[Prompt]
+    steps: int
+    objective: Objective
+    controls: Controls
+    offer: Offer | None  # tools or an environment
+    stored: Tokens | None  # completions that the data bring, where they are trained on
+
+
+def prepared(recipe: RlRecipe) -> Work:
+    """Checks of the machine and the recipe, then the data and the objective, rehearsed on made-up numbers. Loads a
+    tokenizer, no model."""
+    optim.check(recipe.optim, models.device_of(recipe.model))
+    compiled.check(recipe.model, models.device_of(recipe.model))
+    sharding.check(recipe.model)
+    check_engine(
+        recipe.rollout,
+        lambda: models.config_of(recipe.model, recipe.base_dir),
+        recipe.model.lora.rank if recipe.model.lora else None,
+    )
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    offer = offer_of(recipe, tokenizer, recipe.base_dir)
+    turns.check_start(offer, tokenizer)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None).items
+    distributed.check_rows([prompt.uid for prompt in prompts])
+    steps = total_steps(recipe, len(prompts))
+    objective = Objective.from_recipe(recipe)
+    controls = Controls.from_recipe(recipe, steps)
+    rehearse(objective, recipe, prompts)
+    stored = None
+    if recipe.rollout.engine == "stored":
+        stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
+    return Work(prompts, steps, objective, controls, offer, stored)
+
+
+def total_steps(recipe: RlRecipe, prompts: int) -> int:
+    """run.steps, or run.epochs passes over the prompts, or one pass."""
+    if recipe.run.steps:
+        return recipe.run.steps
+    return max(1, (recipe.run.epochs or 1) * prompts // recipe.rollout.prompts_per_step)
+
+
+def audited(recipe: RlRecipe, work: Work, scorer: Scorer, note: Note) -> None:
+    """The rewards suit the rollouts, and give the data's own answers what these deserve. Raises RewardError."""
+    if told := check_turns(recipe, scorer, work.objective.needs):
+        note(told)
+    if distributed.is_main():
+        note(audit_gold(scorer, [prompt.row for prompt in work.prompts]).summary)
+
+
+@contextmanager
+def assembled(
+    recipe: RlRecipe, directory: RunDirectory, work: Work, scorer: Scorer, watchdog: Watchdog, note: Note
+) -> Iterator[Pieces]:
+    """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
+    the end."""
+    loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+    distributed.same_weights(loaded.model)
+    critic = critic_of(recipe, work.objective, loaded)
+    learner = critic if recipe.critic.path is None else None
+    engine = engine_of(recipe, directory, work, loaded, watchdog, note)
+    try:
+        longest = max(len(prompt.ids) for prompt in work.prompts)
+        with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
+            pieces = Pieces(
+                recipe=recipe,
+                loaded=loaded,
+                engine=engine,
+                scorer=scorer,
+                sampler=PromptSampler(
+                    len(work.prompts), recipe.rollout.prompts_per_step, recipe.run.seed, recipe.data.shuffle
+                ),
+                prompts=work.prompts,
+                objective=work.objective,
+                controls=work.controls,
+                packed=packs(loaded, note),  # before the reference is made: a copy of the model, attention and all
+                optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
+                scaler=optim.loss_scaler(loaded),
+                steps=work.steps,
+                reference=reference_for(recipe, work.objective, loaded),
+                critic=critic,
+                opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
+                watchdog=watchdog,
+                dump=directory.path / "failed",
+                compiled=compiled.compiled(loaded.model, recipe.model),
+            )
+        yield pieces
+    finally:
+        engine.close()
+
+
+def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> nn.Module | None:
+    """The value head: another run's, a new one where a component reads values, or none."""
+    if recipe.critic.path is not None:
+        return frozen_head(loaded, recipe.critic.path, recipe.base_dir)
+    return value_head(loaded) if objective.needs & {"values", "new_values"} else None
+
+
+def engine_of(
+    recipe: RlRecipe,
+    directory: RunDirectory,
+    work: Work,
+    loaded: models.LoadedModel,
+    watchdog: Watchdog,
+    note: Note,
+) -> Engine:
+    """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
+    sampling = turns.with_room(recipe.rollout) if work.offer else recipe.rollout
+    check_fits(work.prompts, sampling, model_window(loaded))
+    if told := start_note(recipe.rollout):
+        note(told)
+    with watchdog.phase("engine start"):
+        scratch = distributed.own(directory.path / "engine")
+        inner: Engine
+        if work.stored is not None:
+            inner = StoredEngine(loaded, work.stored)
+        else:
+            max_len = needed_length(work.prompts, sampling)
+            inner = make_engine(recipe.rollout, sampled_model(recipe, loaded), scratch=scratch, max_len=max_len)
+        engine = turns.turning(inner, work.offer, loaded)
+        if route := getattr(inner, "route", ""):
+            note(route)
+    return engine
+
+
+def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:
+    """What the engine is made from. transformers samples with the model itself, which a divided one cannot do."""
+    if loaded.is_sharded and recipe.rollout.engine == "transformers":
+        return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
+    return loaded
+
+
+def model_window(loaded: models.LoadedModel) -> int:
+    """The longest sequence that the model was made for, in tokens."""
+    return getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def packs(loaded: models.LoadedModel, note: Note) -> bool:
+    """Whether rows are laid in lines without padding: on a GPU, if the model takes our attention, which it then has."""
+    if loaded.device.type != "cuda":
+        return False
+    packed = use_packed_attention(loaded.model)
+    if not packed:
+        note(PADDED)
+    return packed
+
+
+def reference_for(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> ReferencePolicy | None:
+    """The frozen reference, where a component or another run's critic reads it."""
+    needed = objective.needs & set(BY_REFERENCE) or recipe.critic.path is not None
+    return reference_of(recipe, loaded) if needed else None
