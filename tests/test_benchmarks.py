@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from posttrain import registry
+from posttrain.places import shipped
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -160,6 +163,23 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     assert engine.closed and not engine.asleep and len(result["generate_alone_s"]) == 2
     assert engine.calls[1] == [(n, False, True) for n in range(16, 32)]
     assert engine.calls[2:] == [[(n, False, False) for n in range(16, 32)]] * 2
+
+
+def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
+    """All registered components but merges, all rewards but those that wait for others, and a step's bookkeeping."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import host_parts
+
+    args = argparse.Namespace(prompts=2, group=2, tokens=(12, 20), only=[], repeats=1)
+    found = host_parts.measured(args, tmp_path)
+    assert min(found.values()) > 0
+    listed = {f"{kind} {name}" for kind, named in registry.index().items() if kind != "merge" for name in named}
+    assert listed < found.keys()
+    scripts = {path.stem for path in shipped("rewards").glob("*.py")} - set(host_parts.ELSEWHERE)
+    assert {name.split()[1].partition(".")[0] for name in found if name.startswith("reward ")} == scripts
+    assert sum(name.startswith("step ") for name in found) > 10
+    args.only = ["select", "controller"]
+    assert {name.split()[0] for name in host_parts.measured(args, tmp_path)} == {"select", "controller"}
 
 
 # --- the scripts as commands, on tiny models ---

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posttrain.advantage.group import required, rewards_of
 from posttrain.advantage.steps import REWARD, steps_of
+from posttrain.advantage.tokens import backwards
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
 
@@ -32,10 +33,8 @@ def step_gae(batch: RolloutBatch, *, gamma: float = 0.99, lam: float = 0.95) -> 
     steps = steps_of(batch.replace(mask=batch.mask & scored[:, None]))
     rows = steps.batch
     values, dones = required(rows.values, "values")[:, 0], required(rows.dones, "dones")
-    given = (x.cpu() for x in (rows.components[REWARD], values, dones))  # one step after the other: no work for a GPU
-    found = step_terms(*given, gamma=gamma, lam=lam)
-    advantages, returns = (steps.spread(x.to(batch.mask.device)) for x in (found.advantages, found.returns))
-    return Credit(advantages, returns)
+    found = step_terms(rows.components[REWARD], values, dones, gamma=gamma, lam=lam)
+    return Credit(steps.spread(found.advantages), steps.spread(found.returns))
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,9 @@ def step_terms(
     single step has 0. Nothing leaks over a done.
     """
     goes_on = 1.0 - dones.to(values.dtype)
-    raw = torch.zeros_like(values)
-    next_value, next_advantage = values.new_tensor(bootstrap_value), values.new_zeros(())
-    for s in reversed(range(len(values))):
-        delta = rewards[s] + gamma * next_value * goes_on[s] - values[s]
-        next_advantage = delta + gamma * lam * goes_on[s] * next_advantage
-        next_value = values[s]
-        raw[s] = next_advantage
+    after = torch.cat([values[1:], values.new_tensor([bootstrap_value])[: len(values)]])
+    delta = rewards + gamma * after * goes_on - values
+    raw = backwards(delta, gamma * lam * goes_on.to(delta)).to(values)
     spread = raw.std() if len(raw) > 1 else raw.new_zeros(())
     centred = raw - raw.mean() if len(raw) else raw
     return StepAdvantages(torch.where(spread > 0, centred / (spread + 1e-8), 0.0), raw, raw + values)

@@ -71,11 +71,10 @@ def steps_of(batch: RolloutBatch) -> Steps:
     rewards by turn by name. values [S,1]: at the turn's first trained token, where the critic has seen the state only.
     """
     mask, turns = batch.mask, required(batch.turn_ids, "turn_ids")
-    row = torch.arange(len(batch), device=mask.device)[:, None].expand(mask.shape)
-    pairs, number = torch.unique(torch.stack([row[mask], turns[mask]]), dim=1, return_inverse=True)
+    number, rows, turn = numbered_turns(turns, mask)
     place = torch.full(mask.shape, -1, dtype=torch.long, device=mask.device)
     place[mask] = number
-    rows, count = pairs[0], pairs.shape[1]
+    count = len(rows)
     seen = torch.where(mask, place, -1).cummax(-1).values  # of a row, later tokens have later steps
     first = mask & (place > torch.cat([torch.full_like(seen[:, :1], -1), seen[:, :-1]], -1))
 
@@ -94,12 +93,24 @@ def steps_of(batch: RolloutBatch) -> Steps:
             REWARD: summed(token_rewards(batch)),
         },
         trajectory_ids=rows,
-        step_ids=pairs[1],
+        step_ids=turn,
         state_ids=None if batch.turn_states is None else starting(batch.turn_states),
         values=None if batch.values is None else starting(batch.values)[:, None],
         dones=torch.cat([rows[1:] != rows[:-1], rows.new_ones(1, dtype=torch.bool)]) if count else rows.bool(),
     )
     return Steps(made, place)
+
+
+def numbered_turns(turns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A number for each trained token's turn, in order of row and turn; the row and the turn [S] of each number.
+
+    turns [N,T], counted from 0 where mask is True.
+    """
+    width = int(torch.where(mask, turns, 0).max()) + 1 if turns.numel() else 1
+    cell = (torch.arange(len(turns), device=turns.device)[:, None] * width + turns)[mask]
+    taken = torch.zeros(len(turns) * width, dtype=torch.bool, device=turns.device).index_fill(0, cell, True)
+    found = taken.nonzero()[:, 0]
+    return (taken.cumsum(0) - 1)[cell], found // width, found % width
 
 
 @dataclass(frozen=True)

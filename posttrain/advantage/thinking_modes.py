@@ -209,7 +209,7 @@ def uncertainty(batch: RolloutBatch) -> Tensor:
     """Mean over the trained tokens of 1 - (p of the likeliest token - p of the second) [N]; 0 without tokens."""
     if batch.topk_logp is None:
         return torch.zeros(len(batch), dtype=torch.float64, device=batch.mask.device)
-    top = torch.where(batch.mask[:, :, None], batch.topk_logp.double(), 0.0).exp()
+    top = torch.where(batch.mask[:, :, None], batch.topk_logp[..., :2].double(), 0.0).exp()
     gap = (1 - (top[..., 0] - top[..., 1])).clamp(0, 1)
     return torch.where(batch.mask, gap, 0.0).sum(-1) / batch.mask.sum(-1).clamp(min=1)
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from posttrain.advantage.group import centred_and_scaled, required, rewards_of
 from posttrain.batch import Credit, RolloutBatch
@@ -139,13 +140,23 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float, *, skip_masked: b
     over with skip_masked. (verl sets the running return to 0 there, which takes the credit from all earlier turns.)
     """
     rewards = torch.where(mask, rewards, 0.0)
-    returns = torch.zeros_like(rewards)
-    running = rewards.new_zeros(len(rewards))
-    for t in reversed(range(rewards.shape[-1])):
-        after = rewards[:, t] + gamma * running
-        running = torch.where(mask[:, t], after, running) if skip_masked else after
-        returns[:, t] = running
-    return torch.where(mask, returns, 0.0)
+    kept = torch.full_like(rewards, gamma)
+    return torch.where(mask, backwards(rewards, torch.where(mask, kept, 1.0) if skip_masked else kept), 0.0)
+
+
+def backwards(values: Tensor, kept: Tensor) -> Tensor:
+    """x [..., T] with x[t] = values[t] + kept[t] * x[t + 1], and 0 behind the end.
+
+    In log2(T) rounds: after each, x sums twice as many places and `kept` is their product. A loop over places would
+    launch its kernels T times, which for long completions takes a GPU longer than a forward pass.
+    """
+    found, kept = values.clone(), kept.clone()
+    reach = 1
+    while reach < values.shape[-1]:
+        found[..., :-reach] += kept[..., :-reach] * found[..., reach:]
+        kept[..., :-reach] *= kept[..., reach:].clone()
+        reach *= 2
+    return found
 
 
 def gae_terms(batch: RolloutBatch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> TokenAdvantages:
@@ -164,15 +175,18 @@ def estimate(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam
     """
     values = torch.where(mask, values.detach(), 0.0)
     rewards = torch.where(mask, rewards.detach(), 0.0)
-    raw = torch.zeros_like(values)
-    next_value, next_advantage = values.new_zeros(len(values)), values.new_zeros(len(values))
-    for t in reversed(range(values.shape[-1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        raw[:, t] = next_advantage
+    after = functional.pad(values, (0, 1)).gather(-1, next_trained(mask))
+    delta = torch.where(mask, rewards + gamma * after - values, 0.0)
+    raw = backwards(delta, torch.where(mask, torch.full_like(delta, gamma * lam), 1.0)).to(values)
     raw = torch.where(mask, raw, 0.0)
     return raw, raw + values
+
+
+def next_trained(mask: Tensor) -> Tensor:
+    """Place of the next trained token behind each place [N,T]; T where there is none."""
+    width = mask.shape[-1]
+    place = torch.where(mask, torch.arange(width, device=mask.device), width)
+    return functional.pad(place, (0, 1), value=width)[:, 1:].flip(-1).cummin(-1).values.flip(-1)
 
 
 def whitened(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
+from posttrain.advantage.steps import numbered_turns
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
 from posttrain.registry import register
@@ -30,14 +31,15 @@ def salt(batch: RolloutBatch) -> Tensor:
     trajectory's advantage. So steps that good and bad rollouts share are neither praised nor blamed.
     """
     advantages = required(batch.advantages, "advantages")
-    edges, turns = required(batch.edge_ids, "edge_ids"), required(batch.turn_ids, "turn_ids")
-    row = torch.arange(len(batch), device=turns.device)[:, None].expand(turns.shape)
-    rows, turn, edge = row[batch.mask], turns[batch.mask], edges[batch.mask]
-    members = torch.unique(torch.stack([rows, turn, edge]), dim=1)  # a turn counts once, however long it is
-    keys = joint(batch.group_ids[torch.cat([members[0], rows])], torch.cat([members[2], edge]))
-    means = group_mean(advantages[members[0]], keys[: members.shape[1]])
+    edge = required(batch.edge_ids, "edge_ids")[batch.mask]
+    turn, rows, _ = numbered_turns(required(batch.turn_ids, "turn_ids"), batch.mask)
+    member = joint(turn, edge)  # a turn counts once, however long it is
+    members = int(member.max()) + 1 if len(member) else 0
+    row, taken = (x.new_zeros(members).scatter(0, member, x) for x in (rows[turn], edge))
+    keys = joint(batch.group_ids[row], taken)
+    means = group_mean(advantages[row], keys)
     spread = advantages.new_zeros(batch.mask.shape)
-    spread[batch.mask] = means[keys[members.shape[1] :]]
+    spread[batch.mask] = means[keys[member]]
     return spread
 
 

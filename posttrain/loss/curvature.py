@@ -12,6 +12,8 @@ from posttrain.batch import RolloutBatch, Selection
 from posttrain.loss.clip import token_advantages
 from posttrain.registry import register
 
+CELLS = 8192  # tokens at a time: memory for [N,T,K] at once costs a CPU more than the arithmetic
+
 
 @register(
     "select",
@@ -40,18 +42,17 @@ def capo(
     """
     if batch.hidden is None or batch.topk_logp is None or batch.topk_chosen is None:
         raise ValueError("capo needs hidden states and the top-k log-probs")
-    found = filtered(
-        batch.topk_logp.softmax(-1),
-        batch.topk_chosen,
-        batch.hidden,
-        token_advantages(batch, batch.topk_logp[..., 0]),
-        batch.mask,
-        learning_rate=learning_rate,
-        tau_fisher=tau_fisher,
-        tau_hessian=tau_hessian,
-        symmetric=symmetric,
-    )
-    return Selection(found.keep, "kept")
+    advantages = token_advantages(batch, batch.topk_logp[..., 0])
+    whole = (batch.topk_logp, batch.topk_chosen, batch.hidden, advantages, batch.mask)
+    rows = max(1, CELLS // max(1, batch.mask.shape[1]))
+    kept = [
+        filtered(
+            logp.softmax(-1), *others, learning_rate=learning_rate,
+            tau_fisher=tau_fisher, tau_hessian=tau_hessian, symmetric=symmetric,
+        ).keep
+        for logp, *others in zip(*(x.split(rows) for x in whole), strict=True)
+    ]  # fmt: skip
+    return Selection(torch.cat(kept), "kept")
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,24 @@ def filtered(
     (sum p u)^2)] / 2. Plain gradient descent needs norms only: u = A |h|^2 e.
     """
     mask = mask.bool()
-    probs, hidden = torch.where(mask[..., None], probs, 0.0), torch.where(mask[..., None], hidden, 0.0)
-    e = torch.where(mask[..., None], chosen.to(probs.dtype), 0.0) - probs
+    e = chosen.to(probs.dtype) - probs
     a = advantages.to(probs.dtype)
-    a = torch.where(mask, a[:, None] if a.dim() == 1 else a, 0.0)
+    a = a[:, None] if a.dim() == 1 else a
     if optimizer == "sgd":
-        energy = hidden.square().sum(-1)
-        u = (a * energy)[..., None] * e
-        along = a.square() * e.square().sum(-1) * energy
+        u, scale = e, a * hidden.square().sum(-1)  # the shift itself is scale * u
+        inner = e.square().sum(-1)
+        along = a * scale * inner
     else:
         if m is None or v is None:
             raise ValueError("the model of Adam's step needs its moments")
         g = a[..., None, None] * e[..., None] * hidden[..., None, :]
         direction = adam_direction(g, m=m, v=v, step=step, beta1=beta1, beta2=beta2, eps=eps)
-        u = (direction * hidden[..., None, :]).sum(-1)
+        u, scale = (direction * hidden[..., None, :]).sum(-1), torch.ones_like(a)
+        inner = (e * u).sum(-1)
         along = (g * direction).sum((-1, -2))
-    moved = (e * u).sum(-1).square()
-    variance = (probs * u.square()).sum(-1) - (probs * u).sum(-1).square()
+    moved = (scale * inner).square()
+    weighted = probs * u
+    variance = scale.square() * ((weighted * u).sum(-1) - weighted.sum(-1).square())
     fisher = learning_rate**2 * moved / 2
     hessian = learning_rate * along + learning_rate**2 * a * (moved - variance) / 2
     low = hessian > -tau_hessian if symmetric else hessian >= 0

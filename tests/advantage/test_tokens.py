@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.tokens import (
+    backwards,
     baseline_terms,
     gae_terms,
     last_trained,
@@ -45,6 +46,21 @@ def test_returns_discount_over_a_tool_output_or_jump_it() -> None:
     rewards, mask = matrix([[0, 9, 1]]), torch.tensor([[True, False, True]])
     assert returns_to_go(rewards, mask, 0.5).tolist() == [[0.25, 0, 1]]
     assert returns_to_go(rewards, mask, 0.5, skip_masked=True).tolist() == [[0.5, 0, 1]]
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 7, 64, 101])
+def test_the_rounds_of_a_recurrence_are_those_of_a_loop(width: int) -> None:
+    """x[t] = values[t] + kept[t] x[t + 1], place after place; what is given stays as it was."""
+    generator = torch.Generator().manual_seed(width)
+    values, kept = (torch.rand(3, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    kept[0] = 0.0  # nothing leaks
+    before = values.clone(), kept.clone()
+    running, expected = torch.zeros(3, dtype=torch.float64), torch.zeros_like(values)
+    for t in reversed(range(width)):
+        running = values[:, t] + kept[:, t] * running
+        expected[:, t] = running
+    torch.testing.assert_close(backwards(values, kept), expected, rtol=1e-14, atol=0)
+    assert torch.equal(values, before[0]) and torch.equal(kept, before[1])
 
 
 def test_two_ways_of_whitening() -> None:

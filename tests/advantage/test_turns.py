@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.advantage.group import agent, by_trajectory, centred_and_scaled
-from posttrain.advantage.steps import gigpo_terms, state_numbers
+from posttrain.advantage.group import agent, by_trajectory, centred_and_scaled, joint
+from posttrain.advantage.steps import gigpo_terms, numbered_turns, state_numbers
 from posttrain.advantage.turns import (
     action_advantages,
     critic_terms,
@@ -36,6 +36,22 @@ MASK = torch.tensor(
 
 def turns(**fields: object) -> RolloutBatch:
     return RolloutBatch(group_ids=ids(0, 0), mask=MASK, turn_ids=TURNS, rewards=column(1, 0), **fields)  # type: ignore[arg-type]
+
+
+def test_rows_are_numbered_in_order_of_their_ids() -> None:
+    """As pairs in order: (-3, 5) < (2, -7) < (2, 5) < (8, 0)."""
+    assert joint(ids(2, 8, -3, 2, 2), ids(5, 0, 5, -7, 5)).tolist() == [2, 3, 0, 1, 2]
+    assert joint(ids(), ids()).tolist() == []
+
+
+def test_turns_are_numbered_by_row_and_turn_as_far_as_they_are_trained() -> None:
+    """Row 0 has turns 0 and 1, row 1 turns 0, 1 and 2; without its last token, row 1 ends with turn 1."""
+    number, row, turn = numbered_turns(TURNS, MASK)
+    assert (number.tolist(), row.tolist(), turn.tolist()) == ([0, 0, 1, 1, 2, 3, 4], [0, 0, 1, 1, 1], [0, 1, 0, 1, 2])
+    shorter = MASK.clone()
+    shorter[1, 3] = False
+    assert numbered_turns(TURNS, shorter)[2].tolist() == [0, 1, 0, 1]
+    assert numbered_turns(TURNS[:, :0], MASK[:, :0])[1].tolist() == []
 
 
 def test_steps_that_rollouts_share_get_the_mean() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from posttrain.batch import RolloutBatch
+from posttrain.loss import curvature
 from posttrain.loss.curvature import adam_direction, capo, filtered
 from posttrain.loss.hybrid import rl_plus
 from posttrain.loss.proximal import mdpo, mdpo_sequence, step_size
@@ -145,3 +146,20 @@ def test_capo_drops_tokens_from_the_denominators_and_zero_advantages_stay() -> N
     assert found.denominator == "kept"
     assert found.mask.tolist() == [[False, True, False]]
     assert capo(rows, learning_rate=1e-9).mask.tolist() == [[True, True, False]]
+
+
+def test_capo_does_not_depend_on_how_many_rows_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logp = torch.randn(5, 4, 3, generator=generator, dtype=F64).log_softmax(-1)
+    rows = batch(
+        [[1, 1, 1, 0]] * 5,
+        topk_logp=logp,
+        topk_chosen=torch.zeros(5, 4, 3, dtype=torch.bool).index_fill(-1, torch.tensor([0]), True),
+        hidden=torch.randn(5, 4, 2, generator=generator, dtype=F64),
+        advantages=[1.0, -1.0, 0.5, 2.0, -0.1],
+    )
+    settings = {"learning_rate": 0.1, "tau_fisher": 0.01, "tau_hessian": 0.1}
+    whole = capo(rows, **settings).mask
+    assert whole.any() and not whole[:, :3].all()
+    monkeypatch.setattr(curvature, "CELLS", 8)
+    assert torch.equal(capo(rows, **settings).mask, whole)

@@ -1,0 +1,271 @@
+"""What every registered component, shipped reward and step of the bookkeeping costs the host, slowest first.
+
+    python benchmarks/host_parts.py      # 64 prompts x 8 completions of 240 to 512 tokens; a CPU, a minute
+    python benchmarks/host_parts.py --only bonus --only select --out FILE.json
+
+Milliseconds a step, on one thread. A reward's are of its calls one after the other: workers share them. Left out are
+rewards that ask a server or start a process a call, whose time is not the host's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain import registry
+from posttrain.batch import PairBatch, Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
+from posttrain.loss.token_weights import TokenRows
+from posttrain.places import shipped
+from posttrain.train import rl_metrics, saved_rollouts
+from posttrain.train.collate import BY_TURN, rollout_batch, sequences_of
+from posttrain.train.logprobs import micro_batches
+from posttrain.verify.combine import combine
+from posttrain.verify.examples import Example, examples_of
+from posttrain.verify.load import load_script
+
+Work = Callable[[], Any]
+HIDDEN, TOP = 64, 50
+TEXT = 400  # characters of a completion
+ELSEWHERE = ("judge", "code", "sql")  # scripts whose calls wait for a server or a process
+REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
+    ("advantage", "channels"): {"channels": [{"rewards": {"accuracy": 1.0}}, {"rewards": {"format": 1.0}}]},
+    ("advantage", "decs"): {"max_length": 512},
+    ("advantage", "riskpo"): {"bundle_size": 2},
+    ("controller", "equal_stages"): {"values": (1.0, 2.0)},
+    ("controller", "stages"): {"values": (1.0, 2.0), "until": (10,)},
+    ("group_reward", "gated"): {"gate": {"pass_rate": 0.5}},
+    ("group_reward", "remaining_length"): {"max_length": 512},
+    ("select", "capo"): {"learning_rate": 1e-6},
+    ("select", "d3s"): {"n_query": 4, "n_batch": 128, "token_frac": 0.2},
+}
+
+
+# --- a step's rollouts ---
+
+
+def rollouts_of(prompts: int, group: int, shortest: int, longest: int) -> list[Rollout]:
+    """Rollouts of three turns with a tool between them, of random lengths; their texts are words and an answer."""
+    draw = random.Random("host_parts")
+    found = []
+    for number in range(prompts):
+        question, answer = text(draw, 300), str(draw.randrange(10))
+        row = {"uid": f"p{number}", "prompt": question, "answer": answer, "easiness": 0.5}
+        asked = Prompt(f"p{number}", row, question, tuple(draw.randrange(20, 100) for _ in range(80)))
+        for _ in range(group):
+            segments, turns = turns_of(draw, draw.randrange(shortest, longest + 1))
+            right, form = draw.random() < 0.5, draw.random()
+            written = f"{text(draw, TEXT)} \\boxed{{{answer if right else draw.randrange(10, 20)}}}"
+            rollout = Rollout(asked, number, segments, written, "stop", 0, turns=turns)
+            rollout.scores = {"accuracy": float(right), "format": form}
+            rollout.reward, rollout.correct = right + 0.1 * form, right
+            found.append(rollout)
+    return found
+
+
+def turns_of(draw: random.Random, length: int) -> tuple[tuple[Segment, ...], tuple[Turn, ...]]:
+    sizes = [length // 3, length // 8, length // 6, length // 8]
+    segments = []
+    for place, size in enumerate([*sizes, length - sum(sizes)]):
+        ids = tuple(draw.randrange(20, 100) for _ in range(size))
+        logps = None if place % 2 else tuple(-draw.random() for _ in range(size))
+        segments.append(Segment("tool" if place % 2 else "model", ids, logps))
+    calls = [(ToolCall("search", {"query": str(draw.randrange(3))}, text(draw, 60)),) for _ in range(2)]
+    turns = [Turn(text(draw, 130), call, call[0].result, draw.random(), draw.random()) for call in calls]
+    return tuple(segments), (*turns, Turn(text(draw, 130), reward=draw.random(), mc_value=draw.random()))
+
+
+def text(draw: random.Random, characters: int) -> str:
+    words = ("so", "the", "sum", "of", "both", "numbers", "is", "then", "wait", "let", "me", "check", "that", "\n")
+    out = ""
+    while len(out) < characters:
+        out += f"{draw.choice(words)} {draw.randrange(100)} " if draw.random() < 0.2 else f"{draw.choice(words)} "
+    return out[:characters]
+
+
+def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
+    """The batch with all that any component reads; what a model would have measured is random."""
+    batch = rollout_batch(rollouts, ("boxed",), {*BY_TURN, "turn_states"})
+    torch.manual_seed(0)
+    rows, width = batch.mask.shape
+    names = named_columns()
+    log_probs = ("old_logp", "ref_logp", "opponent_logp", "tempered_ref_logp", "expert_logp", "old_vocab_mean_logp")
+    made = {name: -torch.rand(rows, width) for name in (*log_probs, "vocab_mean_logp", "entropy", "prompt_logp")}
+    made |= {name: torch.rand(rows, width) for name in ("values", "new_values", "returns")}
+    columns = {name: torch.randint(1, 4, (rows,)).double() for name in names}
+    return batch.replace(
+        **made,
+        components={**batch.components, **columns},
+        columns={**batch.columns, **columns},
+        reward_weights={"accuracy": 1.0, "format": 0.1, **dict.fromkeys(names, 0.0)},
+        advantages=torch.randn(rows, dtype=torch.float64),
+        channels={name: torch.randn(rows, dtype=torch.float64) for name in ("0", "1", "local", "global")},
+        opponent_rewards=torch.rand(rows, 4, dtype=torch.float64),
+        prompt_mask=torch.ones(rows, width, dtype=torch.bool),
+        hidden=torch.randn(rows, width, HIDDEN),
+        topk_logp=torch.randn(rows, width, TOP).log_softmax(-1).sort(-1, descending=True).values,
+        topk_chosen=torch.nn.functional.one_hot(torch.randint(0, TOP, (rows, width)), TOP).bool(),
+        agent_ids=torch.randint(0, 3, (rows,)),
+        trajectory_ids=torch.arange(rows),
+        hinted=torch.rand(rows) < 0.5,
+        hint_mask=torch.arange(width).expand(rows, width) < 20,
+        external=torch.zeros(rows, width, dtype=torch.bool),
+        turn_scores={
+            name: torch.rand(rows, width, dtype=torch.float64).round() for name in ("meta_tag", "meta_reward")
+        },
+        step=3,
+        total_steps=10,
+    )
+
+
+def named_columns() -> list[str]:
+    """What components call the reward components and data columns that they read, by default."""
+    entries = [entry for kind, named in registry.index().items() if kind != "merge" for entry in named.values()]
+    defaults = [value[1] for entry in entries for value in entry["params"].values() if len(value) == 2]
+    return sorted({value for value in defaults if isinstance(value, str)})
+
+
+# --- what is timed ---
+
+
+def components(batch: RolloutBatch) -> Iterator[tuple[str, Work]]:
+    logp = -torch.rand(batch.mask.shape)
+    pairs, rows = pairs_of(len(batch)), token_rows(batch)
+    for kind, named in registry.index().items():
+        for name in named if kind != "merge" else ():
+            function = registry.get(kind, name).function  # type: ignore[arg-type]
+            params = REQUIRED.get((kind, name), {})
+            given: tuple[Any, ...] = (batch,)
+            if kind in ("correction", "loss", "group_loss", "kl", "regulariser"):
+                given = (batch, logp)
+            elif kind == "pair_loss":
+                given = (pairs,)
+            elif kind == "token_weight":
+                given = (rows,)
+            yield f"{kind} {name}", (controlled if kind == "controller" else called)(function, given, params)
+
+
+def called(function: Callable[..., Any], given: tuple[Any, ...], params: Mapping[str, Any]) -> Work:
+    return lambda: function(*given, **params)
+
+
+def controlled(function: Callable[..., Any], given: tuple[Any, ...], params: Mapping[str, Any]) -> Work:
+    del given
+    controller = function(**params)
+    state = controller.start(1.0)
+    metrics = {"kl": 0.1, "entropy": 1.0, "reward": 0.5, "rollout/rows": 512}
+    return lambda: (controller.value(state, 3), controller.update(state, metrics, 3))
+
+
+def pairs_of(count: int) -> PairBatch:
+    values = {f.name: torch.randn(count) for f in PairBatch.__dataclass_fields__.values() if "Tensor" in str(f.type)}
+    return PairBatch(**values | {name: torch.randn(2, count) for name in values if name.startswith("history")})
+
+
+def token_rows(batch: RolloutBatch) -> TokenRows:
+    words = [["word "] * batch.mask.shape[1]] * len(batch)
+    return TokenRows(-torch.rand(batch.mask.shape), batch.mask, -torch.rand(batch.mask.shape), words)
+
+
+def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> Iterator[tuple[str, Work]]:
+    """What a step does whatever its components are."""
+    rows = [r.group for r in rollouts]
+    scores = {name: [r.scores[name] for r in rollouts] for name in rollouts[0].scores}
+    plain = rollout_batch(rollouts)
+    lengths = sequences_of(rollouts).lengths
+    saved = saved_rollouts.of(plain, plain.replace(old_logp=batch.old_logp), -torch.rand(batch.mask.shape))
+    yield "step rollout_batch", lambda: rollout_batch(rollouts)
+    for name in (*BY_TURN, "turn_states"):
+        yield f"step rollout_batch with {name}", called(rollout_batch, (rollouts, None, (name,)), {})
+    yield "step rollout_batch with answer_ids", lambda: rollout_batch(rollouts, ("boxed", "last_number"))
+    yield "step sequences_of", lambda: sequences_of(rollouts)
+    yield "step micro_batches", lambda: micro_batches(lengths, 16384, packed=True)
+    yield "step combine", lambda: combine(scores, dict.fromkeys(scores, 1.0), dict.fromkeys(scores, "auto"), rows)
+    yield "step rollout_metrics", lambda: rl_metrics.rollout_metrics(rollouts, batch)
+    yield "step age_metrics", lambda: rl_metrics.age_metrics(batch, 3)
+    yield "step sample_records", lambda: rl_metrics.sample_records(rollouts, 4)
+    yield "step saved_rollouts", lambda: saved_rollouts.write(folder, 1, saved, keep=1)
+
+
+def rewards(count: int) -> Iterator[tuple[str, Work]]:
+    """Every shipped reward on its own examples, their completions made as long as those of a run, `count` calls."""
+    draw = random.Random("host_parts/rewards")
+    for path in sorted(shipped("rewards").glob("*.py")):
+        if path.stem in ELSEWHERE:
+            continue
+        module = load_script(path)
+        module.get("setup", lambda: None)()
+        for name, examples in examples_of(path).items():
+            asked = [longer(examples[n % len(examples)], draw) for n in range(count)]  # no two alike: nothing is cached
+            yield f"reward {path.stem}.{name}", calls(module[name], asked)
+
+
+def longer(example: Example, draw: random.Random) -> Example:
+    """The example with a completion of `TEXT` characters more, within its thought if it begins with one."""
+    opening = "<think>" if example.completion.startswith("<think>") else ""
+    added = f"{opening}{text(draw, TEXT)} {example.completion.removeprefix(opening)}"
+    return Example(added, example.columns, example.expected, example.params)
+
+
+def calls(function: Callable[..., Any], examples: list[Example]) -> Work:
+    def run() -> None:
+        for example in examples:
+            with contextlib.suppress(Exception):  # an example of a mistake
+                function(example.completion, **example.columns, **example.params)
+
+    return run
+
+
+# --- time ---
+
+
+def milliseconds(work: Work, repeats: int) -> float:
+    """The best of some runs; what takes long runs less often."""
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < 1.0:
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return 1000 * min(times)
+
+
+def measured(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    rollouts = rollouts_of(args.prompts, args.group, *args.tokens)
+    batch = batch_of(rollouts)
+    found: dict[str, float] = {}
+    for parts in (components(batch), bookkeeping(rollouts, batch, folder), rewards(len(rollouts))):
+        for name, work in parts:
+            if not args.only or any(word in name for word in args.only):
+                found[name] = milliseconds(work, args.repeats)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, nargs=2, default=(240, 512), metavar=("SHORTEST", "LONGEST"))
+    parser.add_argument("--only", action="append", help="parts whose name holds this word; may be repeated")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(args, Path(folder))
+    for name, cost in sorted(found.items(), key=lambda item: -item[1]):
+        print(f"{cost:9.2f} ms  {name}")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
