@@ -25,12 +25,15 @@ def visual_rft_iou(
 
 
 _ONE = "<think>see</think>\n<answer>[{'Position': [0, 0, 10, 10], 'Confidence': 0.9}%s]</answer>"
+_SURE = "<think>see</think><answer>[{'Position': [0, 0, 10, 10], 'Confidence': %d}]</answer>"
 _EXTRA = ", {'Position': [50, 50, 60, 60], 'Confidence': 0.3}"
 
 EXAMPLES = [
     (_ONE % "", {"answer": [[0, 0, 10, 8]]}, {"iou": 0.8, "confidence": 0.9, "format": 1.0, "reward": 2.7}),
     (_ONE % _EXTRA, {"answer": "[[0, 0, 10, 10]]"}, {"iou": 0.5, "confidence": 0.8, "reward": 2.3}),
     (_ONE % "", {"answer": [[20, 20, 30, 30]]}, {"iou": 0.0, "confidence": 0.1, "reward": 1.1}),
+    (_SURE % 100, {"answer": [[0, 0, 10, 10]]}, 3.0),
+    (_SURE % -100, {"answer": [[20, 20, 30, 30]]}, 2.0),
     ("<think>a</think><answer>No Objects</answer>", {"answer": []}, 3.0),
     ("<think>a</think><answer>the cat</answer>", {"answer": [[0, 0, 1, 1]]}, 1.0),
     ("", {"answer": [[0, 0, 1, 1]]}, 0.0),

@@ -9,10 +9,9 @@ import operator
 import re
 from collections.abc import Sequence
 
-from posttrain.verify.extract import outside_thoughts
+from posttrain.verify.extract import last_tag, outside_thoughts
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>")  # on one line
-_ALLOWED = re.compile(r"[\d+\-*/(). ]+")
+_ALLOWED = re.compile(r"[0-9+\-*/() ]+")
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _CLOSE = 1e-5
 _LONGEST = 1000  # characters; the parser is recursive
@@ -23,16 +22,17 @@ def expression(
 ) -> float:
     """`score` if the last answer is right, 0 without an answer, `format_score` for any other answer.
 
-    One in the thought is none. Right: only digits, + - * / ( ) . and blanks; its integers are exactly the given ones;
-    value within 1e-5 of the target. It is read by a small parser, never evaluated as code.
+    One in the thought is none. Right: only digits, + - * / ( ) and blanks, so that 3 and 5 do not become 3.5; its
+    integers are exactly the given ones; value within 1e-5 of the target. It is read by a small parser, never evaluated
+    as code.
     """
-    answers = _ANSWER.findall(outside_thoughts(completion))
-    if not answers:
+    answer = last_tag(outside_thoughts(completion), "answer")
+    if answer is None:
         return 0.0
-    text = answers[-1].strip()
+    text = answer.strip()
     if not _ALLOWED.fullmatch(text) or len(text) > _LONGEST:
         return format_score
-    if sorted(map(int, re.findall(r"\d+", text))) != sorted(numbers):
+    if sorted(map(int, re.findall(r"[0-9]+", text))) != sorted(numbers):
         return format_score
     value = evaluate(text)
     return score if value is not None and abs(value - target) < _CLOSE else format_score
@@ -69,6 +69,8 @@ EXAMPLES = [
     ("<answer>(3+5)**2</answer>", {"target": 64, "numbers": [3, 5, 2]}, 0.1),
     ("<answer>3/(5-5)</answer>", {"target": 1, "numbers": [3, 5, 5]}, 0.1),
     ("<answer></answer>", _TASK, 0.1),
+    ("<answer>\n(3+5)*2\n</answer>", _TASK, 1.0),
+    ("<answer>3.5*2</answer>", {"target": 7, "numbers": [3, 5, 2]}, 0.1),
 ]
 
 ROWS = [

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from posttrain.verify import qa
-from posttrain.verify.text import Metric, contains, golds_of, tag_contents
+from posttrain.verify.extract import tag_contents
+from posttrain.verify.text import Metric, contains, golds_of
 
 
 def search_r1(

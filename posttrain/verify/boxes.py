@@ -15,7 +15,7 @@ _FORM = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 
 
 class Found(NamedTuple):
-    """A box and how sure the model says it is."""
+    """A box and how sure the model says it is, in [0, 1]."""
 
     box: Box
     confidence: float
@@ -39,7 +39,7 @@ def read_boxes(text: str) -> list[Found] | None:
     """The boxes of [{'Position': [x1, y1, x2, y2], 'Confidence': c}, ...], c = 1 if missing; None for anything else.
 
     Single quotes and a missing `]` at the end are forgiven; "No Objects" is an empty list. Of equal positions the first
-    counts.
+    counts. A confidence beyond [0, 1] counts as the nearer end: the reward would grow with it.
     """
     written = text.strip()
     if written.strip(" .[]'\"").lower() == "no objects":
@@ -59,7 +59,7 @@ def _read(entry: Mapping[str, Any]) -> Found:
     box, confidence = gold_box(entry["Position"]), float(entry.get("Confidence", 1.0))
     if not math.isfinite(confidence):
         raise ValueError("no number")
-    return Found(box, confidence)
+    return Found(box, min(max(confidence, 0.0), 1.0))
 
 
 def gold_box(entry: Any) -> Box:

@@ -53,16 +53,29 @@ def last_boxed(text: str) -> str | None:
     return text[last[0] : last[1]] if last else None
 
 
-def last_tag(text: str, tag: str) -> str | None:
-    """Content of the last complete `<tag>..</tag>` pair; an opening tag pairs with the first closing one after it."""
+def thought_of(text: str) -> str | None:
+    """The last thought; one that the prompt opened counts. None without one."""
+    closed = last_tag(text, "think")
+    return text.rpartition(THINK_END)[0] if closed is None and THINK_END in text else closed
+
+
+def tag_contents(text: str, tag: str) -> list[str]:
+    """The contents of all complete `<tag>..</tag>` pairs; an opening tag pairs with the first closing one after it."""
+    found, position = [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
-    found, position = None, 0
     while (start := text.find(opening, position)) >= 0:
         end = text.find(closing, start + len(opening))
         if end < 0:
             break
-        found, position = text[start + len(opening) : end], end + len(closing)
+        found.append(text[start + len(opening) : end])
+        position = end + len(closing)
     return found
+
+
+def last_tag(text: str, tag: str) -> str | None:
+    """The last of `tag_contents`, None without one."""
+    found = tag_contents(text, tag)
+    return found[-1] if found else None
 
 
 def answer_tag(text: str) -> str | None:

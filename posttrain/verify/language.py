@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from posttrain.verify.text import tag_contents
+from posttrain.verify.extract import thought_of
 
 LATIN = frozenset({"LATIN"})
 SCRIPTS: dict[str, frozenset[str]] = {
@@ -72,10 +72,8 @@ def language_share(completion: str, *, language: str = "en", forbid_scripts: Seq
     """
     if language not in SCRIPTS:
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")
-    thoughts = tag_contents(completion, "think")
-    if not thoughts and "</think>" in completion:  # the prompt had opened the thought
-        thoughts = [completion.rpartition("</think>")[0]]
-    prose = _NOT_PROSE.sub(" ", thoughts[-1] if thoughts else completion)
+    thought = thought_of(completion)
+    prose = _NOT_PROSE.sub(" ", completion if thought is None else thought)
     found = list(units(prose))
     if any(script_of(character) in forbid_scripts for character in (prose if forbid_scripts else "")):
         return 0.0

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.verify.extract import THINK_END, Extractor, after_think, last_boxed
 from posttrain.verify.extract import extract as find_answer
+from posttrain.verify.size import too_large
 
 # Plain integers are compared as such: the library does the same with two exact values, a hundred times slower.
 _INTEGER = re.compile(r"-?[1-9]\d{0,14}|0")
@@ -35,7 +36,9 @@ def gold_text(answer: str) -> str | None:
 
 
 def parsed(text: str) -> list[Any]:
-    r"""math-verify's reading of `\boxed{text}`: [value, normalised text], or [] if it cannot be read."""
+    r"""math-verify's reading of `\boxed{text}`: [value, normalised text], or [] if it is too large or unreadable."""
+    if too_large(text):
+        return []
     math_verify = _library()
     return math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)
 
@@ -56,7 +59,8 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
 
     decimals: two numbers are equal when they agree after rounding to so many places if either is a decimal; exact
     values are compared exactly. Sets ignore order, tuples and intervals do not; `x = 5` equals 5; 50% equals 0.5 and
-    also 50; units, degrees, `$` and thousands commas are dropped; words compare without case.
+    also 50; units, degrees, `$` and thousands commas are dropped; words compare without case. `9^{9^{9}}` and texts of
+    thousands of characters are not read (`size.too_large`): as a candidate wrong, as a gold None.
     """
     gold, candidate = gold.strip(), candidate.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from posttrain.verify.extract import after_think, last_tag, outside_thoughts
+from posttrain.verify.extract import after_think, last_tag, outside_thoughts, tag_contents
 from posttrain.verify.text import (
     Metric,
     contains,
@@ -18,7 +18,6 @@ from posttrain.verify.text import (
     match,
     pieces,
     qa_norm,
-    tag_contents,
     weighted_mean,
 )
 

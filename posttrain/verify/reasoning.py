@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from posttrain.verify.extract import after_think, answer_tag, last_boxed, outside_thoughts
+from posttrain.verify.extract import after_think, answer_tag, last_boxed, outside_thoughts, tag_contents, thought_of
 from posttrain.verify.math import equal, gold_text
 from posttrain.verify.math import grade as grade_maths
-from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm, tag_contents
+from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm
 
 _CONCLUSION = re.compile(r"answer\s+is[ \t]*:?([^.,;\n]*)", re.IGNORECASE)
 _VERDICT = re.compile(r"correctness of the final answer[\s*]*:[\s*]*(correct|wrong)\b", re.IGNORECASE)
@@ -35,14 +35,6 @@ def conclusion(thought: str) -> str | None:
         found = _CONCLUSION.findall(thought)
         box = found[-1] if found else None
     return box.strip() or None if box is not None else None
-
-
-def thought_of(completion: str) -> str | None:
-    """The last thought; one that the prompt opened counts. None without one."""
-    found = tag_contents(completion, "think")
-    if found:
-        return found[-1]
-    return completion.rpartition("</think>")[0] if "</think>" in completion else None
 
 
 def think_answer_consistency(

@@ -27,9 +27,16 @@ def golds_of(answer: Any) -> list[str]:
 
 
 def exact_match(prediction: str, golds: Sequence[str]) -> float:
-    """1 if the prediction is one of the golds after `qa_norm`, else 0."""
+    """1 if the prediction is one of the golds after `qa_norm`, else 0.
+
+    A gold of which nothing is left ("A", "+") is compared as it is written: an empty answer would equal it.
+    """
     found = qa_norm(prediction)
-    return float(any(found == qa_norm(gold) for gold in golds))
+    return float(any(found == kept if (kept := qa_norm(gold)) else _same_text(prediction, gold) for gold in golds))
+
+
+def _same_text(a: str, b: str) -> bool:
+    return a.strip().lower() == b.strip().lower()
 
 
 def contains(text: str, golds: Sequence[str]) -> bool:
@@ -63,19 +70,6 @@ def match(prediction: str, golds: Sequence[str], metric: Metric) -> float:
     if metric == "f1":
         return word_f1(prediction, golds)
     raise ValueError(f"unknown metric {metric!r}; known: em, subem, f1")
-
-
-def tag_contents(text: str, tag: str) -> list[str]:
-    """The contents of all complete `<tag>..</tag>` pairs; an opening tag pairs with the first closing one after it."""
-    found, position = [], 0
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    while (start := text.find(opening, position)) >= 0:
-        end = text.find(closing, start + len(opening))
-        if end < 0:
-            break
-        found.append(text[start + len(opening) : end])
-        position = end + len(closing)
-    return found
 
 
 def exact_blocks(text: str, tags: Sequence[str]) -> list[str] | None:

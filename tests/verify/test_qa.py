@@ -16,6 +16,11 @@ def test_words_compare_without_case_marks_and_articles() -> None:
     assert golds_of(["a", None, " "]) == ["a"] and golds_of(3) == ["3"] and golds_of(None) == []
 
 
+@pytest.mark.parametrize(("gold", "other"), [("A", "B"), ("the", "an"), ("+", "-"), ("?", "...")])
+def test_a_gold_that_normalises_to_nothing_is_not_equal_to_nothing(gold: str, other: str) -> None:
+    assert [exact_match(said, [gold]) for said in (gold, f" {gold.lower()} ", "", other)] == [1.0, 1.0, 0.0, 0.0]
+
+
 def test_word_f1() -> None:
     """2 of 3 words are right, the gold has 2: P = 2/3, R = 1, F1 = 0.8; a bare yes is all or nothing."""
     assert word_f1("big red dog", ["red dog"]) == pytest.approx(0.8)

@@ -141,6 +141,13 @@ def test_boxes_that_cannot_be_read_earn_nothing(written: str) -> None:
     assert (found["iou"], found["confidence"], found["format"]) == (0.0, 0.0, 0.0)
 
 
+def test_a_confidence_earns_no_more_than_certainty() -> None:
+    """A matched box with c = 1e6 counts as c = 1, an unmatched one with c = -1e6 as c = 0: 1 each, never more."""
+    box = "<answer>[{'Position': [0, 0, 2, 2], 'Confidence': %g}]</answer>"
+    assert boxes.box_reward(box % 1e6, [[0, 0, 2, 2]])["confidence"] == 1.0
+    assert boxes.box_reward(box % -1e6, [[5, 5, 9, 9]])["confidence"] == 1.0
+
+
 def test_overlaps() -> None:
     assert boxes.iou((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
     assert boxes.iou((2, 2, 0, 0), (0, 0, 2, 2)) == 0.0

@@ -1,0 +1,82 @@
+"""Answers that are too large to compare, found without computing them: `9^{9^{9}}` holds the interpreter in one C loop.
+
+The sizes are bounds from above of what a reader of LaTeX may build, not values: digits side by side are multiplied,
+whatever stands between them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+LONGEST = 2000  # characters
+DEEPEST = 40  # brackets within brackets
+MOST_DIGITS = 10_000.0
+
+_OPEN, _CLOSE = "{([", "})]"
+_ATOM = re.compile(r"[0-9][0-9,]*|\\[A-Za-z]+|!+|\S")
+_OVER = (r"\binom", r"\dbinom", r"\tbinom")
+
+
+def too_large(text: str) -> bool:
+    """Whether a LaTeX text is too long or too deep to be read, or may build a number of more than MOST_DIGITS."""
+    if len(text) > LONGEST:
+        return True
+    plain = re.sub(r"\\(?=[{}])", "", text)
+    return _depth(plain) > DEEPEST or _log10(plain) > MOST_DIGITS
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth = max(0, depth + (character in _OPEN) - (character in _CLOSE))
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _atoms(text: str) -> Iterator[str]:
+    """Brackets with all they hold, numbers, commands, runs of `!`, and other characters one by one."""
+    place = 0
+    while match := _ATOM.search(text, place):
+        place = _after_bracket(text, match.start()) if match[0] in _OPEN else match.end()
+        yield text[match.start() : place]
+
+
+def _after_bracket(text: str, start: int) -> int:
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in _OPEN) - (text[place] in _CLOSE)
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def _log10(text: str) -> float:
+    """Bound on the decimal logarithm of a number that is built of the numbers of a text; variables count as 1."""
+    total = last = 0.0  # last: of what an exponent or a factorial acts on
+    before = ""
+    for atom in _atoms(text):
+        if atom == "^":
+            before = atom
+            continue
+        if before == "^":
+            now = last * max(1.0, _value(atom))
+        elif atom[0] == "!":
+            now = last * 10 ** min(last, 300.0)  # n! < n^n
+        else:
+            total += last
+            now = _value(atom) if before in _OVER else _log10_of(atom)  # n over k < 2^n
+        last, before = now, atom
+    return total + last
+
+
+def _log10_of(atom: str) -> float:
+    if atom[0] in _OPEN:
+        return _log10(atom[1:-1])
+    digits = atom.replace(",", "")
+    return math.log10(max(2.0, float(digits[:300]))) + max(0, len(digits) - 300) if digits.isdecimal() else 0.0
+
+
+def _value(atom: str) -> float:
+    return 10 ** min(_log10_of(atom), 300.0)
