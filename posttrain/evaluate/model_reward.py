@@ -191,5 +191,4 @@ def _load(path: str, base_dir: str, device: Any, dtype: Any) -> Loaded:
     section = Model(path=path, device=device, dtype=dtype)
     loaded = scorer.load(section, Path(base_dir))
     place = loaded.origin.base.path if loaded.origin else None
-    window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-    return Loaded(loaded, scorer.read_card(place, loaded.model.config.num_labels), window)
+    return Loaded(loaded, scorer.read_card(place, loaded.model.config.num_labels), loaded.window or 1 << 30)

@@ -104,9 +104,9 @@ def oreo_step(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03) -> Token
 
 
 class Steps(NamedTuple):
-    """The trained tokens [N,T] of N rows in S steps each."""
+    """The trained tokens [N,T] of N rows in up to S steps each. Only what has a trained token is a step."""
 
-    number: Tensor  # [N,T] int64, of the step that a token belongs to; S where it is not trained
+    number: Tensor  # [N,T] int64, of the step that a token belongs to, from 0; S where it is not trained
     starts: Tensor  # [N,T] bool, the first trained token of a step
     there: Tensor  # [N,S] bool, steps that have a trained token
 
@@ -129,14 +129,13 @@ def step_sums(batch: RolloutBatch) -> Steps:
     """The steps of the batch's rows, by `turn_ids`."""
     if batch.turn_ids is None:
         raise ValueError("this loss needs to know the steps of a completion (turn_ids)")
-    turns = torch.where(batch.mask, batch.turn_ids, 0)
-    count = int(turns.max()) + 1 if turns.numel() else 1
-    number = torch.where(batch.mask, batch.turn_ids, count)
-    before = torch.cat([torch.full_like(number[:, :1], -1), number[:, :-1]], -1)
-    seen = torch.where(before == count, -1, before).cummax(-1).values
-    starts = batch.mask & (number > seen)
-    there = torch.zeros(len(number), count + 1, dtype=torch.bool, device=number.device)
-    return Steps(number, starts, there.scatter(-1, number, True)[:, :-1])
+    turns = torch.where(batch.mask, batch.turn_ids, -1)
+    before = torch.cat([torch.full_like(turns[:, :1], -1), turns.cummax(-1).values[:, :-1]], -1)
+    starts = batch.mask & (turns > before)
+    count = starts.sum(-1)
+    most = max(int(count.max()), 1) if len(count) else 1
+    number = torch.where(batch.mask, starts.cumsum(-1) - 1, most)
+    return Steps(number, starts, torch.arange(most, device=count.device) < count[:, None])
 
 
 def _scored(batch: RolloutBatch) -> tuple[Tensor, Tensor, Tensor]:

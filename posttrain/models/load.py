@@ -62,6 +62,11 @@ class LoadedModel:
     def is_lora(self) -> bool:
         return hasattr(self.model, "peft_config")
 
+    @property
+    def window(self) -> int | None:
+        """The longest sequence that the model was made for, in tokens; None where its configuration says nothing."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
 
 def load(
     section: Model, base_dir: Path, *, seed: int = 0, training: bool = False, on_host: bool = False
@@ -105,13 +110,30 @@ def _told_when_full(section: Model) -> Iterator[None]:
         ) from cause
 
 
+def second(section: Model, path: str, base_dir: Path, tokenizer: Any, *, key: str, seed: int) -> LoadedModel:
+    """Another model beside the one that is trained (`section`), for its log-probs of the same tokens: read as that is,
+    but for its revision and its adapter. key: of the recipe, that names `path`.
+
+    Raises ModelError where its tokens are not those of `tokenizer`.
+    """
+    found = load(section.model_copy(update={"path": path, "revision": None, "lora": None}), base_dir, seed=seed)
+    if found.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            f"{path} has another vocabulary than {section.path}",
+            where=key,
+            hint="log-probs of tokens can be compared between models of one tokenizer only",
+        )
+    return found
+
+
 def load_tokenizer(section: Model, base_dir: Path) -> Any:
-    """The tokenizer alone, with the recipe's chat template and a pad token (EOS where it has none)."""
+    """The tokenizer alone, with the recipe's chat template, and EOS and pad tokens as `load` gives it them."""
     place = _checked(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
-    eos = chat.eos_ids(tokenizer)
-    if tokenizer.pad_token_id is None and eos:
-        tokenizer.pad_token_id = eos[0]
+    if tokenizer.eos_token_id is None and (eos := load_eos_ids(section, base_dir, tokenizer)):
+        tokenizer.eos_token_id = eos[0]
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer
 
 

@@ -46,7 +46,7 @@ class TransformersEngine:
         self.gap = 0.0
         self.apart = False
         self.checked = False  # that the model goes on from its cache
-        self.window = int(getattr(self.model.config, "max_position_embeddings", None) or UNBOUNDED)
+        self.window = loaded.window or UNBOUNDED
 
     def generate(
         self,

@@ -191,7 +191,7 @@ class PushedEngine(ABC):
 
 def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
     """The engine's max_model_len. Raises RecipeError if the recipe's, or the model's own, is too short."""
-    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = loaded.window
     window = section.max_model_len or max_len
     if window < max_len:
         raise RecipeError(

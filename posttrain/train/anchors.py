@@ -41,8 +41,8 @@ def columns(
 ) -> pair_columns.Columns:
     """field of a PairBatch -> its value for each pair, for every policy of the recipe's `anchors`.
 
-    given: columns of the data. Raises RecipeError where they hold what `anchors` names too, and for a model with
-    another vocabulary.
+    given: columns of the data. Raises RecipeError where they hold what `anchors` names too, ModelError for a model
+    with another vocabulary.
     """
     named = recipe.anchors
     found: pair_columns.Columns = {}
@@ -83,13 +83,7 @@ def _of(
     stored = distributed.on_main(cached_logps, cache, pairs)
     if stored is not None:
         return stored
-    section = recipe.model.model_copy(update={"path": path, "revision": None, "lora": None})
-    loaded = models.load(section, recipe.base_dir, seed=recipe.run.seed)
-    if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise RecipeError(
-            f"{key}: {path} has another vocabulary than {recipe.model.path}",
-            hint="name a model with the tokenizer of the one that is trained",
-        )
+    loaded = models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
     logps = measure(loaded)
     distributed.on_main(store_logps, cache, pairs, logps)
     del loaded

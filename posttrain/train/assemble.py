@@ -152,7 +152,7 @@ def engine_of(
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
     sampling = turns.with_room(recipe.rollout) if work.offer else recipe.rollout
-    check_fits(work.prompts, sampling, model_window(loaded))
+    check_fits(work.prompts, sampling, loaded.window or sys.maxsize)
     if told := start_note(recipe.rollout):
         note(told)
     with watchdog.phase("engine start"):
@@ -174,11 +174,6 @@ def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.Loaded
     if loaded.is_sharded and recipe.rollout.engine == "transformers":
         return models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     return loaded
-
-
-def model_window(loaded: models.LoadedModel) -> int:
-    """The longest sequence that the model was made for, in tokens."""
-    return getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def packs(loaded: models.LoadedModel, note: Note) -> bool:

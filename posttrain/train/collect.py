@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +58,7 @@ def share_of(
     """
     settings = p.recipe.rollout
     first_group = batches * settings.prompts_per_step
-    autocast = p.loaded.autocast() if settings.engine == "transformers" else nullcontext()
-    with p.watchdog.phase("rollout"), autocast, scoring(p, state.step) as scored:
+    with p.watchdog.phase("rollout"), scoring(p, state.step) as scored:
         fresh = p.engine.generate(
             [p.prompts[i] for i in drawn],
             settings.group_size,
@@ -105,9 +103,8 @@ def play(
 ) -> None:
     """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them."""
     settings = p.recipe.rollout
-    autocast = p.loaded.autocast() if settings.engine == "transformers" else nullcontext()
     with p.watchdog.phase("opponent"), scoring(p, state.step) as scored:
-        with opponent.in_place(p.loaded.model) as model, autocast:
+        with opponent.in_place(p.loaded.model) as model:
             p.engine.sync(model, state.step)
             answers = p.engine.generate(
                 [p.prompts[i] for i in drawn],

@@ -174,7 +174,7 @@ class RunLoop(abc.ABC):
         self.watchdog.enter("update")
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(distributed.own_seed(derive(self.job.recipe.run.seed, "step", step)))
-        return batches, torch.tensor(max(self.denominator(batches), 1), device=device)
+        return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # 0: so is the sum
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -393,10 +393,9 @@ def rows_note(prepared: Prepared[Any], what: str) -> str:
 
 def check_window(loaded: LoadedModel, uid: str, length: int) -> None:
     """Raises DataError if the longest row does not fit the model's window."""
-    window = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    if window is not None and length > window:
+    if loaded.window is not None and length > loaded.window:
         raise DataError(
-            f"{counted(length, 'token')}; the model's window is {window}",
+            f"{counted(length, 'token')}; the model's window is {loaded.window}",
             where=whereabouts.row(uid),
-            hint=f"set data.max_length to {window} or less",
+            hint=f"set data.max_length to {loaded.window} or less",
         )

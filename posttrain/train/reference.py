@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.errors import ModelError
 from posttrain.models import load as models
 from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
@@ -43,14 +42,9 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
     Raises ModelError where its tokens are not the policy's.
     """
     assert recipe.kl.reference is not None
-    section = recipe.model.model_copy(update={"path": recipe.kl.reference, "revision": None, "lora": None})
-    teacher = models.load(section, recipe.base_dir, seed=recipe.run.seed)
-    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ModelError(
-            f"{recipe.kl.reference} has another vocabulary than {recipe.model.path}",
-            where="kl.reference",
-            hint="log-probs of tokens can be compared between models of one tokenizer only",
-        )
+    teacher = models.second(
+        recipe.model, recipe.kl.reference, recipe.base_dir, policy.tokenizer, key="kl.reference", seed=recipe.run.seed
+    )
     half = policy.half if recipe.model.quantize is None else None
     if policy.device.type == "cuda":
         use_packed_attention(teacher.model)

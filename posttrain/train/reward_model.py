@@ -164,7 +164,7 @@ class RewardTrainer(RunLoop, Trainer):
         return weights
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
-        return float(sum(self.row_weights(batch).sum() for batch in batches)) or 1.0
+        return float(sum(self.row_weights(batch).sum() for batch in batches))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

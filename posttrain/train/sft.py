@@ -19,6 +19,7 @@ from posttrain.batch import tensor_of
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
+from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
@@ -37,18 +38,20 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     quiet()
     hf_trainer.check_machine(recipe)
-    loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    prepared = prepare_examples(recipe.data, loaded.tokenizer, recipe.base_dir)
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
     distributed.check_rows([example.uid for example in prepared.items])
+    written = None
+    if recipe.objective.behavior_model is not None:  # its author is gone before the policy is loaded
+        written = behavior_logps(recipe, prepared.items, tokenizer, directory.path)
+    loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
     collate = padded(loaded.pad_id)
     if recipe.batch.packing:
         collate = packed(loaded)
         check_packing(loaded, collate, prepared.items)
-    written = None
-    if recipe.objective.behavior_model is not None:
-        written = behavior_logps(recipe, prepared.items, loaded.tokenizer, directory.path)
+    if written is not None:
         collate = with_behavior(collate)
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
     trainer = make_trainer(job, prepared.items, collate, written)
@@ -167,10 +170,10 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
     with torch.no_grad():
         training = loaded.model.training
         loaded.model.eval()
-        alone, packed, other = (_last_logits(loaded, collate, rows) for rows in ([row], [before, row], [changed, row]))
+        alone, behind, other = (_last_logits(loaded, collate, rows) for rows in ([row], [before, row], [changed, row]))
         loaded.model.train(training)
     scale = float(alone.abs().max())
-    leak, shift = float((packed - other).abs().max()) / scale, float((packed - alone).abs().max()) / scale
+    leak, shift = float((behind - other).abs().max()) / scale, float((behind - alone).abs().max()) / scale
     half = loaded.half is not None or loaded.model.dtype != torch.float32
     if leak > 1e-4 or shift > (3e-2 if half else 1e-3):
         raise ModelError(

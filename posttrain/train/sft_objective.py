@@ -165,13 +165,9 @@ def _scored(recipe: SftRecipe, examples: Sequence[Example], tokenizer: Any) -> l
 
 def _author(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
     """The model that wrote the data. Raises ModelError if it has another vocabulary."""
-    section = recipe.model.model_copy(update={"path": recipe.objective.behavior_model, "lora": None})
-    author = models.load(section, recipe.base_dir, seed=recipe.run.seed)
-    if author.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ModelError(
-            f"{author.source} has another vocabulary than the model that is trained", where="objective.behavior_model"
-        )
-    return author
+    path, key = recipe.objective.behavior_model, "objective.behavior_model"
+    assert path is not None
+    return models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
 
 
 @torch.no_grad()

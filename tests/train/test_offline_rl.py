@@ -142,6 +142,18 @@ def test_a_critic_is_trained_alone_and_read_frozen(cli: Any, tmp_path: Path) -> 
     assert "scoring.split" in cli.refused(*elsewhere, "scoring.split=null")
 
 
+def test_a_step_without_a_token_is_no_step() -> None:
+    """Two steps end within one token ("}\\n}\\n"), so a number is missing. The reward is counted once, behind the last
+    step, and a step's value is followed by that of the next one that is there."""
+    logp, values = -torch.rand(2, 4, dtype=F64), torch.rand(2, 4, dtype=F64) - 0.5
+    found, wanted = (
+        offline_rl.direct_advantage_loss(a_batch(turns, values=values), logp, beta=0.2)
+        for turns in ([[0, 0, 2, 2], [1, 1, 2, 4]], [[0, 0, 1, 1], [0, 0, 1, 2]])
+    )
+    torch.testing.assert_close(found.values, wanted.values)
+    torch.testing.assert_close(found.stats["direct_advantage/margin"], wanted.stats["direct_advantage/margin"])
+
+
 def test_direct_advantages_are_the_formula_with_steps_of_tokens() -> None:
     batch = a_batch([[0, 0, 1, 1], [0, 1, 2, 2]], values=torch.rand(2, 4, dtype=F64) - 0.5)
     logp = -torch.rand(2, 4, dtype=F64)

@@ -74,6 +74,33 @@ def test_neither_micro_batches_nor_packing_change_a_number(answers: Any, rows_of
                 assert row[key] == pytest.approx(other[key], rel=2e-4), (row["step"], key)
 
 
+def test_a_divisor_below_one_is_the_divisor(answers: Any, rows_of: Any, tmp_path: Path) -> None:
+    """Weights of 0.001 that sum to less than 1 in a step: divided by their sum, they are plain cross-entropy."""
+    (tmp_path / "small.py").write_text("def small(rows):\n    return rows.mask * 1e-3\n")
+    plain = rows_of(sft.run, answers(), "plain")
+    small = rows_of(sft.run, answers(objective={"use": "small.py:small", "divide_by": "weights"}), "small")
+    assert [row["loss"] for row in small] == pytest.approx([row["loss"] for row in plain], rel=1e-4)
+
+
+def test_the_author_has_no_revision_of_the_policys(answers: Any) -> None:
+    """model.revision is that of the hub model that is trained; the author is another model, here a local one."""
+    from posttrain.models import tiny
+
+    hub = {"path": "someone/something", "revision": "v2"}
+    recipe = answers(model=hub, objective={"use": "pear", "behavior_model": "tiny"})
+    author = sft_objective._author(recipe, tiny.build_tokenizer())
+    assert author.source == "tiny"
+
+
+def test_rows_that_cannot_be_trained_on_are_told_before_a_model_is_loaded(
+    answers: Any, rows_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": "1", "completion": "2" * 99}))
+    monkeypatch.setattr(sft.sharding, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(DataError, match="no row is left"):
+        rows_of(sft.run, answers(data={"source": "none.jsonl", "max_length": 20}), "none")
+
+
 def test_action_weights_by_hand(answers: Any, rows_of: Any) -> None:
     """Trained: <think> i . </think> <answer> i+1 </answer> EOS. A factor 3 on the digits inside the answer only."""
     row = rows_of(sft.run, answers(**OBJECTIVES["action_aware"], run={"steps": 1}, data={"shuffle": False}), "one")[0]
