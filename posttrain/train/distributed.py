@@ -169,6 +169,13 @@ def all_of(mine: Tried[T]) -> list[T]:
     return [value for value, _ in found]
 
 
+def together(function: Callable[..., T], *args: Any) -> T:
+    """What it returns here. If it fails on any rank, all raise as in `all_of`: none goes on, to wait for the others."""
+    mine = tried(function, *args)
+    all_of(Tried(None, mine.error))
+    return mine.value
+
+
 def _fail_together(mine: Tried[Any], said: Sequence[str]) -> None:
     """said: the error of each rank in one line; empty where there was none."""
     if not any(said):

@@ -107,7 +107,8 @@ class Ahead:
     def take(self, p: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
         """The rollouts of this step as `collect` gives them. Leaves the engine with the trainer's weights, drawing for
         the next step, if there is one."""
-        if self._draw is None:  # the first step, or one behind the end that was planned
+        if self._draw is None:  # the first step, or one that goes on where nothing was drawn ahead
+            p.sync(state.step)
             self._draw = self._begin(p, state)
         self._renew(p, state)
         drawn = self._wait(p)

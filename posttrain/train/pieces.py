@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 
 from posttrain.batch import Prompt
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import UserError
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed
 from posttrain.train.compiled import Switch
-from posttrain.train.controls import Controls
+from posttrain.train.controls import Controls, check_limits
 from posttrain.train.objective import Objective
 from posttrain.train.opponent import Opponent
 from posttrain.train.reference import ReferencePolicy
@@ -77,12 +76,7 @@ class Pieces:
             return self
         rollout = {k.partition(".")[2]: v for k, v in numbers.items() if k.startswith("rollout.")}
         whole = {k: v if k == "temperature" else round(v) for k, v in rollout.items()}
-        limit = self.recipe.rollout.max_new_tokens
-        if whole.get("max_new_tokens", limit) > limit:  # the engine was started for no more
-            raise UserError(
-                f"a controller asks for {whole['max_new_tokens']} new tokens, more than rollout.max_new_tokens {limit}",
-                hint="write the largest number that it gives as rollout.max_new_tokens",
-            )
+        check_limits(numbers, self.recipe)
         changed = self.recipe.rollout.model_copy(update=whole)
         recipe = self.recipe.model_copy(update={"rollout": changed})
         return dataclasses.replace(self, recipe=recipe, objective=self.objective.at(numbers))

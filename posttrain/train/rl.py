@@ -93,9 +93,10 @@ def train(
     while not ended(p, state):
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
-        numbers = p.controls.numbers(state.controllers, state.step)
+        with drawing():
+            numbers, now = distributed.together(controlled, p, state)
         with explained():
-            rollouts, values, saved = step(p.at(numbers), state, ahead, drawing())
+            rollouts, values, saved = step(now, state, ahead, drawing())
         values |= {f"control/{key}": number for key, number in numbers.items()}
         values = finish_step(p, state, values, started)
         record.add(state, values, rollouts, saved)
@@ -142,15 +143,21 @@ def step(
 
 
 def go_on(p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None) -> None:
-    """What `checkpoint.restore` leaves to be brought to the checkpoint's step: everything but model and optimiser."""
+    """What `checkpoint.restore` leaves to be brought to the checkpoint's step: everything but model and optimiser, and
+    the engine, which is synced before it draws."""
     folder = checkpoints.folder_for(directory.checkpoints, state.step)
-    p.engine.sync(p.loaded.model, state.step)
     if p.opponent is not None:
         p.opponent.load(folder)
     if ahead is not None:
         ahead.read(folder, p.prompts)
     if state.scaler:
         p.scaler.load_state_dict(state.scaler)
+
+
+def controlled(p: Pieces, state: checkpoint.State) -> tuple[dict[str, float], Pieces]:
+    """The numbers that controllers give for the step to come, and what it works with under them."""
+    numbers = p.controls.numbers(state.controllers or {}, state.step)
+    return numbers, p.at(numbers)
 
 
 def prove(p: Pieces) -> None:

@@ -52,7 +52,8 @@ def _save(
 ) -> None:
     """together: all ranks call this; else rank 0 does."""
     complete = ahead is None or ahead.complete
-    worth_it = complete or checkpoints.latest(directory.checkpoints) is None
+    newest = checkpoints.latest(directory.checkpoints)
+    worth_it = newest is None or (complete and checkpoints.step_of(newest) < state.step)
     if not (distributed.from_main(worth_it) if together else worth_it):
         return
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import shutil
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ from posttrain.rollout import client, local_server
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
+from posttrain.run.watchdog import Watchdog
 from posttrain.train import rl
 
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -140,6 +142,29 @@ def test_a_sync_that_fails_loses_no_step(
     assert newest is not None and checkpoints.step_of(newest) == version
     lost["version"] = -1
     assert finished(opened, "broken", whole, resume=True) == expected
+
+
+def test_a_resumed_run_syncs_where_a_step_draws(recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a part of its first step, whose errors are told to all ranks; one step ahead, behind the rollouts that the
+    checkpoint holds."""
+    told, inner = list[str](), TransformersEngine.sync
+    monkeypatch.setattr(
+        TransformersEngine,
+        "sync",
+        lambda self, model, version: told.append(f"sync {version}") or inner(self, model, version),
+    )
+    begin = Watchdog.begin_step
+    monkeypatch.setattr(Watchdog, "begin_step", lambda self, step: told.append(f"step {step}") or begin(self, step))
+    for name, changes in (("in turns", {}), ("ahead", {"staleness": 1})):
+        made = recipe(**changes)
+        made = made.model_copy(update={"run": made.run.model_copy(update={"keep_checkpoints": 4})})
+        straight = finished(opened, name, made)
+        with opened(name, resume=True) as directory:
+            for step in (3, 4):
+                shutil.rmtree(checkpoints.folder_for(directory.checkpoints, step))
+        told.clear()
+        assert finished(opened, name, made, resume=True) == straight
+        assert told == ["step 2", "sync 2", "step 3", "sync 3"]
 
 
 def test_an_engine_process_that_is_killed(

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import RunError
+from posttrain.errors import RunError, UserError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, overlap, rl, saved_rollouts
+from posttrain.train import assemble, checkpoint, overlap, rl, saved_rollouts
 
 from .conftest import merged
 
@@ -79,6 +79,48 @@ def test_a_reward_that_fails_keeps_the_steps_that_are_done(recipe: Make, opened:
     assert newest is not None and checkpoints.step_of(newest) == 2
     (tmp_path / "broken").unlink()
     assert finished(opened, "broken run", recipe(), resume=True) == expected
+
+
+LONGER = """
+import os
+
+class Longer:
+    def start(self, initial):
+        return {"now": 4}
+
+    def value(self, state, step):
+        return state["now"]
+
+    def update(self, state, metrics, step):
+        return {"now": 9 if step == 1 and metrics["reward"] is not None and os.path.exists("{flag}") else 4}
+"""
+
+
+def test_a_controller_that_asks_for_too_much_keeps_the_steps_that_are_done(
+    recipe: Make, opened: Opened, tmp_path: Path
+) -> None:
+    """What it asks for depends on the metrics, and is more in step 3 than the engine was started for."""
+    (tmp_path / "longer.py").write_text(LONGER.replace("{flag}", str(tmp_path / "broken")))
+    made = recipe(controllers={"rollout.max_new_tokens": {"use": "longer.py:Longer"}})
+    (tmp_path / "broken").touch()
+    with opened("broken run") as directory, pytest.raises(UserError, match="a controller asks for 9 new tokens"):
+        rl.run(made, directory)
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert [row["step"] for row in timeless(directory.path)] == [1, 2]
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again(
+    recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, save = list[int](), checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda root, state, *a, **k: saved.append(state.step) or save(root, state, *a, **k)
+    )
+    (tmp_path / "broken").touch()
+    with opened() as directory, pytest.raises(RunError, match="no more"):
+        rl.run(recipe(run={"steps": 4, "save_every": 1}), directory)
+    assert saved == [1, 2]
 
 
 STALE: dict[str, Any] = {"rollout": {"staleness": 1}, "corrections": ["tis"]}
