@@ -21,7 +21,7 @@ from posttrain.rollout.decode import cache_gap, decode
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.sampling import uniforms
 from posttrain.rollout.stopping import StopStrings
-from posttrain.rollout.weights import dense_weights
+from posttrain.rollout.weights import dense_weights, offered
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -127,8 +127,8 @@ class TransformersEngine:
         model = getattr(model, "module", model)
         if isinstance(model, FSDPModule):
             own = dict(dense_weights(self.model))
-            with torch.no_grad():
-                for name, weight in dense_weights(model):
+            with torch.no_grad(), offered(model) as whole:
+                for name, weight in whole:
                     own[name].copy_(weight)
         elif model is not self.model:
             raise EngineError("the transformers engine generates with the model it was made with; got another one")

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
@@ -19,6 +20,7 @@ from posttrain.models import adapters
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
+from posttrain.rollout import weights
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
@@ -95,8 +97,8 @@ class PushedEngine(ABC):
         """Have `complete`, in another thread, return soon with what was sampled. It may have returned already."""
 
     @abstractmethod
-    def push(self, model: Any, version: int) -> None:
-        """Hold the weights of `model`: its adapter where there is a `lora_rank`, else all of them."""
+    def push(self, model: Any, version: int, whole: Iterator[tuple[str, Tensor]]) -> None:
+        """Hold the weights of `model`: its adapter where there is a `lora_rank`, else all of them, `whole`."""
 
     @abstractmethod
     def logps(self) -> list[list[float]]:
@@ -150,17 +152,22 @@ class PushedEngine(ABC):
     def sync(self, model: Any, version: int) -> None:
         """Push the weights of `model` (or its adapter) and check that they arrived. Raises EngineError.
 
-        Rollouts that another thread is generating go on with the new weights.
+        Rollouts that another thread is generating go on with the new weights. What the ranks of a divided model do
+        together, its forward pass and putting the weights together, is done to the end also where the engine fails.
         """
-        with self.gate.syncing(self.pause):
-            self._sync(getattr(model, "module", model), version)
+        model = getattr(model, "module", model)
+        expected = tuple(trainer_logps(self.loaded, model, self.ids))
+        offered = weights.offered(model, merged=self.loaded.is_lora)
+        with torch.no_grad(), offered as whole, self.gate.syncing(self.pause):
+            self.push(model, version, whole)
+            self._check(expected, version)
+        self.version = version
 
-    def _sync(self, model: Any, version: int) -> None:
-        with torch.no_grad():
-            self.push(model, version)
+    def _check(self, expected: tuple[float, ...], version: int) -> None:
+        """Every copy of the weights says of the sequence what the trainer says."""
         tolerance = logp_tolerance(self.dtype, other_kernels=True)
         hint = "rollout.engine: transformers samples with the trainer's own weights"
-        found = self._look(model)
+        found = [Seen(tuple(of_copy), expected) for of_copy in self.logps()]
         self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found)
         if not self.gap <= tolerance:
             raise EngineError(
@@ -177,16 +184,11 @@ class PushedEngine(ABC):
             )
         changed = [not self.seen or now.engine != self.seen[n].engine for n, now in enumerate(found)]
         self.seen = [now if new else self.seen[n] for n, (now, new) in enumerate(zip(found, changed, strict=True))]
-        self.version = version
 
     def probe(self, model: Any) -> float:
         """See `Engine.probe`; of several copies, the one that is farthest off."""
-        return max(mean_gap(seen.engine, seen.trainer) for seen in self._look(getattr(model, "module", model)))
-
-    def _look(self, model: Any) -> list[Seen]:
-        """What each copy and the trainer say of the sequence."""
-        expected = tuple(trainer_logps(self.loaded, model, self.ids))
-        return [Seen(tuple(found), expected) for found in self.logps()]
+        expected = trainer_logps(self.loaded, getattr(model, "module", model), self.ids)
+        return max(mean_gap(of_copy, expected) for of_copy in self.logps())
 
 
 def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:

@@ -149,10 +149,10 @@ class ServerEngine(PushedEngine):
         """See `PushedEngine.pause`."""
         self._everywhere(lambda client: client.ask("POST", "/pause", as_json({})))
 
-    def push(self, model: Any, version: int) -> None:
+    def push(self, model: Any, version: int, whole: Iterator[tuple[str, Tensor]]) -> None:
         """See `PushedEngine.push`."""
         if self.lora_rank is None:
-            self._push_tensors(model)
+            self._push_tensors(self._buckets(model, whole))
             return
         self.pushes += 1
         folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}", self.dtype)
@@ -164,18 +164,16 @@ class ServerEngine(PushedEngine):
         self._everywhere(send, self.shared)
         shutil.rmtree(folder)
 
-    def _buckets(self, model: Any) -> Iterator[list[tuple[str, Tensor]]]:
+    def _buckets(self, model: Any, whole: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
         """All weights in the engine's type, or what is to be added to those that the servers hold."""
         if self.adds:
             added = weights.factors(model)
             assert added is not None  # as at the start
             return wire.buckets(added.items(), None, wire.BUCKET_BYTES)
-        whole = weights.dense_weights(model, merged=self.loaded.is_lora)
         return wire.buckets(whole, self.dtype, wire.BUCKET_BYTES)
 
-    def _push_tensors(self, model: Any) -> None:
+    def _push_tensors(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
         """While a bucket travels, the next is copied from the GPU."""
-        buckets = self._buckets(model)
         number = 0
         bucket: list[tuple[str, Tensor]] | None = next(buckets)
         travelling: Callable[[], object] = list  # the first waits for nothing

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import vllm_start, weights
@@ -65,10 +67,10 @@ class VllmEngine(PushedEngine):
         """See `PushedEngine.complete`."""
         return self.core.complete(requests, sampling, seed=seed, done=done)
 
-    def push(self, model: Any, version: int) -> None:
+    def push(self, model: Any, version: int, whole: Iterator[tuple[str, Tensor]]) -> None:
         """See `PushedEngine.push`. Nothing but an adapter goes over the disk."""
         if self.lora_rank is None:
-            self.core.load(weights.dense_weights(model, merged=self.loaded.is_lora))
+            self.core.load(whole)
             return
         old, self.pushes = self.adapter_folder, self.pushes + 1
         self.adapter_folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.pushes}", self.dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +41,18 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
         dense = _dense(tensor, base.dtype)
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         yield name.replace(".base_layer.", "."), dense if layer is None else adapters.added(layer, dense)
+
+
+@contextlib.contextmanager
+def offered(model: Any, *, merged: bool = False) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """`dense_weights` for a reader that may fail. Of a model that is divided among ranks, what it has left is read when
+    the block ends: the others, whose readers go on, would wait for this rank's parts."""
+    named = dense_weights(model, merged=merged)
+    try:
+        yield itertools.chain(named)  # which no `yield from` of a reader can close
+    finally:
+        for _ in named if isinstance(model, FSDPModule) else ():
+            pass
 
 
 A, B = ".lora_A", ".lora_B"

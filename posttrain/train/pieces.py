@@ -65,10 +65,7 @@ class Pieces:
         if self.engine.version == version:
             return
         with self.watchdog.phase("sync"):
-            if self.loaded.is_sharded:  # ranks give each other their parts of the weights in it: none may go ahead
-                self.engine.sync(self.loaded.model, version)
-            else:
-                distributed.all_of(distributed.tried(self.engine.sync, self.loaded.model, version))
+            distributed.together(self.engine.sync, self.loaded.model, version)
 
     def at(self, numbers: Mapping[str, float]) -> Pieces:
         """The same with the numbers that controllers give for one step."""

@@ -13,16 +13,20 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+import serving
+
 from posttrain import pipeline
 from posttrain.errors import DataError, EngineError, PeerLost
 from posttrain.recipe.load import load_dict
+from posttrain.rollout import hf, vllm, vllm_start
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.directory import RunDirectory
 from posttrain.train import distributed, preference, rl, sft
@@ -94,15 +98,33 @@ def fail() -> None:
 
 
 def lose_sync(lost: int) -> None:
-    """From now on the engine fails in the sync of version `lost`."""
+    """From now on the transformers engine fails in the sync of version `lost`; of a divided model behind its first
+    weight, and so does the stand-in for vLLM (-1: in none)."""
     inner = TransformersEngine.sync
 
     def sync(self: TransformersEngine, model: Any, version: int) -> None:
-        if version == lost:
+        if version == lost and model is self.model:
             raise EngineError("the engine is gone")
+        if version == lost:
+            hf.dense_weights = lambda *_: iter(())  # its own, into which it copies
         inner(self, model, version)
 
+    class Core(serving.TransformersCore):
+        def __init__(self, _: Any, folder: Path, **settings: Any) -> None:
+            super().__init__({**settings, "holds_base": False}, folder)
+
+        def sleep(self) -> None: ...
+
+        def load(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
+            if self.told.count("load") == lost:  # once for version 0
+                next(named)
+                raise EngineError("no room for the second tensor")
+            super().load(named)
+
     TransformersEngine.sync = sync  # type: ignore[method-assign]
+    vllm.VllmCore = Core  # type: ignore[assignment, misc]
+    for check in ("require_vllm", "check_settings", "check_heads"):
+        setattr(vllm_start, check, lambda *_: None)
 
 
 def broken(rank: int) -> None:
@@ -129,8 +151,8 @@ def train(job: dict[str, Any]) -> None:
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(job["output"]), name="job", text="", resolved={}, resume=job["resume"])
 
-    if job["lost_sync"] is not None and job["lost_sync"][0] == int(os.environ["RANK"]):
-        lose_sync(job["lost_sync"][1])
+    rank, version = job["lost_sync"] or (-1, -1)
+    lose_sync(version if rank == int(os.environ["RANK"]) else -1)
     with distributed.joined(), distributed.open_directory(open_it) as directory:
         pipeline.run_stage(recipe, directory)
 
