@@ -121,9 +121,11 @@ def launch(command: Sequence[str], count: int) -> int:
     """
     port = _free_port()
     busy = _Busy()
-    processes = [_start(command, number, count, port, busy) for number in range(count)]
+    processes: list[_Process] = []
     try:
-        with _signals() as received:
+        with _signals() as received:  # from before the first of them starts: none is left behind by a signal
+            for number in range(count):
+                processes.append(_start(command, number, count, port, busy))
             first = _first_failure(processes, received)
             if first is None:
                 return 0

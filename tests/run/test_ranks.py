@@ -130,6 +130,29 @@ def test_a_signal_that_rank_0_does_not_hear_of_ends_the_run(
     assert f"Interrupted: {told}" in launcher.communicate(timeout=30)[1]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_processes_start_leaves_none_behind(tmp_path: Path, number: int) -> None:
+    """On a busy machine the first of them runs long before the last has started."""
+    command = script(tmp_path, f'open(f"{tmp_path}/{{os.getpid()}}", "w").close()\ntime.sleep(60)')
+    code = f"""
+import os, time
+from posttrain.run import ranks
+start = ranks._start
+def slow(*given):
+    process = start(*given)
+    while process.rank == 0 and not os.path.exists(f"{tmp_path}/{{process.popen.pid}}"):
+        time.sleep(0.02)
+    os.kill(os.getpid(), {int(number)})
+    return process
+ranks._start, ranks.GRACE_S = slow, 0.5
+ranks.launch({command!r}, 2)
+"""
+    launcher = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=50)
+    assert "Interrupted: stopped" in launcher.stderr
+    started = [path.name for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert started and not [pid for pid in started if os.path.exists(f"/proc/{pid}")]
+
+
 def test_ctrl_c_before_anything_was_saved_ends_all_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 heeds it while it loads; the others wait for it in a library, for hours."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
