@@ -205,6 +205,11 @@ class RolloutBatch:
         return dataclasses.replace(self, **changed)
 
 
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the cells of each row where mask [N,T] is True, [N,T] -> [N]; 0 for an empty row."""
+    return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
 def tensor_of(numbers: Sequence[float | bool], dtype: torch.dtype = torch.long) -> Tensor:
     """`torch.tensor(numbers, dtype=dtype)` by way of numpy, which reads a list of a step's tokens ten times as fast."""
     return torch.from_numpy(np.array(numbers)).to(dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_mean, group_sum, rewards_of
+from posttrain.advantage.group import group_mean, group_sum, numbered, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -54,7 +54,7 @@ def beta_normalised(
     rows are left out and get 0. A group of one row has p = 0, as in the authors' code: its advantage is R / f(0).
     """
     rewards = (rewards_of(batch).detach() - reward_min) / (reward_max - reward_min)
-    key = torch.unique(batch.group_ids, return_inverse=True)[1]
+    key = numbered(batch.group_ids)
     scored = ~rewards.isnan()
     count = group_sum(scored.to(rewards.dtype), key)
     p = torch.where(count > 1, group_mean(rewards, key), 0.0)

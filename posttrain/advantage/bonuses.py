@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.factors import mean_logp
-from posttrain.advantage.group import group_mean, group_min, group_sum, required, rewards_of
+from posttrain.advantage.group import group_mean, group_min, group_sum, numbered, required, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -32,7 +32,7 @@ def confidence(
     """
     advantages = required(batch.advantages, "advantages")
     rewards = rewards_of(batch)
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     unscored = rewards.isnan()
     changed = group_sum(torch.where(unscored, 0.0, rewards), group) != 0
     if skip_all_correct:
@@ -81,6 +81,6 @@ def novelty(batch: RolloutBatch, *, lam: float = 2.5, kappa: float = 0.5) -> Ten
 def relative_likelihood(batch: RolloutBatch) -> Tensor:
     """exp(mean log-prob of a row - mean of that over its group) [N]; an empty row has a mean log-prob of 0."""
     score = mean_logp(batch)
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     known = torch.where(batch.mask.any(-1), score, math.nan)
     return (score - group_mean(known, group)[group]).exp()

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, group_sum, joint, required, rewards_of
+from posttrain.advantage.group import centred_and_scaled, group_mean, group_sum, joint, numbered, required, rewards_of
 from posttrain.batch import ChannelAdvantages, RolloutBatch
 from posttrain.registry import register
 
@@ -75,7 +75,7 @@ def copo_terms(
 ) -> Blend:
     """Both advantages of `copo`, their weight, and the entropies. Hyphens in a mode's name count as underscores."""
     rewards = rewards_of(batch)
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     size = group_sum(torch.ones_like(rewards), group)
     entropy = answer_entropy(required(batch.answer_ids, "answer_ids"), group, size)
     local = centred_and_scaled(rewards, group, eps=eps)

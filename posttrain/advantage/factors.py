@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_mean, group_min, group_sum, required, rewards_of
-from posttrain.batch import RolloutBatch
+from posttrain.advantage.group import group_mean, group_min, group_sum, numbered, required, rewards_of
+from posttrain.batch import RolloutBatch, row_mean
 from posttrain.registry import register
 
 
@@ -58,7 +58,7 @@ def semantic_entropy_terms(
 ) -> GroupFactor:
     """The factor of `semantic_entropy`, and the entropies in nats."""
     answers = required(batch.answer_ids, "answer_ids")
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     cluster, owner = _clusters(answers, group)
     log_share = _log_shares(batch, group, estimator)
     log_p = _log_sum_exp(log_share, cluster, len(owner))
@@ -103,8 +103,7 @@ def _log_sum_exp(values: Tensor, key: Tensor, groups: int) -> Tensor:
 
 def mean_logp(batch: RolloutBatch) -> Tensor:
     """Mean log-prob of the trained tokens of each row under the policy that sampled it [N]; 0 for an empty row."""
-    logp = torch.where(batch.mask, required(batch.old_logp, "old_logp"), 0.0)
-    return logp.sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    return row_mean(required(batch.old_logp, "old_logp"), batch.mask)
 
 
 @register(
@@ -148,7 +147,7 @@ def adora_terms(
     rewards = rewards_of(batch)
     lengths = batch.mask.sum(-1) if batch.lengths is None else batch.lengths
     lengths = lengths.to(rewards)
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     correct = rewards > correct_threshold
     wrong_short = ~correct & ~rewards.isnan() & (lengths < max_length)
     longest = -group_min(torch.where(correct, -lengths, torch.inf), group)  # -inf where nothing is correct
@@ -178,7 +177,7 @@ def negative_scale(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5)
 
 def negative_scale_terms(batch: RolloutBatch, *, base: float = 0.5, coef: float = 1.5) -> GroupFactor:
     """The factor of `negative_scale` before the signs are looked at; measure: mean rewards."""
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     mean = group_mean(rewards_of(batch), group)
     scale = (base + coef * mean).clamp(0, 1)
     return GroupFactor(scale[group], scale, mean)
@@ -202,7 +201,7 @@ def inverse_easiness(batch: RolloutBatch, *, column: str = "easiness", floor: fl
 
 def inverse_easiness_terms(batch: RolloutBatch, *, column: str = "easiness", floor: float | None = None) -> GroupFactor:
     """The factor of `inverse_easiness`; measure: x by prompt."""
-    group = torch.unique(batch.group_ids, return_inverse=True)[1]
+    group = numbered(batch.group_ids)
     easiness = group_mean(numbers(batch, column), group)
     if floor is not None:
         easiness = easiness.clamp(min=floor)

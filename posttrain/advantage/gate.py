@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_sum
+from posttrain.advantage.group import group_sum, numbered
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.options import Gate
@@ -67,11 +67,6 @@ def right(batch: RolloutBatch) -> Tensor:
 def row_lengths(batch: RolloutBatch) -> Tensor:
     """Completion tokens [N], float64; where the batch does not tell, those that the mask counts."""
     return (batch.mask.sum(-1) if batch.lengths is None else batch.lengths).double()
-
-
-def numbered(group_ids: Tensor) -> Tensor:
-    """Group numbers [N] from 0, in order of the ids."""
-    return torch.unique(group_ids, return_inverse=True)[1]
 
 
 def pass_rates(batch: RolloutBatch) -> tuple[Tensor, Tensor]:

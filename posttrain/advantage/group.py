@@ -121,14 +121,19 @@ def required(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
+def numbered(group_ids: Tensor) -> Tensor:
+    """Group numbers [N] from 0, in order of the ids."""
+    return torch.unique(group_ids, return_inverse=True)[1]
+
+
 def joint(*ids: Tensor) -> Tensor:
     """One group number [N], 0..K-1, for rows whose ids [N] all agree, in order of the ids.
 
     As `torch.unique(torch.stack(ids), dim=1)` numbers them, which takes fifty times as long.
     """
-    first, *others = (torch.unique(own, return_inverse=True)[1] for own in ids)
+    first, *others = (numbered(own) for own in ids)
     for own in others:
-        first = torch.unique(first * len(own) + own, return_inverse=True)[1]
+        first = numbered(first * len(own) + own)
     return first
 
 
@@ -147,7 +152,7 @@ def centred_and_scaled(
     leave_one_out: the mean is that of the other scored rows of the group.
     """
     rewards = rewards.detach()
-    key = torch.unique(group_ids, return_inverse=True)[1]
+    key = numbered(group_ids)
     scored = ~rewards.isnan()
     count = group_sum(scored.to(rewards.dtype), key)
     centred = centre(rewards, scored, key, count)

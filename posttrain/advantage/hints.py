@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
+from posttrain.advantage.group import centred_and_scaled, group_mean, joint, numbered, required, rewards_of
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 
@@ -44,7 +44,7 @@ def hint_advantages(
     ddof: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Row advantages [N] and the gap D [K] by group; a group without hinted or without plain rows has gap 0."""
-    group = torch.unique(group_ids, return_inverse=True)[1]
+    group = numbered(group_ids)
     plain, helped = (group_mean(torch.where(rows, rewards, torch.nan), group) for rows in (~hinted, hinted))
     both = _any(hinted & ~rewards.isnan(), group) & _any(~hinted & ~rewards.isnan(), group)
     gap = torch.where(both, (helped - plain).clamp(0, 1), 0.0)

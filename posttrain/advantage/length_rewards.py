@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import numbered, open_rows, pass_rates, right, row_lengths
-from posttrain.advantage.group import centre, group_min, group_sum, rewards_of, std
+from posttrain.advantage.gate import open_rows, pass_rates, right, row_lengths
+from posttrain.advantage.group import centre, group_min, group_sum, numbered, rewards_of, std
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.options import Gate

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import by_trajectory, centred_and_scaled, group_sum, joint, required, rewards_of
+from posttrain.advantage.group import (
+    by_trajectory,
+    centred_and_scaled,
+    group_sum,
+    joint,
+    numbered,
+    required,
+    rewards_of,
+)
 from posttrain.advantage.steps import steps_of
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
@@ -59,7 +67,7 @@ def turn_terms(
 ) -> TurnAdvantages:
     """The advantages of `per_turn` from scores and reached [N,K], turn_ids [N,T] (-1: no turn) and failed [N]."""
     used = reached.bool() if failed is None else reached.bool() & ~failed.bool()[:, None]
-    key = torch.unique(group_ids, return_inverse=True)[1]
+    key = numbered(group_ids)
     turns = torch.zeros_like(scores)
     for k in range(scores.shape[1]):
         values = torch.where(used[:, k], scores[:, k], torch.nan)

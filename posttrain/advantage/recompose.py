@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import numbered, pass_rates, right, row_lengths
-from posttrain.advantage.group import group_sum
+from posttrain.advantage.gate import pass_rates, right, row_lengths
+from posttrain.advantage.group import group_sum, numbered
 from posttrain.batch import RolloutBatch, Selection
 from posttrain.errors import UserError
 from posttrain.registry import register

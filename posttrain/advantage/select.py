@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.group import required
-from posttrain.batch import RolloutBatch, Selection
+from posttrain.batch import RolloutBatch, Selection, row_mean
 from posttrain.registry import register
 
 Denominator = Literal["all", "kept"]
@@ -65,8 +65,7 @@ class Steps:
 
 def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") -> Steps:
     """The rows that `step_entropy` keeps, and what they are ranked by."""
-    entropy = torch.where(batch.mask, required(batch.entropy, "entropy").detach(), 0.0)
-    mean = entropy.sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    mean = row_mean(required(batch.entropy, "entropy").detach(), batch.mask)
     group = batch.group_ids if scope == "group" else torch.zeros_like(batch.group_ids)
     kept = torch.zeros_like(batch.group_ids, dtype=torch.bool)
     for number in group.unique().tolist():

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import component, numbered, pass_rates, right, row_lengths
-from posttrain.advantage.group import group_min, group_sum, rewards_of
+from posttrain.advantage.gate import component, pass_rates, right, row_lengths
+from posttrain.advantage.group import group_min, group_sum, numbered, rewards_of
 from posttrain.advantage.length_rewards import extremes, times_positive
-from posttrain.batch import RolloutBatch
+from posttrain.batch import RolloutBatch, row_mean
 from posttrain.registry import register
 
 
@@ -211,7 +211,7 @@ def uncertainty(batch: RolloutBatch) -> Tensor:
         return torch.zeros(len(batch), dtype=torch.float64, device=batch.mask.device)
     top = torch.where(batch.mask[:, :, None], batch.topk_logp[..., :2].double(), 0.0).exp()
     gap = (1 - (top[..., 0] - top[..., 1])).clamp(0, 1)
-    return torch.where(batch.mask, gap, 0.0).sum(-1) / batch.mask.sum(-1).clamp(min=1)
+    return row_mean(gap, batch.mask)
 
 
 def _difficulty(batch: RolloutBatch, name: str) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.gate import component, numbered, right, row_lengths
-from posttrain.advantage.group import centred_and_scaled
+from posttrain.advantage.gate import component, right, row_lengths
+from posttrain.advantage.group import centred_and_scaled, numbered
 from posttrain.batch import RolloutBatch
 from posttrain.registry import register
 

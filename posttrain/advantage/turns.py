@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import centred_and_scaled, group_mean, joint, required, rewards_of
+from posttrain.advantage.group import centred_and_scaled, group_mean, joint, numbered, required, rewards_of
 from posttrain.advantage.steps import numbered_turns
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
@@ -173,7 +173,7 @@ def turn_advantages(
 
 def _z_scores(values: Tensor, key: Tensor, eps: float) -> Tensor:
     centred = centred_and_scaled(values, key, scale="none")
-    number = torch.unique(key, return_inverse=True)[1]
+    number = numbered(key)
     spread = group_mean(torch.where(values.isnan(), torch.nan, centred.square()), number).sqrt()[number]
     return torch.where(spread < eps, 0.0, centred / (spread + eps))
 

@@ -94,8 +94,3 @@ def log_ratio_to_behaviour(batch: RolloutBatch, logp: Tensor) -> Tensor:
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp with the exponent limited to +-20; nothing flows back beyond that."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the trained tokens of each row, [N,T] -> [N]; 0 for an empty row."""
-    return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)

@@ -11,11 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.batch import Correction, RolloutBatch, Selection
+from posttrain.batch import Correction, RolloutBatch, Selection, row_mean
 from posttrain.loss.clip import (
     bounded_exp,
     log_ratio_to_behaviour,
-    row_mean,
     token_advantages,
     token_log_ratio,
     token_ratio,

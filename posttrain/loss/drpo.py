@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.batch import GroupLoss, RolloutBatch
-from posttrain.loss.clip import row_mean
+from posttrain.batch import GroupLoss, RolloutBatch, row_mean
 from posttrain.loss.groups import classes, group_key, group_total, kl_to_old, log_mean_exp
 from posttrain.registry import register
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from posttrain.batch import GroupLoss, RolloutBatch
-from posttrain.loss.clip import bounded_exp, clipped_surrogate, row_mean, token_log_ratio
+from posttrain.batch import GroupLoss, RolloutBatch, row_mean
+from posttrain.loss.clip import bounded_exp, clipped_surrogate, token_log_ratio
 from posttrain.loss.groups import group_key, group_total
 from posttrain.loss.kl import log_ratio_to_reference
 from posttrain.loss.pair_rounds import contrastive

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from posttrain.batch import GroupLoss, RolloutBatch
-from posttrain.loss.clip import row_mean, token_log_ratio, token_ratio
+from posttrain.batch import GroupLoss, RolloutBatch, row_mean
+from posttrain.loss.clip import token_log_ratio, token_ratio
 from posttrain.registry import register
 
 Score = Literal["logL", "Lratio"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.batch import RolloutBatch, TokenLoss, row_mean
 from posttrain.loss.kl import log_ratio_to_reference
 from posttrain.registry import register
 
@@ -173,8 +173,7 @@ def _both(batch: RolloutBatch, fixed: Tensor, own: Tensor, values: Tensor, state
 
 def _row_means(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over rows of the mean over a row's trained cells; an empty row is 0."""
-    rows = torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-    return rows.sum() / max(len(values), 1)
+    return row_mean(values, mask).sum() / max(len(values), 1)
 
 
 class StepAdvantages(NamedTuple):

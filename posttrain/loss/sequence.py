@@ -11,12 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.batch import RolloutBatch, TokenLoss, row_mean
 from posttrain.loss.clip import (
     bounded_exp,
     clip_stats,
     clipped_surrogate,
-    row_mean,
     token_advantages,
     token_log_ratio,
 )

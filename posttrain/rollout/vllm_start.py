@@ -168,7 +168,7 @@ def arguments(
         "enforce_eager": section.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": section.sleep,
-        "logprobs_mode": "processed_logprobs",  # after the temperature; see VllmEngine for top-p and top-k
+        "logprobs_mode": "processed_logprobs",  # after temperature and cuts: `pushed.requests_of`
         "generation_config": "vllm",  # no sampling defaults from the model's folder: the recipe says it all
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

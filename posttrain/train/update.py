@@ -15,6 +15,7 @@ from posttrain.errors import NonFiniteError
 from posttrain.seeds import derive
 from posttrain.train import distributed, optim, sharding
 from posttrain.train.logprobs import Sequences, micro_batches
+from posttrain.train.parts import token_sum
 from posttrain.train.pieces import Pieces
 from posttrain.train.policy import current, measure
 from posttrain.train.rl_metrics import Mismatch, update_metrics
@@ -100,7 +101,7 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         loss, stats = p.objective.loss(part, logp, totals)
         p.scaler.scale(loss).backward()
         sums.add(stats)
-        sums.add({"loss": loss, "entropy": masked_sum(entropy, part.mask), "tokens": part.mask.sum()})
+        sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
     distributed.sum_gradients(p.loaded.model, p.critic)
     tally.sums.add(distributed.total(sums.numbers()))
     p.scaler.unscale_(p.optimizer)
@@ -165,11 +166,6 @@ def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False
         return [part.tolist() for part in order.tensor_split(count) if len(part)]
     parts = groups[torch.randperm(len(groups), generator=generator)].tensor_split(min(count, len(groups)))
     return [torch.isin(group_ids.cpu(), part).nonzero()[:, 0].tolist() for part in parts]
-
-
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the cells [N,T] where mask is True."""
-    return torch.where(mask, values, 0.0).sum()
 
 
 def non_finite(

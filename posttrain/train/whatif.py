@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.batch import RolloutBatch
+from posttrain.batch import RolloutBatch, row_mean
 from posttrain.errors import UserError
 from posttrain.recipe.objective_checks import MARKS
 from posttrain.recipe.presets import of_stage
@@ -89,9 +89,7 @@ def _push(objective: Objective, batch: RolloutBatch, logp: Tensor) -> tuple[Tens
 
 def row_means(advantages: Tensor, mask: Tensor) -> Tensor:
     """A row's advantage [N]; of advantages by token, their mean over trained tokens."""
-    if advantages.dim() == 1:
-        return advantages
-    return torch.where(mask, advantages, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+    return advantages if advantages.dim() == 1 else row_mean(advantages, mask)
 
 
 def summary(outcomes: Sequence[Outcome], batch: RolloutBatch) -> list[dict[str, Any]]:
