@@ -32,6 +32,7 @@ from posttrain.loss.pair_labels import kl_baseline
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
+from posttrain.rollout.hf import evaluating
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
@@ -215,14 +216,21 @@ class Preference(RunLoop, DPOTrainer):
         return batches, pairs
 
     def _mismatched(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """The KL baseline of a step, from its rejected sides."""
-        found, reference = [], []
-        with torch.no_grad(), self.job.loaded.autocast():
-            for batch in batches:
-                side = {name: value.to(self.job.loaded.device) for name, value in _side(batch, 1).items()}
-                found.append(summed_logps(self.job.loaded.model, side))
-                reference.append(batch["ref_rejected_logp"].to(found[-1]))
-        return kl_baseline(torch.cat(found), torch.cat(reference))
+        """The KL baseline of a step, from its rejected sides, which the ranks divide. Without dropout, as the reference
+        was measured: it is one number for all ranks."""
+        loaded = self.job.loaded
+        parts = distributed.share(len(batches))
+        idle = sharding.idle(len(parts), loaded)
+        rows: list[tuple[float, float]] = []
+        with torch.no_grad(), evaluating(loaded.model), loaded.autocast():
+            for part in parts:
+                logps = summed_logps(loaded.model, on_device(_side(batches[part], 1), loaded.device))
+                rows += zip(logps.tolist(), batches[part]["ref_rejected_logp"].tolist(), strict=True)
+            for _ in range(idle):
+                summed_logps(loaded.model, on_device(_side(batches[-1], 1), loaded.device))
+        every = [row for found in distributed.gather(rows) for row in found]
+        logps, reference = torch.tensor(every, device=loaded.device).unbind(1)
+        return kl_baseline(logps, reference)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -134,23 +134,23 @@ class RewardTrainer(RunLoop, Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As the loop's; at the start of a round of the mixture, users are assigned to heads first."""
         if self.recipe.objective.use == "mixture" and self.job.state.step % self._steps_a_round() == 0:
-            self.job.state.memory["heads_of_users"] = self._assign().tolist()
+            self.job.state.memory["heads_of_users"] = distributed.on_main(self._assign)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _steps_a_round(self) -> int:
         return max(1, -(-self.job.plan.steps // self.recipe.objective.rounds))
 
-    def _assign(self) -> Tensor:
-        """The E-step over all training pairs: weights [users, heads]."""
+    def _assign(self) -> list[list[float]]:
+        """The E-step over all training pairs: weights [users][heads]."""
         settings = self.recipe.objective
         rows = [row for item in self.items.trained for row in item.rows]
         scores = scorer.score_rows(self.job.loaded, rows)
         margins = scores[0::2] - scores[1::2]
         found = mixture_round(margins, self.users, len(self.items.users), soft=settings.soft)
         if settings.soft:
-            return found.responsibilities
+            return list(found.responsibilities.tolist())
         counts = torch.bincount(self.users, minlength=len(self.items.users))
-        return nn.functional.one_hot(reseeded(found, counts), settings.count).float()
+        return list(nn.functional.one_hot(reseeded(found, counts), settings.count).float().tolist())
 
     def row_weights(self, batch: dict[str, Tensor]) -> Tensor:
         """[rows of the batch, heads]; of labels, 0 where a row has none."""

@@ -153,6 +153,17 @@ def test_a_divided_model_computes_what_a_whole_one_does(train: Train, recipe: Va
     assert_same_weights(folder / "parts" / "final", folder / "one" / "final")
 
 
+@pytest.mark.parametrize("shard", [False, True], ids=["copies", "parts"])
+def test_the_baseline_of_single_answers_is_one_number(train: Train, folder: Path, shard: bool) -> None:
+    """KTO: ranks divide the mismatched answers of a step, 3 for two ranks, and all take the mean of all."""
+    recipe = {**DPO, "loss": "kto", "optim": {"lr": 2e-2}, "run": {"steps": 3}}
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(full(recipe, shard=shard), folder / "two", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert expected[-1]["loss/kl"] > 0.01
+    assert_same(rows_of(folder / "two")[1:], expected[1:])  # in the first step, who is ahead of whom is rounding
+
+
 def test_halves_of_a_model_in_half_precision(train: Train, folder: Path) -> None:
     """Layers come in bfloat16, as their products do: the same to the rounding of bfloat16, and saved in it."""
     recipe = {**full(SFT, dtype="bfloat16"), "run": {"steps": 2}}
