@@ -100,7 +100,8 @@ def della(
     """DELLA: random drop in which larger entries of a row survive more often, then the sign election of `ties`.
 
     The chance runs from density - epsilon (smallest of a row) to density + epsilon (largest), held within [0, 1]; a
-    kept entry is divided by its own. mergekit rescales by L1 norms instead.
+    kept entry is divided by its own. mergekit rescales by L1 norms instead, and its default for this rule is
+    `normalize: true`.
     """
     start = required(base, "della")
     return added(start, elected(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam)
@@ -216,8 +217,8 @@ def model_stock(
 ) -> Tensor:
     """t * mean of the models + (1 - t) * base, with t from the angles between the differences.
 
-    One t a tensor, or one a row of each matrix with `filter_wise`. Cosines below 0 count as 0: opposed differences give
-    the base (the paper does not state it). Raises MergeError for fewer than two models.
+    One t a tensor, or one a row of each matrix with `filter_wise`. A mean cosine below 0 counts as 0: opposed
+    differences give the base (the paper does not state it; mergekit then goes to the other side of the base). Raises MergeError for fewer than two models.
     """
     del weights
     start = required(base, "model_stock")
