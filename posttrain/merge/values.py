@@ -21,7 +21,7 @@ def value_at(setting: Setting | None, name: str, layers: int) -> float | None:
     """What a setting comes to for one tensor; None if none of its filters fits (or there is no setting).
 
     Filters are parts of the name, the first that fits decides. A list is spread over the layers and interpolated; what
-    comes before the layers (embeddings) has its first value, what comes after them its last.
+    comes before the layers (embeddings) has its first value, what comes after them its last (in mergekit its first).
     """
     if setting is None or isinstance(setting, int | float):
         return setting
