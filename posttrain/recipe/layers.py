@@ -130,6 +130,12 @@ def override(tree: Node, text: str) -> Node:
     parts = path.strip().split(".")
     if not equals or not all(parts):
         raise RecipeError(f"`{text}`: an override is written key.path=value", where=origin.mark)
+    if parts == ["extends"]:
+        raise RecipeError(
+            "extends: is read from a recipe's file alone",
+            where=origin.mark,
+            hint=f"write `extends: {value}` into the file, or copy that recipe",
+        )
     if value == "":
         raise RecipeError(
             f"{path}: no value after `=`",

@@ -105,6 +105,9 @@ def _entry(
         notes += _of_defaults(idle.notes(recipe, layered, given.path), head, defaults)
     _check_references(full, head, earlier, problems)
     _refuse_seed(entry, f"{head}.run", problems)
+    if base := own.mapping.get("extends"):
+        what = f"{head}.extends: a stage of a pipeline takes the pipeline's `defaults` alone"
+        problems.append(Problem(base.at_key.mark, what, hint="write the values here, or under `defaults`"))
     earlier[name] = stage
     values = {"name": name, **resolved(recipe)} if recipe else {}
     if recipe and _without_minutes(full) is not full:

@@ -186,7 +186,8 @@ def _rounds() -> Schema:
 
 def _without_requirements(stage: Schema) -> Schema:
     entry = {key: value for key, value in stage.items() if key != "anyOf"}
-    return {**entry, "properties": {"name": {"type": "string"}, **stage["properties"]}}
+    own = {key: value for key, value in stage["properties"].items() if key != "extends"}
+    return {**entry, "properties": {"name": {"type": "string"}, **own}}
 
 
 def _defaults(stages: dict[str, Schema]) -> Schema:

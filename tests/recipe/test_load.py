@@ -166,6 +166,14 @@ def test_extends_nothing(errors: Errors) -> None:
     assert told.startswith("r.yaml:1:10  extends: no recipe `bse.yaml`\n  searched: bse.yaml, and the shipped recipes")
 
 
+def test_what_a_recipe_extends_stands_in_its_file(errors: Errors) -> None:
+    told = errors(SFT, "extends=debug/sft")
+    assert told == (
+        "command line  extends: is read from a recipe's file alone\n"
+        "  hint: write `extends: debug/sft` into the file, or copy that recipe"
+    )
+
+
 def test_mistakes_of_an_extended_recipe_name_its_lines(write: Callable[..., Path], errors: Errors) -> None:
     write(SFT.replace("steps: 3", "stepz: 3"), "base.yaml")
     told = errors("extends: base.yaml\nrun: {steps: 2}\n")

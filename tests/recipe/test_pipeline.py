@@ -115,3 +115,9 @@ def test_a_default_that_nobody_takes(errors: Callable[..., str]) -> None:
     told = errors(PIPELINE.replace("  optim: {lr: 1e-3}", "  optimm: {lr: 1e-3}"))
     assert told.startswith("r.yaml:5:3  defaults.optimm: no stage of this pipeline takes it\n  they take: advantage,")
     assert told.endswith("hint: did you mean `optim`?")
+
+
+def test_a_stage_of_a_pipeline_extends_nothing(errors: Callable[..., str]) -> None:
+    told = errors(PIPELINE.replace("  - name: sft", "  - extends: debug/sft\n    name: sft"))
+    assert "stages.0.extends: a stage of a pipeline takes the pipeline's `defaults` alone" in told
+    assert "stages.0.extends" in errors(PIPELINE, "stages.sft.extends=debug/sft")

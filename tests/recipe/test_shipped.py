@@ -118,6 +118,7 @@ def test_the_schema_checks_the_entries_of_pipelines(validator: Any) -> None:
     assert validator.is_valid({**pipeline, "stages": [entry]})
     assert not validator.is_valid({**pipeline, "stages": [{**entry, "rollout": {}}]})
     assert not validator.is_valid({**pipeline, "stages": [{"stage": "sft"}]})
+    assert not validator.is_valid({**pipeline, "stages": [{**entry, "extends": "other.yaml"}]})
     assert not validator.is_valid({**pipeline, "stages": [entry], "defaults": {"modle": {}}})
 
 
