@@ -218,7 +218,8 @@ def model_stock(
     """t * mean of the models + (1 - t) * base, with t from the angles between the differences.
 
     One t a tensor, or one a row of each matrix with `filter_wise`. A mean cosine below 0 counts as 0: opposed
-    differences give the base (the paper does not state it; mergekit then goes to the other side of the base). Raises MergeError for fewer than two models.
+    differences give the base (the paper does not state it; mergekit goes to the other side of the base then). Raises
+    MergeError for fewer than two models.
     """
     del weights
     start = required(base, "model_stock")
