@@ -30,6 +30,7 @@ GRACE_S = 3.0  # after the first failure: time for the others to tell an error o
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
 OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
+_writing = 0  # how many `unhurried` blocks this process is in
 BEGUN, DONE = b"+", b"-"  # what rank 0 says around `unhurried`
 
 
@@ -61,21 +62,29 @@ def end_with_launcher() -> None:
 
 @contextlib.contextmanager
 def unhurried() -> Iterator[None]:
-    """Inside, rank 0 writes what would be lost: its launcher lets it, also when another rank has failed."""
-    pipe = os.environ.get(PIPE)
-    if pipe is None:
-        yield
-        return
-    _say(int(pipe), BEGUN)
+    """Inside, rank 0 writes what would be lost: nobody ends it, also when another rank has failed."""
+    global _writing
+    _writing += 1
+    _say(BEGUN)
     try:
         yield
     finally:
-        _say(int(pipe), DONE)
+        _writing -= 1
+        _say(DONE)
 
 
-def _say(pipe: int, word: bytes) -> None:
+def is_writing() -> bool:
+    """Whether this is rank 0, inside of `unhurried`."""
+    return is_main() and _writing > 0
+
+
+def _say(word: bytes) -> None:
+    """To the launcher, if there is one."""
+    pipe = os.environ.get(PIPE)
+    if pipe is None:
+        return
     with contextlib.suppress(OSError):  # the launcher is gone
-        os.write(pipe, word)
+        os.write(int(pipe), word)
 
 
 def claim_gpu() -> None:

@@ -26,16 +26,19 @@ import torch.distributed.nn.functional  # its default arguments keep the group t
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.errors import DataError, PeerLost, UserError, counted
+from posttrain.errors import DataError, Interrupted, PeerLost, UserError, counted
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
+from posttrain.train.alarm import Alarm
 from posttrain.train.dealing import dealt, units_of
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
 PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
 BUCKET = 1 << 26  # numbers that are added up in one call
+SAID_S = 1.0  # for the word of the rank that broke a connection
+_alarm: Alarm | None = None  # of the process group
 _line = threading.local()  # .group: over which this thread talks, see `over`
 _AGREED = "posttrain_agreed"  # an attribute of errors, see `agreed`
 _SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -66,21 +69,48 @@ def joined() -> Iterator[None]:
     if ranks.world() == 1:
         yield
         return
+    global _alarm
     try:
         with _told():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
-        have = gather(torch.cuda.is_available())
-        if len(set(have)) > 1:
-            raise UserError(
-                f"{len(have)} processes want a GPU each, but only {sum(have)} found one", hint="start fewer processes"
-            )
-        yield
+            _alarm = Alarm.of_environment()
+        with _alarm, alarmed():
+            have = gather(torch.cuda.is_available())
+            if len(set(have)) > 1:
+                raise UserError(
+                    f"{len(have)} processes want a GPU each, but only {sum(have)} found one",
+                    hint="start fewer processes",
+                )
+            yield
     except PeerLost:
         time.sleep(PATIENCE_S)
         raise
     if dist.is_initialized():  # an engine that closes may have ended it
         barrier()  # rank 0 holds the store that the others still talk to
         dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+@contextlib.contextmanager
+def alarmed() -> Iterator[None]:
+    """Around what ranks do together. An error of this one alone is told to the others, wherever they wait; one that
+    comes of another's end is raised as PeerLost, which says what the other said."""
+    try:
+        yield
+    except BaseException as error:
+        if _alarm is None:
+            raise
+        _alarm.ends()
+        if isinstance(error, PeerLost | Interrupted) or getattr(error, _AGREED, False):
+            raise
+        if _is_of_a_connection(error):
+            raise _lost(error) from error
+        _alarm.ring("interrupted" if isinstance(error, KeyboardInterrupt) else _one_line(error))
+        raise
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Where a library talks to other ranks by itself, as in the passes of a divided model."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def open_directory(open_it: Callable[[], RunDirectory]) -> RunDirectory:
@@ -98,13 +128,18 @@ def _told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:
-        raise PeerLost(
-            f"rank {ranks.rank()} lost the others: {_reason(cause)}",
-            hint="the first message of another rank says why",
-        ) from cause
+        raise _lost(cause) from cause
 
 
-def _reason(cause: RuntimeError) -> str:
+def _lost(cause: BaseException) -> PeerLost:
+    if _alarm is not None and (said := _alarm.hear(SAID_S)):
+        return PeerLost(said, hint="its own message says more")
+    return PeerLost(
+        f"rank {ranks.rank()} lost the others: {_reason(cause)}", hint="the first message of another rank says why"
+    )
+
+
+def _reason(cause: BaseException) -> str:
     """The first sentence of a library's message, without the line of its source."""
     first = (str(cause).splitlines() or [type(cause).__name__])[0]
     return re.sub(r"^\[\S+:\d+\] ", "", first).split(". ")[0]
@@ -148,9 +183,11 @@ class Tried(Generic[T]):
     @property
     def said(self) -> str:
         """One line of the error, if there was one; never empty then."""
-        if self.error is None:
-            return ""
-        return (str(self.error).splitlines() or [""])[0] or type(self.error).__name__
+        return "" if self.error is None else _one_line(self.error)
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0] or type(error).__name__
 
 
 def tried(function: Callable[..., T], *args: Any) -> Tried[T]:

@@ -295,6 +295,7 @@ def save_checkpoint(job: Job) -> None:
         ) from cause
 
 
+@distributed.alarmed()
 def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], saver: Saver = save) -> dict[str, Any]:
     """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
 

@@ -71,6 +71,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 return train(pieces, directory, progress, stop, ahead)
 
 
+@distributed.alarmed()
 def train(
     p: Pieces, directory: RunDirectory, progress: Progress, stop: GracefulStop, ahead: Ahead | None = None
 ) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Run as a program: trains in child processes, as many as a job asks for. See test_distributed.py.
 
-Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "ranks", "lost_sync"}; lost_sync: null, or a rank
+Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "ranks", "lost_sync"}, or {"work", "ranks"} for a
+function of this file; lost_sync: null, or a rank
 and a version of the weights that its engine does not take. The libraries are imported once, before
 any child is forked, so that a run costs a second and not ten. Answers each job with the exit statuses by rank.
 """
@@ -12,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +31,7 @@ from posttrain.recipe.load import load_dict
 from posttrain.rollout import hf, vllm, vllm_start
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.directory import RunDirectory
-from posttrain.train import distributed, preference, rl, sft
+from posttrain.train import alarm, distributed, preference, rl, sft
 
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
@@ -48,7 +50,7 @@ def main() -> None:
             if child == 0:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["ranks"])}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                end(partial(train, job) if "recipe" in job else talk)
+                end(partial(train, job) if "recipe" in job else {"talk": talk, "lone": lone}[job["work"]])
             children.append(child)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
 
@@ -71,6 +73,21 @@ def talk() -> None:
         thread.join()
         assert heard == [[i, 1000 + i] for i in range(200)]
         fail()
+
+
+def lone() -> None:
+    """Rank 1 fails where rank 0 does not look, and what it closes takes longer than rank 0's patience."""
+    alarm.PATIENCE_S = 0.3
+    with distributed.joined():
+        waiting = distributed.gather(os.getpid())[0]
+        try:
+            with distributed.alarmed():
+                broken(1)
+                distributed.gather(0)
+        finally:
+            until = time.monotonic() + 20
+            while distributed.rank() == 1 and Path(f"/proc/{waiting}").exists() and time.monotonic() < until:
+                time.sleep(0.05)
 
 
 def fail() -> None:

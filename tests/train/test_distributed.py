@@ -7,6 +7,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -74,10 +75,11 @@ def train() -> Iterator[Train]:
     server = subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(
-        recipe: Values | None, output: Path, *, ranks: int, resume: bool = False, lost_sync: Any = None
+        recipe: Values | str, output: Path, *, ranks: int, resume: bool = False, lost_sync: Any = None
     ) -> list[int]:
         assert server.stdin is not None and server.stdout is not None
-        job = {"recipe": recipe, "base_dir": str(output.parent), "output": str(output)} if recipe else {}
+        work = {"work": recipe} if isinstance(recipe, str) else {"recipe": recipe}
+        job = {**work, "base_dir": str(output.parent), "output": str(output)}
         server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks, "lost_sync": lost_sync}) + "\n")
         server.stdin.flush()
         return list(json.loads(server.stdout.readline()))
@@ -237,7 +239,15 @@ def cut_core(serving: ModuleType, cut: int, settings: Any, folder: Path) -> Any:
 
 def test_ranks_talk_in_threads_and_about_errors(train: Train, folder: Path) -> None:
     """Over a line of a thread's own; an error of one is told to all, and so are rows that differ. See `ranked.talk`."""
-    assert train(None, folder, ranks=2) == [0, 0]
+    assert train("talk", folder, ranks=2) == [0, 0]
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are looked up in /proc")
+def test_a_rank_that_fails_alone_ends_those_that_wait_for_it(train: Train, folder: Path) -> None:
+    """Also where its process lives on: rank 0 is gone long before. See `ranked.lone`."""
+    began = time.monotonic()
+    assert train("lone", folder, ranks=2) == [1, 1]
+    assert time.monotonic() - began < 15
 
 
 def test_a_loss_over_whole_groups_and_a_critic_do_not_notice_either(train: Train, folder: Path) -> None:

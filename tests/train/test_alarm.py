@@ -1,0 +1,78 @@
+"""What ranks hear of one that fails alone. With processes: test_distributed.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from posttrain.run import ranks
+from posttrain.train import alarm
+from posttrain.train.alarm import Alarm
+
+
+@pytest.fixture(autouse=True)
+def rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(alarm, "POLL_S", 0.01)
+
+
+def alarms(*stops: threading.Event) -> list[Alarm]:
+    store = dist.HashStore()
+    return [Alarm(store, stop=stop.set) for stop in stops]
+
+
+def test_one_that_waits_is_ended_and_says_who_failed_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(alarm, "PATIENCE_S", 0.05)
+    ends = threading.Event(), threading.Event()
+    failing, waiting = alarms(*ends)
+    with failing, waiting:
+        failing.ring("no column `answer`")
+        assert ends[1].wait(5)
+        assert waiting.said == "rank 1 failed: no column `answer`"
+    assert capsys.readouterr().err.startswith("rank 1 failed: no column `answer`\n  rank 1 waited for it")
+    assert not ends[0].is_set(), "it ends by itself"
+
+
+def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarm, "PATIENCE_S", 0.1)
+    ends = threading.Event(), threading.Event()
+    first, second = alarms(*ends)
+    with first, second:
+        first.ring("the first")
+        assert second.hear(5) == "rank 1 failed: the first"
+        second.ring("the second")
+        time.sleep(0.2)
+        assert second.said == "rank 1 failed: the first"
+    assert not any(end.is_set() for end in ends)
+
+
+def test_a_checkpoint_that_is_written_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarm, "PATIENCE_S", 0.05)
+    ends = threading.Event(), threading.Event()
+    failing, saving = alarms(*ends)
+    with failing, saving:
+        failing.ring("broken")
+        monkeypatch.setenv("RANK", "0")
+        with ranks.unhurried():
+            assert not ends[1].wait(0.3)
+        assert ends[1].wait(5)
+
+
+def test_a_store_that_is_gone_took_rank_0_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, _: Any) -> bool:
+            raise RuntimeError("Connection reset by peer")
+
+        add = check
+
+    monkeypatch.setattr(alarm, "PATIENCE_S", 0.05)
+    ended = threading.Event()
+    with Alarm(Gone(), stop=ended.set) as waiting:
+        assert ended.wait(5) and waiting.said == "rank 0 is gone"
