@@ -88,14 +88,22 @@ def load(
     _check_vocabulary(model, tokenizer, section.path)
     eos = chat.eos_ids(tokenizer, model.generation_config, model.config)
     pad = _settle_tokens(tokenizer, model, eos, section.path)
-    if training and section.gradient_checkpointing:
+    half = set_mode(model, section, training=training)
+    return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed), half)
+
+
+def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | None:
+    """Train or evaluate: checkpointing as the recipe says, and trained weights in float32. Returns the half precision
+    to compute in, see `LoadedModel.half`."""
+    model.train(training)
+    if not training:
+        return None
+    if section.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if section.lora:
             model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
-    model.train(training)
     with _told_when_full(section):
-        half = keep_master_weights(model) if training else None
-    return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed), half)
+        return keep_master_weights(model)
 
 
 @contextlib.contextmanager
@@ -144,7 +152,7 @@ def load_eos_ids(section: Model, base_dir: Path, tokenizer: Any) -> tuple[int, .
     base = _base_of(locate(section.path, base_dir), base_dir)
     if base.kind == "tiny":
         return chat.eos_ids(tokenizer)
-    config = _from_pretrained(AutoConfig, section, base, base_dir)
+    config = from_pretrained(AutoConfig, section, base, base_dir)
     try:
         generation = GenerationConfig.from_pretrained(base.target, **_hub_options(section, base))
     except OSError:  # a model without generation_config.json
@@ -157,7 +165,7 @@ def config_of(section: Model, base_dir: Path) -> Any:
     from transformers import AutoConfig
 
     base = _base_of(_checked(section, locate(section.path, base_dir), base_dir), base_dir)
-    return tiny.build()[0].config if base.kind == "tiny" else _from_pretrained(AutoConfig, section, base, base_dir)
+    return tiny.build()[0].config if base.kind == "tiny" else from_pretrained(AutoConfig, section, base, base_dir)
 
 
 def _checked(section: Model, place: Place, base_dir: Path) -> Place:
@@ -205,7 +213,7 @@ def _tokenizer(section: Model, place: Place, base_dir: Path) -> Any:
     own = place.kind != "adapter" or (place.path is not None and (place.path / "tokenizer_config.json").is_file())
     home = place if own else _base_of(place, base_dir)
     tokenizer = (
-        tiny.build_tokenizer() if home.kind == "tiny" else _from_pretrained(AutoTokenizer, section, home, base_dir)
+        tiny.build_tokenizer() if home.kind == "tiny" else from_pretrained(AutoTokenizer, section, home, base_dir)
     )
     if section.chat_template:
         tokenizer.chat_template = find(section.chat_template, base_dir, "chat template", ModelError).read_text()
@@ -226,10 +234,10 @@ def dense(section: Model, base: Place, base_dir: Path, seed: int = 0) -> Any:
 
     if base.kind == "tiny":
         return tiny.build(seed)[0].to(dtype_of(section))
-    options: dict[str, Any] = {"dtype": dtype_of(section), **_attention(section)}
+    options: dict[str, Any] = {"dtype": dtype_of(section), **attention_of(section)}
     if base.kind == "gguf":
         options |= _dequantize()
-    return _from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
+    return from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
 
 
 def _dequantize() -> dict[str, Any]:
@@ -247,19 +255,20 @@ def _quantized(section: Model, base: Place, base_dir: Path, seed: int) -> Any:
         "dtype": dtype_of(section),
         "device_map": {"": str(device_of(section))},
         "quantization_config": quantize.nf4(dtype_of(section)),
-        **_attention(section),
+        **attention_of(section),
     }
     if base.kind not in ("tiny", "gguf"):
-        return _from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
+        return from_pretrained(AutoModelForCausalLM, section, base, base_dir, **options)
     # Only checkpoints in safetensors are quantised while they load, so these two go through one.
     with scratch("quantize") as folder:
         model = dense(section, base, base_dir, seed)
         model.should_save_on_this_rank = lambda _: True  # transformers writes on rank 0 alone; each has its own folder
         model.save_pretrained(folder)
-        return _from_pretrained(AutoModelForCausalLM, section, Place("directory", base.name, folder), None, **options)
+        return from_pretrained(AutoModelForCausalLM, section, Place("directory", base.name, folder), None, **options)
 
 
-def _attention(section: Model) -> dict[str, str]:
+def attention_of(section: Model) -> dict[str, str]:
+    """The argument of from_pretrained for the recipe's attention."""
     return {} if section.attention == "auto" else {"attn_implementation": section.attention}
 
 
@@ -280,7 +289,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
     return model, old is not None
 
 
-def _from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
+def from_pretrained(cls: Any, section: Model, place: Place, base_dir: Path | None, **options: Any) -> Any:
     """`cls.from_pretrained`, failures told as ModelError. Weights that are not in the checkpoint are an error."""
     loads_weights = "dtype" in options
     if loads_weights:

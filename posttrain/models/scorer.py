@@ -22,7 +22,6 @@ from posttrain.errors import ModelError, RunError, counted
 from posttrain.models import adapters, places
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
-from posttrain.models.precision import keep_master_weights
 from posttrain.models.save import TOLERANCE, put_in_place, sync_all
 from posttrain.recipe.sections import Model
 from posttrain.run.durable import told_when_full
@@ -92,12 +91,7 @@ def load(
     model = loaded.model
     if training and section.lora:
         model = adapters.add(model, section.lora, seed=seed, task="SEQ_CLS")
-    if training and section.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if section.lora:
-            model.enable_input_require_grads()
-    model.train(training)
-    half = keep_master_weights(model) if training else None
+    half = models.set_mode(model, section, training=training)
     origin = Origin(section, base_dir, place)
     return LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, section.path, origin, half)
 
@@ -107,14 +101,9 @@ def _classifier(section: Model, base_dir: Path) -> LoadedModel:
 
     place = places.locate(section.path, base_dir)
     tokenizer = models.load_tokenizer(section, base_dir)
-    options = {"dtype": models.dtype_of(section), "trust_remote_code": section.trust_remote_code}
-    if section.revision:
-        options["revision"] = section.revision
-    try:
-        with models.quiet():
-            model = AutoModelForSequenceClassification.from_pretrained(place.target, **options)
-    except (OSError, ValueError, RuntimeError) as cause:
-        raise ModelError(f"{section.path} cannot be loaded: {type(cause).__name__}: {cause}") from cause
+    options = {"dtype": models.dtype_of(section), **models.attention_of(section)}
+    with models.quiet():
+        model = models.from_pretrained(AutoModelForSequenceClassification, section, place, base_dir, **options)
     pad = model.config.pad_token_id
     pad = tokenizer.pad_token_id if pad is None else pad
     model.config.pad_token_id = pad

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from posttrain.batch import Prompt, Rollout
@@ -71,40 +72,49 @@ class TransformersEngine:
         stops = StopStrings(sampling.stop, self.tokenizer) if sampling.stop else None
         found: dict[int, Completion] = {}
         made: dict[int, list[Rollout]] = {}
-
-        def make(numbers: Sequence[int]) -> None:
-            """The rollouts of these prompts, whose completions are all there."""
-            ordered = [found[p * n + i] for p in numbers for i in range(n)]
-            ordered = ordered if logprobs else [Completion(c.ids, None, c.finish) for c in ordered]
-            rollouts = as_rollouts(
-                prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version, share=numbers
-            )
-            made.update({p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(numbers)})
-
         with evaluating(self.model), self.loaded.autocast():
             if rows and not self.checked:
                 self._check_cache()
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
-                distinct = list(dict.fromkeys(r // n for r in chunk))
-                place = {p: i for i, p in enumerate(distinct)}
-                completions = decode(
-                    self.model,
-                    [prompts[p].ids for p in distinct],
-                    [place[r // n] for r in chunk],
-                    u[chunk],
-                    sampling,
-                    eos_ids=self.eos_ids,
-                    pad_id=self.pad_id,
-                    stops=stops,
+                found.update(self._decoded(prompts, n, chunk, u[chunk], sampling, stops))
+                whole = [p for p in dict.fromkeys(r // n for r in chunk) if all(p * n + i in found for i in range(n))]
+                ordered = [found[p * n + i] for p in whole for i in range(n)]
+                if not logprobs:
+                    ordered = [Completion(c.ids, None, c.finish) for c in ordered]
+                rollouts = as_rollouts(
+                    prompts, n, ordered, self.tokenizer, first_group=first_group, version=self.version, share=whole
                 )
-                found.update(zip(chunk, completions, strict=True))
-                whole = [p for p in distinct if all(p * n + i in found for i in range(n))]
-                make(whole)
+                new = {p: rollouts[i * n : (i + 1) * n] for i, p in enumerate(whole)}
+                made |= new
                 if done is not None and len(found) < len(rows):
-                    for p in whole:
-                        done(made[p])
+                    for finished in new.values():
+                        done(finished)
         return [rollout for p in sorted(made) for rollout in made[p]]
+
+    def _decoded(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        rows: Sequence[int],
+        u: Tensor,
+        sampling: Sampling,
+        stops: StopStrings | None,
+    ) -> dict[int, Completion]:
+        """Completions of rows r, which continue prompts[r // n] and draw with u [rows, max_new_tokens]."""
+        distinct = list(dict.fromkeys(r // n for r in rows))
+        place = {p: i for i, p in enumerate(distinct)}
+        completions = decode(
+            self.model,
+            [prompts[p].ids for p in distinct],
+            [place[r // n] for r in rows],
+            u,
+            sampling,
+            eos_ids=self.eos_ids,
+            pad_id=self.pad_id,
+            stops=stops,
+        )
+        return dict(zip(rows, completions, strict=True))
 
     def _check_cache(self) -> None:
         """Raises EngineError for an architecture whose state is not in the cache that sampling hands on."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.errors import DataError, Interrupted, ModelError, RecipeError
@@ -224,6 +225,18 @@ def test_wrong_objectives_are_refused(recipe_of, objective, told):
 def test_a_language_model_is_no_reward_model(tmp_path):
     with pytest.raises(ModelError, match="no reward model"):
         scorer.load(Model(path="tiny"), tmp_path)
+
+
+def test_a_reward_model_is_read_as_a_language_model_is(tmp_path):
+    """`model.attention` is that of a reward model that goes on, too; weights that are not there are told."""
+    made = scorer.load(Model(path="tiny"), tmp_path, outputs=1)
+    scorer.save(made, tmp_path / "rm", scorer.Card())
+    eager = scorer.load(Model(path="rm", attention="eager"), tmp_path)
+    assert eager.model.config._attn_implementation == "eager"
+    weights = tmp_path / "rm" / "model.safetensors"
+    save_file({name: value for name, value in load_file(weights).items() if name != "score.weight"}, weights)
+    with pytest.raises(ModelError, match=r"lacks 1 weight of its architecture, e\.g\. score\.weight"):
+        scorer.load(Model(path="rm"), tmp_path)
 
 
 def test_rows_apart_and_rows_of_heads():
