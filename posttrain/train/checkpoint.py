@@ -7,7 +7,8 @@ It counts only when its manifest is sealed; older ones go only after that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
 
-from posttrain.errors import RunError
+from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints, ranks
 from posttrain.train import distributed, sharding
@@ -75,7 +76,7 @@ def _save(
 ) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     folder = checkpoints.folder_for(root, state.step)
-    with checkpoints.saving(root, state.step) as unsealed:
+    with _told(root, state.step), checkpoints.saving(root, state.step) as unsealed:
         # PEFT would look on the hub whether the vocabulary was resized
         loaded.model.save_pretrained(unsealed, **({"save_embedding_layers": False} if loaded.is_lora else {}))
         loaded.tokenizer.save_pretrained(unsealed)
@@ -88,6 +89,21 @@ def _save(
         raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")
     checkpoints.prune(root, keep)
     return folder
+
+
+@contextmanager
+def _told(root: Path, step: int) -> Iterator[None]:
+    """Whatever goes wrong inside is a RunError: a library's own error says nothing of checkpoints."""
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as cause:
+        raise RunError(
+            f"the checkpoint of step {step} could not be written: {cause}",
+            where=str(root),
+            hint="older checkpoints are kept; mend that, then run the same command with --resume",
+        ) from cause
 
 
 def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Module | None = None) -> State | None:

@@ -25,7 +25,7 @@ from posttrain import whereabouts
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, NonFiniteError, PosttrainError, RunError, counted
+from posttrain.errors import DataError, Interrupted, NonFiniteError, counted
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
@@ -215,16 +215,16 @@ class RunLoop(abc.ABC):
         del start_time
         if "loss" not in logs:  # the trainer's closing summary: ours is `train`'s
             return
-        run, state = self.job.recipe.run, self.job.state
+        job, run, state = self.job, self.job.recipe.run, self.job.state
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
-        over = distributed.any_rank(self.stop.requested) or self.job.finished
-        if state.step % run.log_every == 0 or self.job.finished:
+        over = distributed.any_rank(self.stop.requested) or job.finished
+        if state.step % run.log_every == 0 or job.finished:
             self.metrics.write(state.step, values)
         self.progress.update(state.step, values, spent=state.seconds)
         if over or (run.save_every and state.step % run.save_every == 0):
             with self.watchdog.phase("save"):
-                save_checkpoint(self.job)
+                checkpoint.save(job.directory.checkpoints, state, job.loaded, job.optimizer, run.keep_checkpoints)
         if over:
             self.control.should_training_stop = True  # type: ignore[attr-defined]
 
@@ -278,21 +278,6 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
         allowed=f"the batch is in {path}; the last checkpoint is kept",
         hint="lower optim.lr, or look at the rows of this batch",
     )
-
-
-def save_checkpoint(job: Job) -> None:
-    """A sealed checkpoint of this step. Whatever goes wrong within (a full disk) is told, and the older ones stay."""
-    root, keep = job.directory.checkpoints, job.recipe.run.keep_checkpoints
-    try:
-        checkpoint.save(root, job.state, job.loaded, job.optimizer, keep)
-    except PosttrainError:
-        raise
-    except Exception as cause:  # torch and safetensors tell a full disk in errors of their own
-        raise RunError(
-            f"the checkpoint of step {job.state.step} could not be written: {cause}",
-            where=str(root),
-            hint="older checkpoints are kept; free some space, then run the same command with --resume",
-        ) from cause
 
 
 @distributed.alarmed()

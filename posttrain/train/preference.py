@@ -25,7 +25,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from posttrain import registry, whereabouts
 from posttrain.batch import PairBatch, PairLoss
-from posttrain.data.prepare import prepare_pairs
+from posttrain.data.prepare import Prepared, prepare_pairs
 from posttrain.data.render import Pair
 from posttrain.errors import RecipeError, UserError
 from posttrain.loss.pair_labels import kl_baseline
@@ -64,19 +64,10 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     single = "labels" in wanted
     prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
     distributed.check_rows([pair.uid for pair in prepared.items])
-    rows = {row["uid"]: row for row in prepared.rows}
-    columns = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
-    if single:
-        pair_columns.refuse_one_class(columns["label"], recipe.loss.use)
-    measure = functools.partial(measured, recipe, prepared.items)
-    columns |= anchors.columns(recipe, directory, prepared.items, columns, tokenizer, measure)
+    columns = columns_of(recipe, directory, prepared, wanted, tokenizer)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    longest = max(prepared.items, key=pair_length)
-    hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     packed = not single and packs(loaded, prepared.items)
-    tokens = [packed_length(pair) if packed else pair_length(pair) for pair in prepared.items]
-    job = Job.of(recipe, directory, loaded, len(prepared.items), pair_length(longest))
-    job.order = functools.partial(dealing.balanced if packed else dealing.by_length, tokens)
+    job = job_of(recipe, directory, loaded, prepared.items, packed=packed)
     pair_loss = functools.partial(component.function, **recipe.loss.params)
     trainer = make_trainer(job, prepared.items, pair_loss, columns, packed=packed)
     trainer.single = single
@@ -92,6 +83,30 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
         pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths(prepared.items),
     ]
     return hf_trainer.train(trainer, job, COLUMNS, notes)
+
+
+def columns_of(
+    recipe: DpoRecipe, directory: RunDirectory, prepared: Prepared[Pair], wanted: frozenset[str], tokenizer: Any
+) -> pair_columns.Columns:
+    """What the loss reads beside the texts, by pair: columns of the data, and log-probs by the models of `anchors`."""
+    rows = {row["uid"]: row for row in prepared.rows}
+    found = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
+    if "labels" in wanted:
+        pair_columns.refuse_one_class(found["label"], recipe.loss.use)
+    measure = functools.partial(measured, recipe, prepared.items)
+    return found | anchors.columns(recipe, directory, prepared.items, found, tokenizer, measure)
+
+
+def job_of(
+    recipe: DpoRecipe, directory: RunDirectory, loaded: LoadedModel, pairs: Sequence[Pair], *, packed: bool
+) -> Job:
+    """The run on these pairs, whose steps are cut by their tokens. Raises DataError for a pair beyond the window."""
+    longest = max(pairs, key=pair_length)
+    hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
+    job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
+    tokens = [packed_length(pair) if packed else pair_length(pair) for pair in pairs]
+    job.order = functools.partial(dealing.balanced if packed else dealing.by_length, tokens)
+    return job
 
 
 def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:

@@ -59,7 +59,7 @@ def _save(
     try:
         save_step(p, state, directory, ahead if complete else None, alone=not together)
     except Exception as error:  # a full disk, say; the error that brought us here is the one to raise
-        note(f"the checkpoint of step {state.step} could not be written: {error}")
+        note(f"not saved after step {state.step}: {error}")
     else:
         note(f"saved after step {state.step}: the next step failed before its update")
 

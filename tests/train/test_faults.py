@@ -95,6 +95,20 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     assert "step-00000004 is damaged and is not used" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_cannot_be_written_is_told(
+    recipe: Any, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every disk that refuses is a full one: in `rl` such an error came as the library's own."""
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("Parent directory does not exist.")
+
+    monkeypatch.setattr(torch, "save", refused)
+    told = "the checkpoint of step 1 could not be written: Parent directory does not exist"
+    with opened("refused") as directory, pytest.raises(RunError, match=told):
+        rl.run(recipe(), directory)
+
+
 def test_no_engine_at_the_url(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user sees it: what is wrong, where, what to do, and how to go on."""
     recipe()
