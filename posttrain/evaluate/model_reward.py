@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from posttrain.data.render import prompt_messages, render_example
 from posttrain.errors import RewardError
@@ -33,9 +33,8 @@ class Loaded:
     window: int
 
 
-_loaded: dict[
-    tuple[str, str, str, str], Loaded
-] = {}  # (path, base_dir, device, dtype) -> model, while a scorer is open
+Key = tuple[str, str, str, str]  # path, base_dir, device, dtype
+_loaded: dict[Key, Loaded] = {}  # while a scorer is open
 
 
 def opened(
@@ -85,31 +84,49 @@ def score(
     rows = list(zip(messages, tools or [None] * len(completions), completions, strict=True))
     several = len(found) > 1 or (len(found[0].card.heads) > 1 and found[0].card.use != "label_regression")
     centred = several if calibrate is None else calibrate
-    members: list[Any] = []
-    deviations: list[Any] = []
-    parts: dict[str, Any] = {}
-    for one in found:
-        means, log_stds = _outputs(one, rows, batch_tokens)
-        scale = torch.ones(1)
-        if centred and one.card.center:
-            center, scale = torch.tensor(one.card.center), torch.tensor(one.card.scale)
-            means = (means - center) / scale
-        if log_stds is not None:
-            deviations.append(log_stds.clamp(-5, 5).exp() / scale)
-        if one.card.use == "label_regression":
-            parts |= {name: means[:, n] for n, name in enumerate(one.card.heads)}
-            means = (means * _weights(weights, one.card.heads)).sum(1, keepdim=True)
-        members.append(means)
-    table = torch.cat(members, 1).T[:, None]  # [members, 1, rows]
-    stds = torch.cat(deviations, 1).T[:, None] if len(deviations) == len(found) else None
+    said = [_members(one, rows, batch_tokens, centred, weights) for one in found]
+    table = torch.cat([one.means for one in said], 1).T[:, None]  # [members, 1, rows]
+    known = [one.stds for one in said if one.stds is not None]
+    stds = torch.cat(known, 1).T[:, None] if len(known) == len(found) else None
     how = _chosen(aggregate, found, len(table), stds is not None)
     settings = {"uwo_coef": uwo_coef, "ddof": ddof, "nominal_weight": nominal_weight, "min_scope": min_scope}
     combined = _combined(how, table, stds, settings)
+    parts = {name: values for one in said for name, values in one.parts.items()}
     if len(table) > 1:
         parts["spread"] = table[:, 0].std(0, correction=0)
     if not parts:
         return combined.tolist()
     return [{"reward": combined[n].item(), **{k: v[n].item() for k, v in parts.items()}} for n in range(len(combined))]
+
+
+class Members(NamedTuple):
+    """What the heads of one model say."""
+
+    means: Any  # [rows, members]
+    stds: Any  # the same, or None for heads that do not know their deviation
+    parts: dict[str, Any]  # name of a label -> [rows]
+
+
+def _members(
+    one: Loaded,
+    rows: Sequence[tuple[Any, Any, str]],
+    batch_tokens: int,
+    centred: bool,
+    weights: dict[str, float] | None,
+) -> Members:
+    """Each head is a member of the ensemble; the labels of one model together are one."""
+    import torch
+
+    means, log_stds = _outputs(one, rows, batch_tokens)
+    scale = torch.ones(1)
+    if centred and one.card.center:
+        center, scale = torch.tensor(one.card.center), torch.tensor(one.card.scale)
+        means = (means - center) / scale
+    stds = None if log_stds is None else log_stds.clamp(-5, 5).exp() / scale
+    if one.card.use != "label_regression":
+        return Members(means, stds, {})
+    parts = {name: means[:, n] for n, name in enumerate(one.card.heads)}
+    return Members((means * _weights(weights, one.card.heads)).sum(1, keepdim=True), stds, parts)
 
 
 def _chosen(aggregate: Aggregate, found: Sequence[Loaded], members: int, gaussian: bool) -> str:

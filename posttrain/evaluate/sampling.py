@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from posttrain import whereabouts
@@ -102,6 +103,27 @@ def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Re
     return found
 
 
+@contextmanager
+def _engine(
+    recipe: EvalRecipe | GenerateRecipe, directory: RunDirectory, prompts: Sequence[Prompt], around: Around | None
+) -> Iterator[Engine]:
+    """The model loaded, and what it is asked through; closed at the end of the block."""
+    loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+    offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
+    sampling = turns.with_room(recipe.sampling) if offer else recipe.sampling
+    longest = needed_length(prompts, sampling)
+    if note := start_note(recipe.engine):
+        print(note, file=sys.stderr)
+    engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
+    engine = turns.turning(engine, offer, loaded)
+    engine = around(engine, loaded) if around else engine
+    try:
+        check_fits(prompts, sampling, engine.window)
+        yield engine
+    finally:
+        engine.close()
+
+
 def _generate(
     recipe: EvalRecipe | GenerateRecipe,
     directory: RunDirectory,
@@ -114,44 +136,29 @@ def _generate(
     columns: Sequence[str],
     around: Around | None,
 ) -> list[Record]:
-    """Load the model and sample the chunks that are left."""
-    loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
-    sampling = turns.with_room(recipe.sampling) if offer else recipe.sampling
-    longest = needed_length(prompts, sampling)
-    if note := start_note(recipe.engine):
-        print(note, file=sys.stderr)
-    engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
-    engine = turns.turning(engine, offer, loaded)
-    engine = around(engine, loaded) if around else engine
+    """Sample the chunks that are left."""
     records: list[Record] = []
-    try:
-        check_fits(prompts, sampling, engine.window)
-        with GracefulStop() as stop, Progress(recipe.verb, len(chunks), ("tokens", "truncated", *columns)) as progress:
-            progress.note(
-                f"{counted(len(prompts), 'prompt')} x {counted(n, 'completion')} in {counted(len(chunks), 'chunk')}"
-            )
-            for number in range(done, len(chunks)):
-                part = chunks[number]
-                rollouts = engine.generate(
-                    [prompts[i] for i in part],
-                    n,
-                    recipe.sampling,
-                    seed=derive(recipe.run.seed, "eval", number),
-                    first_group=part.start,
-                    logprobs=False,
+    shown = ("tokens", "truncated", *columns)
+    with (
+        _engine(recipe, directory, prompts, around) as engine,
+        GracefulStop() as stop,
+        Progress(recipe.verb, len(chunks), shown) as progress,
+    ):
+        counts = (counted(len(prompts), "prompt"), counted(n, "completion"), counted(len(chunks), "chunk"))
+        progress.note("{} x {} in {}".format(*counts))
+        for number in range(done, len(chunks)):
+            part = chunks[number]
+            asked, seed = [prompts[i] for i in part], derive(recipe.run.seed, "eval", number)
+            rollouts = engine.generate(asked, n, recipe.sampling, seed=seed, first_group=part.start, logprobs=False)
+            rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_paired(rollouts, grade))]
+            log.append(rows)
+            records += rows
+            progress.update(number + 1, _means(records, columns))
+            if stop.requested and number + 1 < len(chunks):
+                raise Interrupted(
+                    f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
+                    where=str(directory.path),
                 )
-                rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_paired(rollouts, grade))]
-                log.append(rows)
-                records += rows
-                progress.update(number + 1, _means(records, columns))
-                if stop.requested and number + 1 < len(chunks):
-                    raise Interrupted(
-                        f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
-                        where=str(directory.path),
-                    )
-    finally:
-        engine.close()
     return records
 
 

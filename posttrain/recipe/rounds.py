@@ -114,52 +114,65 @@ def expand(entry: Node, path: Path_, problems: list[Problem]) -> Expanded:
 
 def _problems(entry: Node, settings: Rounds, path: Path_) -> Iterator[Problem]:
     """What the schema cannot say."""
-    inner = entry.mapping["stages"]
     head = ".".join(map(str, path))
-    names = [stage.get("name") for stage in settings.stages]
-    kinds = {stage.get("name"): stage.get("stage") for stage in settings.stages}
-    for position, stage in enumerate(settings.stages):
-        node = cast(list[Node], inner.value)[position]
-        if "rounds" in stage:
-            yield Problem(node.origin.mark, f"{head}.stages.{position}: rounds within rounds")
-        if "." in str(stage.get("name", "")):
-            what = f"{head}.stages.{position}.name: a stage of rounds has no `.` in its name"
-            yield Problem(node.mapping["name"].origin.mark, what)
-        for text, place in _texts(node):
-            word = _ROUND.match(text)
-            if word and word[1] not in WORDS:
-                near = nearest(word[1], WORDS)
-                hint = f"did you mean `round:{near}`?" if near else ""
-                allowed = ", ".join(f"round:{w}" for w in WORDS)
-                yield Problem(place.mark, f"`{text}` is no policy of a round", f"known: {allowed}", hint)
-    makers = [name for name in names if kinds[name] in MODEL_MAKERS]
+    for position, node in enumerate(cast(list[Node], entry.mapping["stages"].value)):
+        yield from _wrong_stage(node, f"{head}.stages.{position}")
+    yield from _wrong_result(entry, settings, head)
+    yield from _idle(entry, settings, head)
+    if settings.start == "tiny":
+        what = f"{head}.start: `tiny` is made anew from the seed of each stage: rounds need a model that stays"
+        yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")
+    yield from _wrong_by_round(entry, settings, head)
+
+
+def _wrong_stage(node: Node, head: str) -> Iterator[Problem]:
+    if is_rounds(node):
+        yield Problem(node.origin.mark, f"{head}: rounds within rounds")
+    name = node.mapping.get("name")
+    if name is not None and "." in str(name.value):
+        yield Problem(name.origin.mark, f"{head}.name: a stage of rounds has no `.` in its name")
+    for text, place in _texts(node):
+        word = _ROUND.match(text)
+        if word and word[1] not in WORDS:
+            near = nearest(word[1], WORDS)
+            hint = f"did you mean `round:{near}`?" if near else ""
+            allowed = ", ".join(f"round:{w}" for w in WORDS)
+            yield Problem(place.mark, f"`{text}` is no policy of a round", f"known: {allowed}", hint)
+
+
+def _wrong_result(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+    makers = [str(stage.get("name")) for stage in settings.stages if stage.get("stage") in MODEL_MAKERS]
     if not makers:
-        yield Problem(inner.at_key.mark, f"{head}.stages: none of them makes a model", ", ".join(MODEL_MAKERS))
+        mark = entry.mapping["stages"].at_key.mark
+        yield Problem(mark, f"{head}.stages: none of them makes a model", ", ".join(MODEL_MAKERS))
     elif settings.result is not None and settings.result not in makers:
-        mark = entry.mapping["result"].origin.mark
-        yield Problem(
-            mark, f"{head}.result: `{settings.result}` makes no model", f"those that do: {', '.join(map(str, makers))}"
-        )
-    if settings.reference in ("initial", "random_past", "average") and "dpo" not in kinds.values():
+        what = f"{head}.result: `{settings.result}` makes no model"
+        yield Problem(entry.mapping["result"].origin.mark, what, f"those that do: {', '.join(makers)}")
+
+
+def _idle(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+    """Settings that nothing reads beside the others."""
+    compares = any(stage.get("stage") == "dpo" for stage in settings.stages)
+    if settings.reference in ("initial", "random_past", "average") and not compares:
         what = f"{head}.reference: does nothing: no stage of the rounds is a dpo"
         yield Problem(entry.mapping["reference"].at_key.mark, what, hint="remove it")
     for key, reader in (("alpha", "extrapolated"), ("decay", "average")):
         if getattr(settings, key) != Rounds.model_fields[key].default and settings.reference != reader:
             what = f"{head}.{key}: does nothing with reference {settings.reference}"
             yield Problem(entry.mapping[key].origin.mark, what, hint=f"write `reference: {reader}`, or remove it")
-    if settings.history != Rounds.model_fields["history"].default and "dpo" not in kinds.values():
+    if settings.history != Rounds.model_fields["history"].default and not compares:
         what = f"{head}.history: does nothing: no stage of the rounds is a dpo"
         yield Problem(entry.mapping["history"].origin.mark, what, hint="remove it")
-    if settings.start == "tiny":
-        what = f"{head}.start: `tiny` is made anew from the seed of each stage: rounds need a model that stays"
-        yield Problem(entry.mapping["start"].origin.mark, what, hint="train it first, and write `stage:NAME`")
+
+
+def _wrong_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Problem]:
+    stages = [str(stage.get("name")) for stage in settings.stages]
     for key, values in settings.by_round.items():
         node = entry.mapping["by_round"].mapping[key]
-        if key.partition(".")[0] not in names or not key.partition(".")[2]:
+        stage, _, below = key.partition(".")
+        if stage not in stages or not below:
             what = f"{head}.by_round: `{key}` is no key of a stage of these rounds"
-            yield Problem(
-                node.at_key.mark, what, f"written NAME.key.path; names: {', '.join(str(name) for name in names)}"
-            )
+            yield Problem(node.at_key.mark, what, f"written NAME.key.path; names: {', '.join(stages)}")
         elif len(values) != settings.rounds:
             what = f"{head}.by_round.{key}: {counted(len(values), 'value')} for {counted(settings.rounds, 'round')}"
             yield Problem(node.origin.mark, what)

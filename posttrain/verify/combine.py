@@ -38,42 +38,40 @@ def combine(
     no score or one below the least, this one counts as 0, whatever it is; where that one failed, nobody knows, and the
     row is not scored.
     """
-    conditions = conditions or {}
+    conditions, failed = conditions or {}, failed or {}
     components = {
         name: closed(clipped(scores, (clips or {}).get(name)), components, conditions.get(name))
         for name, scores in components.items()
     }
-    failed = failed or {}
-    rows = len(groups)
-    sums = [0.0] * rows
-    counted = [False] * rows
-    dropped = [False] * rows
+    sums, counted, dropped = [0.0] * len(groups), [False] * len(groups), [False] * len(groups)
     for name, scores in components.items():
-        weight = weights[name]
-        if weight == 0:
+        if weights[name] == 0:
             continue
-        asked = [name, conditions[name][0]] if name in conditions else [name]
-        lost = [any(of_row) for of_row in zip(*(failed.get(n) or [False] * rows for n in asked), strict=True)]
+        lost = _lost(name, failed, conditions, len(groups))
         has_score = {g for g, score in zip(groups, scores, strict=True) if score is not None}
         for i, score in enumerate(scores):
+            policy = on_none[name]
             if lost[i]:
                 dropped[i] = True
             elif score is not None:
-                sums[i] += weight * score
+                sums[i] += weights[name] * score
                 counted[i] = True
-            else:
-                policy = on_none[name]
-                if policy == "error":
-                    row = whereabouts.row(uids[i] if uids else i)
-                    raise RewardError(
-                        f"reward {name} returned None for {row}",
-                        hint="its `on_none` is `error`; see the row, or change it",
-                    )
-                if policy == "zero":
-                    counted[i] = True
-                elif policy == "skip_row" or (policy == "auto" and groups[i] in has_score):
-                    dropped[i] = True
-    return [None if dropped[i] or not counted[i] else sums[i] for i in range(rows)]
+            elif policy == "error":
+                row = whereabouts.row(uids[i] if uids else i)
+                raise RewardError(
+                    f"reward {name} returned None for {row}", hint="its `on_none` is `error`; see the row, or change it"
+                )
+            elif policy == "zero":
+                counted[i] = True
+            elif policy == "skip_row" or (policy == "auto" and groups[i] in has_score):
+                dropped[i] = True
+    return [None if dropped[i] or not counted[i] else sums[i] for i in range(len(groups))]
+
+
+def _lost(name: str, failed: Mapping[str, Sequence[bool]], conditions: Mapping[str, Gate], rows: int) -> list[bool]:
+    """The rows in which a component, or the one that it depends on, raised or timed out."""
+    asked = [name, conditions[name][0]] if name in conditions else [name]
+    return [any(of_row) for of_row in zip(*(failed.get(one) or [False] * rows for one in asked), strict=True)]
 
 
 def by_turn(parts: Sequence[Sequence[float]], limits: Sequence[float] | None) -> list[tuple[float, ...]]:
