@@ -125,3 +125,9 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
     """
     found = difflib.get_close_matches(word, list(known), n=5, cutoff=alike)
     return next((name for name in found if sorted(name) == sorted(word)), found[0] if found else None)
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    """The hint that names the nearest known name, written as `form` says; "" where none is near."""
+    near = nearest(word, known)
+    return f"did you mean `{form.format(near)}`?" if near else ""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from posttrain.errors import UserError, nearest
+from posttrain.errors import UserError, did_you_mean, nearest
 
 ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # endings of files of rows
 _PACKAGE = Path(__file__).resolve().parent
@@ -77,11 +77,10 @@ def place_of(use: str, base_dir: Path | None, what: str, error: type[UserError] 
 def no_function(left: str, name: str, known: Iterable[str], error: type[UserError] = UserError) -> UserError:
     """The error for a file or module (`left`) that is there and has no such function. known: what it has."""
     public = sorted(n for n in known if not n.startswith("_"))
-    near = nearest(name, public)
     return error(
         f"{left} has no function {name}",
         allowed=f"it has: {', '.join(public) or 'none'}",
-        hint=f"did you mean `{near}`?" if near else "",
+        hint=did_you_mean(name, public),
     )
 
 

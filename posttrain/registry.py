@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from posttrain.errors import UserError, nearest
+from posttrain.errors import UserError, did_you_mean
 from posttrain.places import is_shipped, no_function, no_module, place_of, split_function
 
 _PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
@@ -154,11 +154,10 @@ def get(kind: Kind, name: str) -> Component:
         entry = index().get(kind, {}).get(name)
         if entry is None:
             known = sorted(index().get(kind, {}))
-            near = nearest(name, known)
             raise UserError(
                 f"unknown {kind}: {name}",
                 allowed=f"known: {', '.join(known)}; or path/file.py:function",
-                hint=f"did you mean `{near}`?" if near else "",
+                hint=did_you_mean(name, known),
             )
         importlib.import_module(entry["module"])
     return _components[kind, name]
@@ -192,11 +191,10 @@ def check_needs(component: Component) -> None:
     known = needs_words(component.kind)
     for word in component.needs:
         if word not in known:
-            near = nearest(word, sorted(known))
             raise UserError(
                 f"{component.kind} `{component.name}` needs `{word}`, which nothing measures",
                 allowed=f"known: {', '.join(sorted(known))}",
-                hint=f"did you mean `{near}`?" if near else "",
+                hint=did_you_mean(word, sorted(known)),
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.help import App
-from posttrain.errors import UserError, counted, nearest
+from posttrain.cli.show import print_json
+from posttrain.errors import UserError, counted, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from posttrain.recipe.building import Builder
 
 app = App()
 
@@ -46,42 +51,47 @@ def inspect(
     text is green on a terminal and stands between » and « elsewhere. With --rollouts: which tokens of a run's samples
     the model wrote (they carry loss) and which tools or an environment did.
     """
-    from posttrain.cli import packages, preflight
-    from posttrain.data.inspect import check_stage
-    from posttrain.data.inspect import inspect as look
     from posttrain.run.directory import read_resolved
 
     if rollouts is not None:
         read_resolved(rollouts, "rl")
-    if rollouts is not None and recipe is None:
+    if recipe is not None:
+        _inspect_recipe(recipe, overrides or [], rows, as_json, rollouts, with_model)
+    elif rollouts is not None:
         _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
-        return
-    if recipe is None:
+    else:
         raise UserError("no rows are named", hint="name a recipe, or an rl run behind --rollouts")
-    checked = preflight.load(recipe, overrides or [], without=["run"])
-    loaded = checked.recipe
-    section: Any = loaded
-    stage = loaded.verb
+
+
+def _inspect_recipe(
+    name: str, overrides: Sequence[str], rows: int, as_json: bool, rollouts: Path | None, with_model: bool
+) -> None:
+    from posttrain.cli import packages, preflight
+    from posttrain.data import inspect as looking
+
+    checked = preflight.load(name, overrides, without=["run"])
+    recipe: Any = checked.recipe
+    stage = recipe.verb
     if stage == "reward-model":  # its rows are those of dpo, or answers with labels
-        stage = "dpo" if section.objective.pairs else "sft"
-    check_stage(stage)
+        stage = "dpo" if recipe.objective.pairs else "sft"
+    looking.check_stage(stage)
     packages.require(checked, packages.of_tokens)
     from posttrain.models.load import load_eos_ids, load_tokenizer
 
-    tokenizer = load_tokenizer(section.model, loaded.base_dir)
+    tokenizer = load_tokenizer(recipe.model, recipe.base_dir)
     if rollouts is not None:
         _show_rollouts(rollouts, tokenizer, rows, as_json)
         return
-    eos_ids = load_eos_ids(section.model, loaded.base_dir, tokenizer)
-    weigh, of_pairs = _weigh(loaded, tokenizer, with_model), loaded.verb == "dpo"
-    single, rules = of_pairs and "labels" in section.loss.needs, section.pairs if of_pairs else None
-    report = look(stage, section.data, tokenizer, loaded.base_dir, eos_ids, rows, weigh, single=single, rules=rules)
+    eos_ids = load_eos_ids(recipe.model, recipe.base_dir, tokenizer)
+    weigh, of_pairs = _weigh(recipe, tokenizer, with_model), recipe.verb == "dpo"
+    single, rules = of_pairs and "labels" in recipe.loss.needs, recipe.pairs if of_pairs else None
+    report = looking.inspect(
+        stage, recipe.data, tokenizer, recipe.base_dir, eos_ids, rows, weigh, single=single, rules=rules
+    )
     if as_json:
-        from posttrain.cli.show import print_json
-
         print_json(report)
-        return
-    show(report)
+    else:
+        show(report)
 
 
 @app.command("pairs")
@@ -116,43 +126,43 @@ def make_pairs(
     left out is told on stderr. Train on them with the same `data.system` and `data.prompt_template` as the recipe.
     `posttrain pairs` makes the same from a recipe, as a stage of a pipeline too, and with completions of other models.
     """
-    import json
-    import typing
-
     from posttrain.cli import packages, preflight
     from posttrain.data.account import told
     from posttrain.data.pair_builders import Options
     from posttrain.data.pair_rows import pair_rows
     from posttrain.data.rows import load_rows
-    from posttrain.recipe.building import Builder
     from posttrain.recipe.stages import EvalRecipe
     from posttrain.run.jsonl import read_rows
 
-    if builder not in typing.get_args(Builder):
-        known = typing.get_args(Builder)
-        near = nearest(builder, known)
-        hint = f"did you mean `{near}`?" if near else ""
-        raise UserError(f"no builder `{builder}`", allowed=f"known: {', '.join(known)}", hint=hint)
+    chosen = _builder(builder)
     checked = preflight.load(recipe, overrides or [], stage="eval", without=["model", "run"])
     packages.require(checked, packages.of_rows)
     given = checked.require(EvalRecipe)
-    sources = {row["uid"]: row for row in load_rows(given.data, given.base_dir)}
-    before = [row for path in earlier or [] for row in read_rows(path)]
     records = read_rows(completions)
     found = pair_rows(
-        sources,
+        {row["uid"]: row for row in load_rows(given.data, given.base_dir)},
         records,
-        typing.cast(Builder, builder),
+        chosen,
         options=Options(max_pairs=max_pairs),
         balance_lengths=balance,
         max_gap=max_gap,
-        earlier=before,
+        earlier=[row for path in earlier or [] for row in read_rows(path)],
     )
     for row in found.rows:
         typer.echo(json.dumps(row, ensure_ascii=False))
     left = f"; left out: {told(found.dropped)}" if found.dropped else ""
     counts = f"{counted(len(found.rows), 'pair')} from {counted(len(records), 'completion')}"
     typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
+
+
+def _builder(name: str) -> Builder:
+    from posttrain.recipe.building import Builder
+
+    known = typing.get_args(Builder)
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise UserError(f"no builder `{name}`", allowed=f"known: {', '.join(known)}", hint=hint)
+    return typing.cast("Builder", name)
 
 
 def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
@@ -218,8 +228,6 @@ def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None
     newest = [r for r in records if r["step"] == records[-1]["step"]][:count]
     samples = [sampled_parts(record, tokenizer) for record in newest]
     if as_json:
-        from posttrain.cli.show import print_json
-
         print_json(samples)
         return
     console = Console(highlight=False)

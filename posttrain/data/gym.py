@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.errors import DataError, MissingExtra, nearest
+from posttrain.errors import DataError, MissingExtra, did_you_mean
 from posttrain.seeds import derive
 
 
@@ -48,18 +48,16 @@ def check(task: str, params: Mapping[str, Any]) -> None:
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        near = nearest(task, DATASETS)
         raise DataError(
             f"reasoning-gym has no task {task}",
             allowed=f"it has {len(DATASETS)}: {', '.join(sorted(DATASETS))}",
-            hint=f"did you mean `gym:{near}`?" if near else "",
+            hint=did_you_mean(task, DATASETS, "gym:{}"),
         )
     known = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     for key in params:
         if key not in known:
-            near = nearest(key, known)
             raise DataError(
                 f"gym:{task} has no parameter {key}",
                 allowed=f"it has: {', '.join(sorted(known))}",
-                hint=f"did you mean `{near}`?" if near else "",
+                hint=did_you_mean(key, known),
             )

@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posttrain.errors import DataError, nearest
+from posttrain.errors import DataError, did_you_mean, nearest
 
 Row = dict[str, Any]
 
@@ -170,12 +170,11 @@ def fields(template: str) -> list[str]:
 
 def unknown_column(name: str, row: Mapping[str, Any], where: str) -> DataError:
     """The error for a column that is not there: the columns there are, and the nearest."""
-    near = nearest(name, row)
     return DataError(
         f"no column `{name}`",
         where=where,
         allowed=f"columns: {', '.join(k for k in row if k != 'uid')}",
-        hint=f"did you mean `{near}`?" if near else "",
+        hint=did_you_mean(name, row),
     )
 
 

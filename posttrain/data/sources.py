@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain import hub
 from posttrain.data import accepted, gym
-from posttrain.errors import DataError, MissingExtra, counted, nearest
+from posttrain.errors import DataError, MissingExtra, counted, did_you_mean
 from posttrain.places import ROW_FILES, candidates, meant, split_function
 from posttrain.recipe.sections import Source
 from posttrain.recipe.yaml import shown
@@ -207,11 +207,10 @@ def _directory(path: Path, split: str, stop: int | None) -> list[Record]:
 
 def _known_split(split: str, known: list[str], where: str) -> str:
     if split not in known:
-        near = nearest(split, known)
         raise DataError(
             f"{where} has no split `{split}`",
             allowed=f"splits: {', '.join(known)}",
-            hint=f"did you mean `{near}`?" if near else "",
+            hint=did_you_mean(split, known),
         )
     return split
 

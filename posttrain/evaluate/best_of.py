@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.errors import RecipeError, nearest
+from posttrain.errors import RecipeError, did_you_mean
 from posttrain.evaluate.estimators import Interval, bootstrap_ci
 from posttrain.evaluate.summary import by_problem, verdict, with_bounds
 
@@ -52,12 +52,11 @@ def sizes(samples: int) -> list[int]:
 def check_name(name: str, rewards: Sequence[str]) -> None:
     """Raises RecipeError where no reward is called so."""
     if name not in (*rewards, SUM):
-        near = nearest(name, [*rewards, SUM])
         raise RecipeError(
             f"no reward is called `{name}`",
             where="eval.best_of",
             allowed=f"{', '.join(rewards)}, or `{SUM}` for their weighted sum",
-            hint=f"did you mean `{near}`?" if near else "",
+            hint=did_you_mean(name, [*rewards, SUM]),
         )
 
 

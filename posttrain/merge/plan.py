@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from posttrain import registry
-from posttrain.errors import MergeError, counted, nearest
+from posttrain.errors import MergeError, counted, did_you_mean
 from posttrain.merge.arguments import Arguments
 from posttrain.merge.rules import CANCELS, normalized
 from posttrain.merge.sources import Source, open_source
@@ -131,11 +131,10 @@ def _tokenizer_source(recipe: MergeRecipe, models: Sequence[Source], base: Sourc
     if base is not None:
         known |= {"base": base, base.name: base}
     if asked not in known:
-        near = nearest(asked, known)
         raise MergeError(
             f"tokenizer_source `{asked}` is none of the models",
             allowed=f"known: {', '.join(known)}",
-            hint=f"did you mean `{near}`?" if near else "",
+            hint=did_you_mean(asked, known),
         )
     return known[asked]
 

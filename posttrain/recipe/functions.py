@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from posttrain.errors import UserError, nearest
+from posttrain.errors import UserError, did_you_mean
 from posttrain.places import find_module, no_function, place_of
 from posttrain.registry import load_function
 
@@ -75,8 +75,7 @@ def strange_arguments(
         found["use"] = UserError(f"{function.name} needs {', '.join(missing)}")
     for key in given:
         if key not in takes and function.args.kwarg is None:
-            near = nearest(key, takes)
-            hint = f"did you mean `{near}`?" if near else ""
+            hint = did_you_mean(key, takes)
             allowed = f"it takes: {', '.join(takes) or 'none'}"
             found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
     return found

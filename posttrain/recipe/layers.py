@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.errors import Problem, RecipeError, nearest
+from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.places import known_files
 from posttrain.recipe import keys
 from posttrain.recipe.section import ComponentSection
@@ -114,12 +114,11 @@ def _extended(base: Node, here: Path) -> Path:
     shipped = known_files("recipes", [".yaml"])
     if name in shipped:
         return shipped[name].resolve()
-    near = nearest(name, shipped)
     raise RecipeError(
         f"extends: no recipe `{name}`",
         where=base.origin.mark,
         allowed=f"searched: {shown(beside)}, and the shipped recipes (`posttrain recipe list`)",
-        hint=f"did you mean `{near}`?" if near else "",
+        hint=did_you_mean(name, shipped),
     )
 
 

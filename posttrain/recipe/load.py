@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.errors import Problem, RecipeError, nearest
+from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.places import known_files
 from posttrain.recipe import idle, keys, layers, pipeline
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
@@ -61,11 +61,10 @@ def locate(path_or_name: str) -> Path:
     shipped = known_files("recipes", [".yaml"])
     if path_or_name in shipped:
         return shipped[path_or_name].resolve()
-    near = nearest(path_or_name.removesuffix(".yaml"), shipped)
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
-        hint=f"did you mean `{near}`?" if near else "",
+        hint=did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
     )
 
 
@@ -108,10 +107,12 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
         return found
     found = keys.BY_NAME.get(str(node.value))
     if found is None:
-        near = nearest(str(node.value), keys.BY_NAME)
         allowed = f"allowed: {', '.join(keys.BY_NAME)}"
         problem = Problem(
-            node.origin.mark, f"stage: unknown stage `{node.value}`", allowed, f"did you mean `{near}`?" if near else ""
+            node.origin.mark,
+            f"stage: unknown stage `{node.value}`",
+            allowed,
+            did_you_mean(str(node.value), keys.BY_NAME),
         )
         raise RecipeError.of([problem, *problems])
     if wanted and found is not wanted:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain import registry
-from posttrain.errors import Problem, nearest
+from posttrain.errors import Problem, did_you_mean
 from posttrain.places import split_function
 from posttrain.recipe import idle, keys, layers, rounds
 from posttrain.recipe.rounds import MODEL_MAKERS, REFERENCE, Entry
@@ -207,8 +207,7 @@ def _model(entry: Node, head: str, problems: list[Problem]) -> type[Stage] | Non
         problems.append(Problem(entry.origin.mark, f"{head}.stage: is missing", allowed))
         return None
     if node.value not in known:
-        near = nearest(str(node.value), known)
-        hint = f"did you mean `{near}`?" if near else ""
+        hint = did_you_mean(str(node.value), known)
         problems.append(Problem(node.origin.mark, f"{head}.stage: unknown stage `{node.value}`", allowed, hint))
         return None
     return known[str(node.value)]
@@ -233,10 +232,9 @@ def _check_references(full: Node, head: str, earlier: dict[str, str], problems: 
             why = f"stage `{name}` ({earlier[name]}) makes no model"
         else:
             why = f"there is no stage `{name}` before this one"
-        near = nearest(name, usable)
         what = f"{head}.{dotted(path)}: {why}"
         allowed = f"earlier stages{'' if file else ' with a model'}: {', '.join(usable) or 'none'}"
-        hint = f"did you mean `stage:{near}`?" if near else ""
+        hint = did_you_mean(name, usable, "stage:{}")
         problems.append(Problem(follow(full, path)[0].origin.mark, what, allowed, hint))
 
 
@@ -256,9 +254,8 @@ def _check_defaults(defaults: Node, stages: set[str], problems: list[Problem]) -
         return  # an unknown stage might have taken it
     for key, node in defaults.mapping.items():
         if key not in taken:
-            near = nearest(key, taken)
             what = f"defaults.{key}: no stage of this pipeline takes it"
-            hint = f"did you mean `{near}`?" if near else ""
+            hint = did_you_mean(key, taken)
             problems.append(Problem(node.at_key.mark, what, f"they take: {', '.join(sorted(taken))}", hint))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
-from posttrain.errors import Problem, nearest
+from posttrain.errors import Problem, did_you_mean, nearest
 from posttrain.recipe import keys
 from posttrain.recipe.removed import sentence
 from posttrain.recipe.section import ComponentSection
@@ -58,9 +58,8 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     head = f"{shown_path}: " if shown_path else ""
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
-        near = nearest(str(item["input"]), words)
         what = f"{head}{shown(item['input'])} is not one of its words"
-        return Problem(place.mark, what, f"allowed: {', '.join(words)}", f"did you mean `{near}`?" if near else "")
+        return Problem(place.mark, what, f"allowed: {', '.join(words)}", did_you_mean(str(item["input"]), words))
     if kind == "value_error":
         return Problem(place.mark, f"{head}{item['ctx']['error']}")
     if kind in _BOUNDS:
@@ -176,11 +175,10 @@ def _addition(path: Sequence[str | int]) -> str:
 
 def _unknown_component(item: Item, node: Node, shown_path: str) -> Problem:
     known = sorted(registry.index().get(item["ctx"]["kind"], {}))
-    near = nearest(str(item["input"]), known)
     what = f"{shown_path}: unknown {item['ctx']['kind'].replace('_', ' ')} `{item['input']}`"
     own = "" if item["ctx"]["kind"] == "merge" else "; or path/file.py:function"
     allowed = f"known: {', '.join(known)}{own}"
-    hint = f"did you mean `{near}`?" if near else ""
+    hint = did_you_mean(str(item["input"]), known)
     hint = f"write {item['input']}:FUNCTION" if own and str(item["input"]).endswith(".py") else hint
     return Problem(node.origin.mark, what, allowed, hint)
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, ValidationError
 
-from posttrain.errors import Problem, counted, nearest
+from posttrain.errors import Problem, counted, did_you_mean
 from posttrain.recipe import layers
 from posttrain.recipe.problems import tell
 from posttrain.recipe.section import Positive, Section, Share
@@ -134,8 +134,7 @@ def _wrong_stage(node: Node, head: str) -> Iterator[Problem]:
     for text, place in _texts(node):
         word = _ROUND.match(text)
         if word and word[1] not in WORDS:
-            near = nearest(word[1], WORDS)
-            hint = f"did you mean `round:{near}`?" if near else ""
+            hint = did_you_mean(word[1], WORDS, "round:{}")
             allowed = ", ".join(f"round:{w}" for w in WORDS)
             yield Problem(place.mark, f"`{text}` is no policy of a round", f"known: {allowed}", hint)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from posttrain.errors import RecipeError, nearest
+from posttrain.errors import RecipeError, did_you_mean
 from posttrain.recipe.merge_sections import MergeParameters
 from posttrain.recipe.merging import UNWEIGHTED, given
 from posttrain.recipe.stages import MergeRecipe
@@ -94,11 +94,10 @@ def _check(key: str, recipe: MergeRecipe) -> None:
         return  # an override like any other: loading it says what is wrong
     known = [field.alias or name for name, field in MergeParameters.model_fields.items()]
     if key not in known:
-        near = nearest(key, known)
         raise RecipeError(
             f"--sweep: no parameter `{key}` of a merge",
             allowed="a key under `parameters`, or a dotted key such as models.0.parameters.weight",
-            hint=f"did you mean `{near}`?" if near else "",
+            hint=did_you_mean(key, known),
         )
     if key != "weight":
         return

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import ToolError, nearest
+from posttrain.errors import ToolError, did_you_mean, nearest
 from posttrain.places import find, known_files, shipped, split_function
 from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.registry import load_function, types_of, wrong_type
@@ -80,11 +80,10 @@ def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base
     own = {k: a for k, a in inspect.signature(function).parameters.items() if a.kind is inspect.Parameter.KEYWORD_ONLY}
     for key in given:
         if key not in own:
-            near = nearest(key, own)
             raise ToolError(
                 f"tool {name} has no parameter `{key}`",
                 allowed=f"it has: {', '.join(own) or 'none'} (keyword-only arguments are the recipe's)",
-                hint=f"did you mean `{near}`?" if near else "",
+                hint=did_you_mean(key, own),
             )
     for key, argument in own.items():
         if argument.default is inspect.Parameter.empty and key not in given:
@@ -125,9 +124,8 @@ def environment_class(section: Environment, base_dir: Path | None) -> Callable[[
     if split is None:
         known = {path.stem: path for path in known_files("tools/environments", [".py"]).values()}
         if section.use not in known:
-            near = nearest(section.use, known)
             allowed = f"shipped: {', '.join(sorted(known))}; or file.py:Class"
-            hint = f"did you mean `{near}`?" if near else ""
+            hint = did_you_mean(section.use, known)
             hint = f"write {section.use}:CLASS" if section.use.endswith(".py") else hint
             raise ToolError(f"unknown environment: {section.use}", allowed=allowed, hint=hint)
         target = f"{known[section.use]}:Environment"
@@ -143,11 +141,10 @@ def environment_class(section: Environment, base_dir: Path | None) -> Callable[[
     takes = inspect.signature(made).parameters
     for key in section.params:
         if key not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-            near = nearest(key, takes)
             raise ToolError(
                 f"environment {section.use} has no parameter `{key}`",
                 allowed=f"it has: {', '.join(takes) or 'none'}",
-                hint=f"did you mean `{near}`?" if near else "",
+                hint=did_you_mean(key, takes),
             )
     _check_types(f"environment {section.use}", made, section.params)
     try:

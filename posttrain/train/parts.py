@@ -14,7 +14,7 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch
-from posttrain.errors import RecipeError, nearest
+from posttrain.errors import RecipeError, did_you_mean
 from posttrain.loss.aggregate import Aggregation
 from posttrain.recipe.section import ComponentSection
 
@@ -81,8 +81,7 @@ def check_keys(component: registry.Component, section: ComponentSection) -> None
     takes = f"it takes: {', '.join(component.params) or 'none'}"
     head = f"{component.kind} `{section.use}`"
     if unknown:
-        near = nearest(unknown[0], component.params)
-        hint = f"did you mean `{near}`?" if near else ""
+        hint = did_you_mean(unknown[0], component.params)
         raise RecipeError(f"{head} has no argument {unknown[0]}", allowed=takes, hint=hint)
     if missing:
         raise RecipeError(f"{head} needs the argument {missing[0]}", allowed=takes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import Problem, RewardError, UserError, nearest
+from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
 from posttrain.places import find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import load_function, load_module, types_of, wrong_type
@@ -250,8 +250,7 @@ def _check_params(
     problems = []
     for key in params:
         if key not in known and not groups["rest"]:
-            near = nearest(key, known)
-            hint = f"did you mean `{near}`?" if near else ""
+            hint = did_you_mean(key, known)
             problems.append(
                 Problem(f"reward {target}", f"unknown parameter `{key}`", f"known: {', '.join(known)}", hint)
             )

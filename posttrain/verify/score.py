@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from posttrain import whereabouts
-from posttrain.errors import RewardError, RunError, counted, nearest
+from posttrain.errors import RewardError, RunError, counted, did_you_mean
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.combine import by_turn, closed, combine
@@ -335,11 +335,10 @@ def _check_limits(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -
         if section.clip is not None and section.clip[0] > section.clip[1]:
             raise RewardError(f"reward {name}: clip [{section.clip[0]:g}, {section.clip[1]:g}] is empty")
         if section.condition is not None and section.condition.on not in names:
-            near = nearest(section.condition.on, names)
             raise RewardError(
                 f"reward {name} has a condition on `{section.condition.on}`, which is no reward",
                 allowed=", ".join(n for n in names if n != name),
-                hint=f"did you mean `{near}`?" if near else "",
+                hint=did_you_mean(section.condition.on, names),
             )
         if section.condition is not None and section.condition.on == name:
             raise RewardError(f"reward {name} has a condition on itself", hint="`clip` limits a score")
