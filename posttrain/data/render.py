@@ -185,7 +185,10 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
 def tools(row: Row) -> list[Any] | None:
     """The row's tools for the template: a list, or JSON text of one (which no table format can fill with nulls)."""
     value = row.get("tools")
-    return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    except ValueError as cause:
+        raise DataError(f"`tools` is text and no JSON: {cause}", where=whereabouts.row(row.get("uid", ""))) from cause
 
 
 def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

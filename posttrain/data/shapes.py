@@ -11,6 +11,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from posttrain import chat
 from posttrain.errors import DataError, did_you_mean, nearest
 
 Row = dict[str, Any]
@@ -125,6 +126,10 @@ def _messages(value: Any, column: str, where: str) -> list[Row]:
             raise DataError(f"`{column}[{i}]` has no role; it has: {', '.join(message)}", where=where)
         if not isinstance(message.get("content", ""), str):
             raise DataError(f"`{column}[{i}].content` is {_kind(message['content'])}, not text", where=where)
+        try:
+            chat.clean_messages([message])
+        except (ValueError, TypeError, AttributeError) as cause:  # JSON text that is none, or a call that is no mapping
+            raise DataError(f"`{column}[{i}].tool_calls` cannot be read: {cause}", where=where) from cause
         cleaned.append(message)
     return cleaned
 

@@ -80,5 +80,5 @@ class Caller:
         if result.kind != "value":
             last = str(result.value).strip().splitlines()
             return f"error: {last[-1][:ERROR_CHARS] if last else 'the tool failed'}", "error"
-        text = str(result.value)
+        text = str(result.value).encode(errors="replace").decode()  # half of a character is no text for a tokenizer
         return (f"error: {text.removeprefix(MARK)}", "error") if text.startswith(MARK) else (text, "ok")

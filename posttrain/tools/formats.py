@@ -69,6 +69,37 @@ def _value(text: str) -> Any:
     return text.removeprefix("\n").removesuffix("\n")
 
 
+class _Unreadable(ValueError):
+    """What a model wrote in place of JSON; the message is for the model."""
+
+
+def _loads(text: str) -> tuple[Any, int]:
+    """The JSON value that a text begins with, and where it ends. Raises _Unreadable, also for what only Python refuses:
+    brackets without end, numbers of thousands of digits, halves of characters (no file and no tokenizer takes them).
+    """
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise _Unreadable(error.msg) from None
+    except RecursionError:
+        raise _Unreadable("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise _Unreadable("half of a character (\\ud800 to \\udfff)") from None
+    except ValueError:
+        raise _Unreadable("a number of too many digits") from None
+    return value, end
+
+
+def _loads_all(text: str) -> Any:
+    """The JSON value that a text is, blanks aside."""
+    stripped = text.strip()
+    value, end = _loads(stripped)
+    if end < len(stripped):
+        raise _Unreadable("text behind it")
+    return value
+
+
 def _llama3(text: str) -> list[Call]:
     plain = text.strip()
     tagged = plain.startswith("<|python_tag|>")
@@ -76,12 +107,11 @@ def _llama3(text: str) -> list[Call]:
     if not tagged and not re.match(r"\{\s*\"(name|type)\"\s*:", body):
         return []
     calls: list[Call] = []
-    decoder = json.JSONDecoder()
     while body:
         try:
-            value, end = decoder.raw_decode(body)
-        except json.JSONDecodeError as error:
-            return [*calls, Call(problem=f"no JSON: {error.msg}")]
+            value, end = _loads(body)
+        except _Unreadable as error:
+            return [*calls, Call(problem=f"no JSON: {error}")]
         calls.append(_read(value))
         body = body[end:].lstrip().removeprefix(";").lstrip()
     return calls or [Call(problem="the call is empty")]
@@ -89,9 +119,9 @@ def _llama3(text: str) -> list[Call]:
 
 def _object(text: str) -> Call:
     try:
-        return _read(json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
-        return Call(problem=f"no JSON: {getattr(error, 'msg', 'nested too deeply')}")
+        return _read(_loads_all(text))
+    except _Unreadable as error:
+        return Call(problem=f"no JSON: {error}")
 
 
 def _read(value: Any) -> Call:
@@ -104,8 +134,8 @@ def _read(value: Any) -> Call:
         return Call(problem="the call has no `name`")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+            arguments = _loads_all(arguments)
+        except _Unreadable:
             return Call(name, problem="`arguments` is text and no JSON")
     if not isinstance(arguments, dict):
         return Call(name, problem="`arguments` must be an object")

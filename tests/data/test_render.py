@@ -142,6 +142,11 @@ def test_rows_without_an_answer_say_what_is_missing(tiny: Any) -> None:
         pair_texts(ROW, tiny, section())
 
 
+def test_tools_that_are_no_json_name_their_row(tiny: Any) -> None:
+    with pytest.raises(DataError, match="`tools` is text and no JSON"):
+        render_example({**ROW, "tools": "[{"}, tiny, section())
+
+
 # --- templates with habits
 
 STRIPS_THINKING = (  # Qwen3's habit: earlier turns lose their thinking

@@ -91,3 +91,19 @@ def test_an_unknown_shape_names_the_columns_and_the_shapes() -> None:
         shaped({"Question": "x", "answer": "y"})
     assert "prompt + chosen + rejected" in str(error.value)
     assert "columns: {" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "[{",
+        [{"function": {"name": "f", "arguments": "{x: 1}"}}],
+        [{"function": {"name": "f", "arguments": "{"}}],
+        ["f"],
+        5,
+    ],
+)
+def test_tool_calls_that_cannot_be_read_name_their_row(calls: Any) -> None:
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    with pytest.raises(DataError, match=r"^here  `messages\[1\].tool_calls` cannot be read: "):
+        shaped({"messages": [USER, turn]})

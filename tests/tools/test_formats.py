@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from posttrain.tools.formats import Call, detect, parse
@@ -59,6 +61,26 @@ def test_calls_are_read(form: str, text: str, calls: list[Call]) -> None:
 def test_a_call_that_cannot_be_read_says_why(form: str, text: str, problem: str) -> None:
     (call,) = parse(text, form)  # type: ignore[arg-type]
     assert problem in call.problem
+
+
+DEEP, LONG, HALF = "[" * 100_000, "9" * 5_000, '"\\ud800"'
+
+
+@pytest.mark.parametrize("value", [DEEP, LONG, HALF])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("json", '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>'),
+        ("json", '<tool_call>{"name": "add", "arguments": "%s"}</tool_call>'),
+        ("llama3", '{"name": "add", "parameters": {"a": %s}}'),
+    ],
+)
+def test_json_that_python_cannot_hold_is_the_models_mistake(form: Any, text: str, value: str) -> None:
+    """Brackets without end, a number of 5000 digits, half of a character: answered, and the run goes on."""
+    if '"%s"' in text:
+        value = value.replace("\\", "\\\\").replace('"', '\\"')
+    (call,) = parse(text % value, form)
+    assert "JSON" in call.problem
 
 
 def test_two_calls_of_which_one_is_broken_are_two_calls() -> None:
