@@ -89,6 +89,6 @@ with Watchdog(Path({str(tmp_path)!r}), {MINUTES}, poll_s=0.01) as watchdog, watc
         except BaseException:
             pass
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "`save`" in done.stderr
     assert (tmp_path / "hang-rank0.txt").is_file()

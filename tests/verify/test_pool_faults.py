@@ -21,7 +21,7 @@ def score(completion, what):
     if what == "pieces":
         held = []
         while True:  # of memory that is never written to: how fast a busy machine hands out pages is not asked here
-            held.append(bytearray(64 << 20))
+            held.append(bytes(64 << 20))
     if what == "forks":
         for _ in range(5):
             if os.fork() == 0:
