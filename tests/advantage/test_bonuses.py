@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.advantage import rank
 from posttrain.advantage.bonuses import confidence, novelty, sequence_confidence
-from posttrain.advantage.rank import rank_of, shape
+from posttrain.advantage.rank import rank_of, ranks_of, shape
 from posttrain.batch import RolloutBatch
 
 
@@ -100,3 +101,20 @@ def test_the_bonus_is_within_its_cap_and_the_first_step_only_measures() -> None:
     assert gain[0] == 0.25
     assert 0 <= gain[1] <= 0.25
     assert gain[2] == 0
+
+
+@pytest.mark.parametrize("cells", [1, 40, 1 << 22])
+@pytest.mark.parametrize("width", [2, 16])
+def test_effective_ranks_of_many_rows_are_those_of_each(
+    cells: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the lengths beside it, and from float32 to its last digits but two: numbers in float32 are exact in
+    float64, where the singular values are taken themselves."""
+    generator = torch.Generator().manual_seed(0)
+    narrow = [torch.randn(n, width, generator=generator) + 3 for n in (7, 1, 8, 0, 3, 8, 2)]
+    wide = [states.double() for states in narrow]
+    monkeypatch.setattr(rank, "CELLS", cells)
+    expected = torch.stack([rank_of(states) for states in wide])
+    assert (expected > 1).sum() == 5 and expected[1] == expected[3] == 0
+    torch.testing.assert_close(ranks_of(wide), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(ranks_of(narrow), expected, rtol=1e-6, atol=0)
