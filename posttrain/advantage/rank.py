@@ -129,7 +129,7 @@ def ranks_of(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(lengths: Sequence[int], width: int) -> Iterator[list[int]]:
-    """Numbers of the rows of two states and more, the longest first, in parts of CELLS numbers and one length, nearly."""
+    """Numbers of the rows of two states and more, the longest first, in parts of CELLS numbers and about one length."""
     left = sorted((n for n, length in enumerate(lengths) if length > 1), key=lambda n: -lengths[n])
     while left:
         longest = lengths[left[0]]

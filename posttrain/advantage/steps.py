@@ -164,6 +164,9 @@ def state_numbers(states: Sequence[str], group_ids: Sequence[int], similarity: f
     similarity: a state joins the first cluster of its group whose first member has a difflib ratio of at least this
     (about 0.9); None: exact equality.
     """
+    if similarity is None:
+        known: dict[tuple[int, str], int] = {}
+        return [known.setdefault(key, len(known)) for key in zip(group_ids, states, strict=True)]
     members: dict[int, list[tuple[str, int]]] = {}
     numbers: list[int] = []
     made = 0
@@ -177,7 +180,5 @@ def state_numbers(states: Sequence[str], group_ids: Sequence[int], similarity: f
     return numbers
 
 
-def _alike(state: str, first: str, similarity: float | None) -> bool:
-    if similarity is None:
-        return state == first
+def _alike(state: str, first: str, similarity: float) -> bool:
     return difflib.SequenceMatcher(None, state, first).ratio() >= similarity

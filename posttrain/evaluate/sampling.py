@@ -138,6 +138,7 @@ def _generate(
 ) -> list[Record]:
     """Sample the chunks that are left."""
     records: list[Record] = []
+    means = Means(columns)
     shown = ("tokens", "truncated", *columns)
     with (
         _engine(recipe, directory, prompts, around) as engine,
@@ -153,7 +154,7 @@ def _generate(
             rows = [{**_record(r, number, i % n), **g} for i, (r, g) in enumerate(_paired(rollouts, grade))]
             log.append(rows)
             records += rows
-            progress.update(number + 1, _means(records, columns))
+            progress.update(number + 1, means.add(rows))
             if stop.requested and number + 1 < len(chunks):
                 raise Interrupted(
                     f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
@@ -180,14 +181,24 @@ def _record(rollout: Rollout, chunk: int, sample: int) -> Record:
     }
 
 
-def _means(records: Sequence[Record], columns: Sequence[str]) -> dict[str, float | None]:
-    """Running means over everything sampled since the start of this attempt."""
-    means: dict[str, float | None] = {
-        "tokens": sum(r["tokens"] for r in records) / len(records),
-        "truncated": sum(r["finish"] == "length" for r in records) / len(records),
-    }
-    for column in columns:
-        found = [verdict(r) if column == "correct" else r.get(column) for r in records]
-        values = [float(value) for value in found if value is not None]
-        means[column] = sum(values) / len(values) if values else None
-    return means
+class Means:
+    """Running means over everything sampled since the start of this attempt, a chunk at a time."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._sums = dict.fromkeys(("tokens", "truncated", *columns), 0.0)
+        self._counts = dict.fromkeys(self._sums, 0)
+
+    def add(self, records: Sequence[Record]) -> dict[str, float | None]:
+        """The means with these records; None for a column of which there was no number yet."""
+        for record in records:
+            for name in self._sums:
+                if (value := _shown(record, name)) is not None:
+                    self._sums[name] += float(value)
+                    self._counts[name] += 1
+        return {name: total / self._counts[name] if self._counts[name] else None for name, total in self._sums.items()}
+
+
+def _shown(record: Record, name: str) -> float | None:
+    if name == "truncated":
+        return record["finish"] == "length"
+    return verdict(record) if name == "correct" else record.get(name)

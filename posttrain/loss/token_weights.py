@@ -94,29 +94,26 @@ def pear(
     of all delta. log G is clipped. A row whose behaviour is not known has weight 1. gamma^left alone makes early tokens
     of long rows small.
     """
-    weights = torch.zeros_like(rows.logp)
-    for i, row in enumerate(rows.mask.bool()):
-        places = row.nonzero().flatten()
-        behavior = None if rows.behavior_logp is None else rows.behavior_logp[i, places]
-        if behavior is None or bool(behavior.isnan().any()):
-            weights[i, places] = 1.0
-            continue
-        delta = (rows.logp[i, places].detach() - behavior).clamp(*clip_ratio)
-        weights[i, places] = _suffix_log(delta, level, block, gamma).clamp(*clip_log).exp()
-    return weights
+    mask = rows.mask.bool()
+    if rows.behavior_logp is None:
+        return mask.to(rows.logp.dtype)
+    known = ~(rows.behavior_logp.isnan() & mask).any(-1, keepdim=True)
+    delta = torch.where(mask & known, (rows.logp.detach() - rows.behavior_logp).clamp(*clip_ratio), 0.0)
+    weights = _suffix_log(delta, mask, level, block, gamma).clamp(*clip_log).exp()
+    return torch.where(mask, torch.where(known, weights, 1.0), 0.0).to(rows.logp.dtype)
 
 
-def _suffix_log(delta: Tensor, level: str, block: int, gamma: float) -> Tensor:
-    """log G [L] of a row's L trained tokens."""
+def _suffix_log(delta: Tensor, mask: Tensor, level: str, block: int, gamma: float) -> Tensor:
+    """log G of each trained token [N, T]; delta is 0 elsewhere."""
     if level == "sequence":
-        return delta.sum().expand_as(delta)
-    later = delta.flip(0).cumsum(0).flip(0) - delta
-    left = torch.arange(len(delta) - 1, -1, -1, dtype=delta.dtype, device=delta.device)
-    found = later + left * math.log(gamma)
+        return delta.sum(-1, keepdim=True).expand_as(delta)
+    place, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
+    found = delta.flip(-1).cumsum(-1).flip(-1) - delta + (count - 1 - place) * math.log(gamma)
     if level == "token":
         return found
-    positions = torch.arange(len(delta), device=delta.device)
-    return found[((positions // block + 1) * block - 1).clamp(max=len(delta) - 1)]
+    last = torch.minimum((place // block + 1) * block, count) - 1  # of the token's block
+    trained = mask.sort(stable=True, dim=-1, descending=True).indices  # their places in the row, one after the other
+    return found.gather(-1, trained.gather(-1, last.clamp(min=0)))
 
 
 @register("token_weight", "action_aware", needs=("texts",))

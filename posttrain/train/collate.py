@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
-from posttrain.batch import Rollout, RolloutBatch, tensor_of
+from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.reward_sections import Reward
 from posttrain.train.logprobs import Sequences
 from posttrain.verify.extract import Extractor, extract
@@ -37,9 +38,9 @@ def rollout_batch(
     what is known by turn (`turn_ids`, `edge_ids`, `token_rewards`), only what is named here is made. similarity: of
     texts that are one state, in `turn_states`; None = equal ones.
     """
-    width = max(len(r.ids) for r in rollouts)
+    width = max(map(_length, rollouts))
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
-    mask = _rows([r.trained for r in rollouts], width, False, torch.bool)
+    mask = _rows([_by_segment(r, [s.kind == "model" for s in r.segments]) for r in rollouts], width, False, np.bool_)
     batch = RolloutBatch(
         group_ids=torch.tensor([r.group for r in rollouts]),
         mask=mask,
@@ -51,8 +52,8 @@ def rollout_batch(
         opponent_rewards=_against(rollouts),
         lengths=mask.sum(1),
         answer_ids=None if answers is None else _answers(rollouts, answers),
-        rollout_logp=_rows([r.logps for r in rollouts], width, float("nan"), torch.float32),
-        versions=_rows([r.versions for r in rollouts], width, 0, torch.int32),
+        rollout_logp=_rows(list(map(_logps, rollouts)), width, np.nan, np.float32),
+        versions=_rows(list(map(_versions, rollouts)), width, 0, np.int32),
     )
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
     if "turn_states" in needs:
@@ -68,33 +69,30 @@ def rollout_batch(
     )
 
 
-def turn_of_each(rollout: Rollout) -> list[int]:
+def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:
     """The turn that each token of the completion belongs to, from 0; a reply belongs to the turn that it answers.
 
     Of a single turn that was divided into steps: the step.
     """
     if not rollout.turns and rollout.part_ends:
-        return [bisect_left(rollout.part_ends, place) for place in range(len(rollout.ids))]
-    found: list[int] = []
-    turn = -1
-    for segment in rollout.segments:
-        turn += segment.kind == "model"
-        found += [max(turn, 0)] * len(segment.ids)
-    return found
+        return np.searchsorted(rollout.part_ends, np.arange(_length(rollout)))
+    turns = np.cumsum([segment.kind == "model" for segment in rollout.segments]) - 1
+    return _by_segment(rollout, turns.clip(min=0))
 
 
 def _turn_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
-    return _rows([turn_of_each(r) for r in rollouts], width, 0, torch.int64)
+    return _rows([turn_of_each(r) for r in rollouts], width, 0, np.int64)
 
 
 def _edge_ids(rollouts: Sequence[Rollout], width: int) -> Tensor:
     """Turns of a group that write the same after the same reply and get the same reply share a number."""
-    found: list[list[int]] = [[] for _ in rollouts]
-    for group in dict.fromkeys(r.group for r in rollouts):
-        own = [n for n, r in enumerate(rollouts) if r.group == group]
-        for n, numbers in zip(own, edge_numbers([_steps(rollouts[n]) for n in own]), strict=True):
-            found[n] = [numbers[turn] if numbers else 0 for turn in turn_of_each(rollouts[n])]
-    return _rows(found, width, 0, torch.int64)
+    members: dict[int, list[int]] = {}
+    for n, rollout in enumerate(rollouts):
+        members.setdefault(rollout.group, []).append(n)
+    edges: dict[int, list[int]] = {}
+    for own in members.values():
+        edges |= zip(own, edge_numbers([_steps(rollouts[n]) for n in own]), strict=True)
+    return _rows([_of_turn(r, edges[n] or [0]) for n, r in enumerate(rollouts)], width, 0, np.int64)
 
 
 def _steps(rollout: Rollout) -> list[tuple[str, str, str]]:
@@ -112,41 +110,35 @@ def _turn_states(rollouts: Sequence[Rollout], width: int, similarity: float | No
     groups = [r.group for r, texts in zip(rollouts, shown, strict=True) for _ in texts]
     numbers = iter(state_numbers([text for texts in shown for text in texts], groups, similarity))
     own = [[next(numbers) for _ in texts] for texts in shown]
-    rows = [[ids[min(turn, len(ids) - 1)] for turn in turn_of_each(r)] for r, ids in zip(rollouts, own, strict=True)]
-    return _rows(rows, width, 0, torch.int64)
+    return _rows([_of_turn(r, ids) for r, ids in zip(rollouts, own, strict=True)], width, 0, np.int64)
 
 
 def _token_rewards(rollouts: Sequence[Rollout], width: int) -> Tensor:
     """An environment's reward of each turn and what rewards by turn gave it, at the turn's last token."""
     given = _at_ends(rollouts, width, [r.turn_rewards for r in rollouts])
-    rows = []
-    for r in rollouts:
-        rewards = iter([turn.reward or 0.0 for turn in r.turns])
-        row: list[float] = []
-        for segment in r.segments:
-            own = [0.0] * len(segment.ids)
-            if segment.kind == "model" and own:
-                own[-1] = next(rewards, 0.0)
-            row += own
-        rows.append(row)
-    return _rows(rows, width, 0.0, torch.float64) + given
+    rewards = np.zeros((len(rollouts), width))
+    for row, r in zip(rewards, rollouts, strict=True):
+        ends = np.cumsum([len(s.ids) for s in r.segments])
+        written = [end for end, s in zip(ends, r.segments, strict=True) if s.kind == "model" and s.ids]
+        for end, turn in zip(written, r.turns, strict=False):  # the last turn may have been cut before a token
+            row[end - 1] = turn.reward or 0.0
+    return torch.from_numpy(rewards) + given
 
 
 def _at_ends(rollouts: Sequence[Rollout], width: int, numbers: Sequence[Sequence[float]]) -> Tensor:
     """Numbers of each part [N,T], at the token that ends it, 0 elsewhere."""
-    out = torch.zeros(len(rollouts), width, dtype=torch.float64)
-    for n, (r, own) in enumerate(zip(rollouts, numbers, strict=True)):
+    out = np.zeros((len(rollouts), width))
+    for row, r, own in zip(out, rollouts, numbers, strict=True):
         for end, number in zip(r.part_ends, own, strict=False):  # a row without scores has ends alone
             if 0 <= end < width:
-                out[n, end] += number
-    return out
+                row[end] += number
+    return torch.from_numpy(out)
 
 
 def _mc_values(rollouts: Sequence[Rollout], width: int) -> Tensor:
     """What random plays earned from the state before each turn, at all its tokens."""
     values = [[turn.mc_value or 0.0 for turn in r.turns] or [0.0] for r in rollouts]
-    rows = [[own[turn] for turn in turn_of_each(r)] for r, own in zip(rollouts, values, strict=True)]
-    return _rows(rows, width, 0.0, torch.float64)
+    return _rows([_of_turn(r, own) for r, own in zip(rollouts, values, strict=True)], width, 0.0, np.float64)
 
 
 BY_TURN: dict[str, Callable[[Sequence[Rollout], int], Tensor]] = {
@@ -189,9 +181,35 @@ def _column(values: Sequence[float | bool | None]) -> Tensor:
     return torch.tensor([float("nan") if v is None else float(v) for v in values], dtype=torch.float64)
 
 
-def _rows(values: Sequence[Sequence[float | bool]], width: int, fill: float | bool, dtype: torch.dtype) -> Tensor:
+def _length(rollout: Rollout) -> int:
+    return sum(len(segment.ids) for segment in rollout.segments)
+
+
+def _by_segment(rollout: Rollout, numbers: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    """A number for each segment, at all its tokens."""
+    return np.repeat(numbers, [len(segment.ids) for segment in rollout.segments])
+
+
+def _of_turn(rollout: Rollout, numbers: Sequence[float]) -> NDArray[Any]:
+    """A number for each turn, at all its tokens; the last number also behind it."""
+    return np.array(numbers)[turn_of_each(rollout).clip(max=len(numbers) - 1)]
+
+
+def _logps(rollout: Rollout) -> NDArray[Any]:
+    """`Rollout.logps`."""
+    parts = [[np.nan] * len(s.ids) if s.logps is None else s.logps for s in rollout.segments]
+    return np.concatenate([np.asarray(part, np.float32) for part in parts])
+
+
+def _versions(rollout: Rollout) -> Sequence[int] | NDArray[Any]:
+    """`Rollout.versions`."""
+    mixed = any(segment.versions for segment in rollout.segments)
+    return rollout.versions if mixed else np.full(_length(rollout), rollout.version)
+
+
+def _rows(values: Sequence[Sequence[float] | NDArray[Any]], width: int, fill: float | bool, dtype: DTypeLike) -> Tensor:
     """Rows of different length as one tensor [N,width], `fill` behind each."""
-    out = torch.full((len(values), width), fill, dtype=dtype)
-    within = torch.arange(width) < torch.tensor([len(row) for row in values])[:, None]
-    out[within] = tensor_of(list(itertools.chain.from_iterable(values)), dtype)
-    return out
+    out = np.full((len(values), width), fill, dtype)
+    for row, own in zip(out, values, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(out)

@@ -13,7 +13,7 @@ from posttrain.verify.extract import outside_thoughts
 MAX_ORDER = 4
 _ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
 _SPLITS = (  # mteval-13a: ASCII punctuation stands alone, but for . and , between digits, and - not after a digit
-    (re.compile(r"([{-~\[-` -&(-+:-@/])"), r" \1 "),
+    (re.compile(r"([{-~\[-`!-&(-+:-@/])"), r" \1 "),
     (re.compile(r"([^0-9])([.,])"), r"\1 \2 "),
     (re.compile(r"([.,])([^0-9])"), r" \1 \2"),
     (re.compile(r"([0-9])(-)"), r"\1 \2 "),
@@ -46,7 +46,8 @@ def bleu(prediction: str, references: Sequence[str]) -> float:
         most: Counter[tuple[str, ...]] = Counter()
         for reference in wanted:
             most |= _ngrams(reference, n)
-        matches = sum((_ngrams(predicted, n) & most).values())
+        own = _ngrams(predicted, n)
+        matches = sum(min(own[gram], count) for gram, count in most.items() if gram in own)
         logs.append(math.log((matches + 1) / (max(len(predicted) - n + 1, 0) + 1)))
     shortest = min(map(len, wanted))
     brevity = 0.0 if len(predicted) > shortest else 1 - shortest / len(predicted)
@@ -54,7 +55,7 @@ def bleu(prediction: str, references: Sequence[str]) -> float:
 
 
 def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+    return Counter(zip(*(tokens[start:] for start in range(n)), strict=False))
 
 
 def open_answer(completion: str) -> str:

@@ -115,6 +115,6 @@ def test_effective_ranks_of_many_rows_are_those_of_each(
     wide = [states.double() for states in narrow]
     monkeypatch.setattr(rank, "CELLS", cells)
     expected = torch.stack([rank_of(states) for states in wide])
-    assert (expected > 1).sum() == 5 and expected[1] == expected[3] == 0
+    assert (expected > 0.9).sum() == 5 and expected[1] == expected[3] == 0
     torch.testing.assert_close(ranks_of(wide), expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(ranks_of(narrow), expected, rtol=1e-6, atol=0)

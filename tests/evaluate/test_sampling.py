@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.evaluate.sampling import _means, finished, split
+from posttrain.evaluate.sampling import Means, finished, split
 from posttrain.recipe.rollout_sections import EngineSection
 
 
@@ -26,7 +26,13 @@ def test_only_whole_chunks_count_and_none_after_a_gap() -> None:
 
 
 def test_the_display_counts_right_answers_as_the_table_does() -> None:
-    """Right and finished; right but cut off, which counts as wrong; wrong; not judged, which counts for nothing."""
+    """Right and finished; right but cut off, which counts as wrong; wrong; not judged, which counts for nothing. Chunks
+    add up."""
     finished = [("stop", True), ("length", True), ("stop", False), ("stop", None)]
     records = [{"tokens": 2, "finish": finish, "correct": correct} for finish, correct in finished]
-    assert _means(records, ("correct",)) == {"tokens": 2.0, "truncated": 0.25, "correct": pytest.approx(1 / 3)}
+    expected = {"tokens": 2.0, "truncated": 0.25, "correct": pytest.approx(1 / 3)}
+    assert Means(("correct",)).add(records) == expected
+    means = Means(("correct",))
+    assert means.add(records[3:]) == {"tokens": 2.0, "truncated": 0.0, "correct": None}
+    means.add(records[:1])
+    assert means.add(records[1:3]) == expected

@@ -151,7 +151,7 @@ def test_a_thousand_rollouts_are_trained_on_the_tokens_that_were_sampled(merging
         assert [i for i, m in zip(r.ids, batch.mask[n].tolist(), strict=False) if m] == [
             i for s in r.segments if s.kind == "model" for i in s.ids
         ]
-        assert batch.turn_ids[n, : len(r.ids)].tolist() == turn_of_each(r)
+        assert batch.turn_ids[n, : len(r.ids)].tolist() == turn_of_each(r).tolist()
 
 
 def test_a_calculator_is_called_and_its_answer_carries_no_loss(tokenizer: Any, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_steps_end_where_their_text_does() -> None:
     one = Rollout(Prompt("p", {}, "", (1,)), 0, (Segment("model", tuple(map(ord, text))),), text, "stop", 0)
     one.part_ends = ends_of_parts(one, "lines", Characters())
     assert one.part_ends == (2, 6, 8)
-    assert turn_of_each(one) == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert turn_of_each(one).tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_turns_of_a_step_batch() -> None:
