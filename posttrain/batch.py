@@ -117,7 +117,8 @@ class Rollout:
 
 
 def _joined(parts: Iterable[Sequence[T]]) -> tuple[T, ...]:
-    return tuple(itertools.chain.from_iterable(parts))
+    joined = [tuple(part) for part in parts]
+    return joined[0] if len(joined) == 1 else tuple(itertools.chain.from_iterable(joined))  # most rollouts have one
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,14 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
 
 from posttrain import whereabouts
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
@@ -20,6 +23,9 @@ from posttrain.recipe.rollout_sections import EngineSection, Sampling
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
+
+
+KNOWN = 1 << 20  # pairs of tokens whose length is kept
 
 
 class Engine(Protocol):
@@ -193,8 +199,8 @@ def as_rollouts(
     numbers = range(len(prompts)) if share is None else share
     if not completions:  # batch_decode makes one text of no rows
         return []
-    texts = tokenizer.batch_decode(
-        [list(c.ids) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
+    texts = tokenizer.batch_decode(  # of a list it would look at the type of each number
+        [np.array(c.ids, np.int64) for c in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     return [
         Rollout(
@@ -220,8 +226,24 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     Not the token alone: some tokenizers drop a leading blank there, and a character may be made of two tokens. One made
     of more (rare scripts, emoji) may move the ends behind it by a character or two.
     """
-    rows = [[i] for i in ids] + [list(pair) for pair in itertools.pairwise(ids)]
-    texts = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    alone, pairs = [len(t) for t in texts[: len(ids)]], [len(t) for t in texts[len(ids) :]]
+    rows: list[tuple[int, ...]] = [(i,) for i in ids]
+    rows += itertools.pairwise(ids)
+    known = _lengths(tokenizer)
+    lengths = {row: known.get(row, -1) for row in rows}
+    if new := [list(row) for row, length in lengths.items() if length < 0]:
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        lengths |= zip(map(tuple, new), map(len, texts), strict=True)
+        if len(known) > KNOWN:
+            known.clear()
+        known.update(lengths)
+    found = [lengths[row] for row in rows]
+    alone, pairs = found[: len(ids)], found[len(ids) :]
     added = [*alone[:1], *(both - first for both, first in zip(pairs, alone, strict=False))]
     return list(itertools.accumulate(added))
+
+
+@functools.lru_cache(maxsize=1)
+def _lengths(tokenizer: Any) -> dict[tuple[int, ...], int]:
+    """Characters of single tokens and of pairs, as far as they were asked for: a text has few that are new."""
+    del tokenizer
+    return {}

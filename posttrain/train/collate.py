@@ -21,7 +21,7 @@ from posttrain.verify.extract import Extractor, extract
 def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
     """Prompt and completion tokens exactly as the engine saw and gave them; text is never tokenised again."""
     return Sequences(
-        tuple(r.prompt.ids + r.ids for r in rollouts),
+        tuple(np.array(r.prompt.ids + r.ids, np.int64) for r in rollouts),
         tuple(len(r.prompt.ids) for r in rollouts),
     )
 

@@ -79,6 +79,8 @@ def share_of(
 
 def groups_kept(p: Pieces, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]) -> set[int]:
     """Numbers of the groups that stay in the step, of all that were drawn for it."""
+    if not accumulator.refills:
+        return accumulator.take(r.group for r in fresh)
     try:
         return accumulator.add(batch_of(p, fresh, state))
     except RunError as error:

@@ -6,15 +6,17 @@ where an architecture cannot be packed. The vocabulary projection then runs over
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
-from posttrain.batch import on_device, tensor_of
+from posttrain.batch import on_device
 from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
@@ -25,7 +27,7 @@ from posttrain.train.sharding import as_forward
 class Sequences:
     """Token ids of N rollouts: what the model reads. Completions are the tail of each row."""
 
-    ids: tuple[tuple[int, ...], ...]  # prompt + completion
+    ids: tuple[Sequence[int] | NDArray[np.int64], ...]  # prompt + completion; arrays are put together fastest
     prompt_lengths: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -36,9 +38,9 @@ class Sequences:
         return [len(row) for row in self.ids]
 
     @property
-    def flat(self) -> list[int]:
+    def flat(self) -> Tensor:
         """The tokens of all rows behind each other."""
-        return list(itertools.chain.from_iterable(self.ids))
+        return _joined(self.ids)
 
     def select(self, rows: Sequence[int]) -> Sequences:
         return Sequences(tuple(self.ids[r] for r in rows), tuple(self.prompt_lengths[r] for r in rows))
@@ -156,12 +158,17 @@ def completion_logprobs(
     return found["logp"], found["entropy"]
 
 
+def _joined(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> Tensor:
+    """The numbers of all rows behind each other, int64."""
+    return torch.from_numpy(np.concatenate([np.asarray(row, np.int64) for row in rows]))
+
+
 def _pad(sequences: Sequences, device: torch.device) -> tuple[Tensor, Tensor]:
     """Right-padded ids and attention mask [N,L]. Padded cells hold token 0 and are never attended to."""
     length = max(sequences.lengths)
     within = torch.arange(length) < torch.tensor(sequences.lengths)[:, None]
     ids = torch.zeros(len(sequences), length, dtype=torch.long)
-    ids[within] = tensor_of(sequences.flat)
+    ids[within] = sequences.flat
     return ids.to(device), within.long().to(device)
 
 
@@ -172,8 +179,7 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
     rows = torch.arange(len(sequences)).repeat_interleave(counts)
     columns = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     positions = starts[rows] - 1 + columns
-    completions = (row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True))
-    targets = tensor_of(list(itertools.chain.from_iterable(completions)))
+    targets = _joined([row[start:] for row, start in zip(sequences.ids, sequences.prompt_lengths, strict=True)])
     return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
@@ -190,8 +196,8 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill
     """
     rest = -sum(sequences.lengths) % fill
     lengths = [*sequences.lengths, *([rest] if rest else [])]
-    ids = on_device(sequences.flat + [0] * rest, device)[None]
-    positions = on_device(list(itertools.chain.from_iterable(map(range, lengths))), device)[None]
+    ids = on_device(functional.pad(sequences.flat, (0, rest)), device)[None]
+    positions = on_device(torch.cat([torch.arange(length) for length in lengths]), device)[None]
     borders = Packed.of(lengths, device)
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 

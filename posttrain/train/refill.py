@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
@@ -40,6 +40,17 @@ class Accumulator:
         """Enough groups, or the only batch there is."""
         return self._refill.status == "full" or (self._keep is None and self.batches > 0)
 
+    @property
+    def refills(self) -> bool:
+        """Whether groups are looked at; else `take` needs only their ids."""
+        return self._keep is not None
+
+    def take(self, groups: Iterable[int]) -> set[int]:
+        """The ids of all groups of a batch, where nothing is refilled."""
+        taken = set(groups)
+        self._refill = self._refill.add([True] * len(taken))
+        return taken
+
     def add(self, batch: RolloutBatch) -> set[int]:
         """The ids of this batch's groups to train on; surplus groups are left out.
 
@@ -47,8 +58,7 @@ class Accumulator:
         """
         groups = list(dict.fromkeys(batch.group_ids.tolist()))
         if self._keep is None:
-            self._refill = self._refill.add([True] * len(groups))
-            return set(groups)
+            return self.take(groups)
         passed = set(batch.group_ids[self._keep(batch)].tolist())
         self._refill = self._refill.add([group in passed for group in groups])
         self._dropped.update(outcome(batch, group) for group in groups if group not in passed)

@@ -68,16 +68,15 @@ class Scoring:
         _add(gathered, f"{TIMES}/rows", len(rollouts))
 
     def _results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results | None:
-        """Of all rollouts, if calls were made early; those of the groups that were not told are made now."""
-        if self._early is None:
+        """Of all rollouts, if calls were made early; those of the groups that were not told are made now, together."""
+        found = {} if self._early is None else self._early.results()
+        if not found:
             return None
-        found = dict(self._early.results())
-        left = [(r, s) for r, s in zip(rollouts, samples, strict=True) if r.group not in found]
-        for group, rows in itertools.groupby(left, key=lambda pair: pair[0].group):
-            found[group] = self._p.scorer.results([s for _, s in rows], self._step)
-        groups = list(dict.fromkeys(r.group for r in rollouts))
+        left = [s for r, s in zip(rollouts, samples, strict=True) if r.group not in found]
+        late = [iter(column) for column in self._p.scorer.results(left, self._step)]
+        early = {group: [iter(column) for column in columns] for group, columns in found.items()}
         return [
-            [result for group in groups for result in found[group][component]]
+            [next(early.get(r.group, late)[component]) for r in rollouts]
             for component in range(len(self._p.scorer.rewards))
         ]
 

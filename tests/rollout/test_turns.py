@@ -147,7 +147,7 @@ def test_a_thousand_rollouts_are_trained_on_the_tokens_that_were_sampled(merging
     sequences = sequences_of(found)
     batch = rollout_batch(found, needs=("turn_ids",))
     for n, r in enumerate(found):
-        assert sequences.ids[n] == ids + r.ids
+        assert tuple(sequences.ids[n]) == ids + r.ids
         assert [i for i, m in zip(r.ids, batch.mask[n].tolist(), strict=False) if m] == [
             i for s in r.segments if s.kind == "model" for i in s.ids
         ]
