@@ -71,12 +71,23 @@ def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
     if loaded.half is None:
         loaded.model.save_pretrained(folder)
         return probe_logits(loaded.model, loaded.tokenizer)
-    state = {n: w.to(loaded.half) if w.is_floating_point() else w for n, w in loaded.model.state_dict().items()}
-    loaded.model.save_pretrained(folder, state_dict=state)
+    state = cast_state(loaded.model, loaded.half)
+    loaded.model.save_pretrained(folder, state_dict=dict(state))  # it takes tied ones out
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     return probe_logits(loaded.model, loaded.tokenizer, state)  # as a reload computes: autocast keeps sums in float32
+
+
+def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state_dict with floating numbers in `dtype`. Tied weights stay one tensor, so they are stored once."""
+    found: dict[int, Tensor] = {}
+    state = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if id(weight) not in found:
+            found[id(weight)] = weight.detach().to(dtype) if weight.is_floating_point() else weight.detach()
+        state[name] = found[id(weight)]
+    return state
 
 
 def _base_is_elsewhere(loaded: LoadedModel) -> bool:

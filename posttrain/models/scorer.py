@@ -22,7 +22,7 @@ from posttrain.errors import ModelError, RunError, counted
 from posttrain.models import adapters, places
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
-from posttrain.models.save import TOLERANCE, put_in_place, sync_all
+from posttrain.models.save import TOLERANCE, cast_state, put_in_place, sync_all
 from posttrain.recipe.sections import Model
 from posttrain.run.durable import told_when_full
 
@@ -179,8 +179,7 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
         partial.mkdir(parents=True)
         model = copy.deepcopy(loaded.model).merge_and_unload() if loaded.is_lora else loaded.model
         dtype = loaded.half or model.dtype
-        state = {n: w.to(dtype) if w.is_floating_point() else w for n, w in model.state_dict().items()}
-        model.save_pretrained(partial, state_dict=state)
+        model.save_pretrained(partial, state_dict=cast_state(model, dtype))
         path = partial / "config.json"
         names = {"id2label": dict(enumerate(card.heads)), "label2id": {name: n for n, name in enumerate(card.heads)}}
         config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}

@@ -61,8 +61,9 @@ def test_a_model_trained_in_bfloat16_is_saved_in_bfloat16(loaded: Load, plain: P
     assert all(p.dtype == torch.float32 for p in model.model.parameters())  # the masters are untouched
 
 
-def test_tied_embeddings_stay_tied_and_are_stored_once(loaded: Load, tmp_path: Path) -> None:
-    model = loaded()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tied_embeddings_stay_tied_and_are_stored_once(loaded: Load, tmp_path: Path, dtype: str) -> None:
+    model = loaded(dtype=dtype)
     move(model.model)
     save(model, tmp_path / "out")
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
