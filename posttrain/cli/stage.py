@@ -147,7 +147,7 @@ def execute(
     def open_it() -> RunDirectory:
         return RunDirectory.open(wanted, name=loaded.name, text=loaded.text, resolved=loaded.resolved, resume=resume)
 
-    with _opened(open_it) as directory:
+    with opened(open_it, loaded) as directory:
         ctx.meta[RUN] = directory
         ctx.meta[RESUME] = [*typed, *_as_launched(), "--output", str(directory.path), "--resume"]
         if not directory.follows:
@@ -158,8 +158,9 @@ def execute(
 
 
 @contextlib.contextmanager
-def _opened(open_it: Callable[[], RunDirectory]) -> Iterator[RunDirectory]:
-    """The run directory. In one of several processes: with the others joined, and theirs is that of rank 0."""
+def opened(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
+    """The run directory. In one of several processes: with the others joined, which were started with the same, and
+    theirs is that of rank 0."""
     from posttrain.run import ranks
 
     if ranks.world() == 1:
@@ -168,10 +169,12 @@ def _opened(open_it: Callable[[], RunDirectory]) -> Iterator[RunDirectory]:
         return
     ranks.claim_gpu()
     ranks.end_with_launcher()
-    from posttrain.train import distributed
+    from posttrain.train import alike, distributed, started
 
-    with distributed.joined(), distributed.open_directory(open_it) as directory:
-        yield directory
+    with distributed.joined():
+        alike.check(started.started_with(loaded))
+        with distributed.open_directory(open_it) as directory:
+            yield directory
 
 
 def _as_launched() -> list[str]:

@@ -22,7 +22,7 @@ from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.tools.offer import Offer, offer_of
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding
+from posttrain.train import alike, checkpoint, compiled, distributed, optim, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
@@ -68,7 +68,7 @@ def prepared(recipe: RlRecipe) -> Work:
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
     prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None).items
-    distributed.check_rows([prompt.uid for prompt in prompts])
+    alike.check_rows([prompt.uid for prompt in prompts])
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import os
 import re
 import threading
@@ -26,7 +25,7 @@ import torch.distributed.nn.functional  # its default arguments keep the group t
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.errors import DataError, Interrupted, PeerLost, UserError, counted
+from posttrain.errors import Interrupted, PeerLost, UserError
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
@@ -245,18 +244,6 @@ def total(numbers: Mapping[str, float]) -> dict[str, float]:
 def barrier() -> None:
     """Wait until all are here."""
     gather(None)
-
-
-def check_rows(uids: Sequence[str]) -> None:
-    """Every rank prepares the data by itself. Raises DataError, on all, if some have read other rows than rank 0."""
-    found = gather((len(uids), hashlib.sha256("\n".join(uids).encode()).hexdigest()))
-    other = next((number for number, rows in enumerate(found) if rows != found[0]), None)
-    if other is not None:
-        raise DataError(
-            f"rank {other} has read other data than rank 0",
-            allowed=f"{counted(found[0][0], 'row')} on rank 0, {found[other][0]} on rank {other}",
-            hint="files that change meanwhile or differ between machines do that, and functions that draw rows anew",
-        )
 
 
 def own(path: Path) -> Path:

@@ -36,7 +36,7 @@ from posttrain.rollout.hf import evaluating
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
-from posttrain.train import anchors, dealing, distributed, hf_trainer, pair_columns, pair_packing, sharding
+from posttrain.train import alike, anchors, dealing, distributed, hf_trainer, pair_columns, pair_packing, sharding
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
@@ -63,7 +63,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     single = "labels" in wanted
     prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
-    distributed.check_rows([pair.uid for pair in prepared.items])
+    alike.check_rows([pair.uid for pair in prepared.items])
     columns = columns_of(recipe, directory, prepared, wanted, tokenizer)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     packed = not single and packs(loaded, prepared.items)

@@ -12,7 +12,7 @@ from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
 from posttrain.errors import DataError, counted
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.seeds import derive
-from posttrain.train import distributed
+from posttrain.train import alike
 
 Row = Mapping[str, Any]
 
@@ -50,7 +50,7 @@ def read(recipe: RewardModelRecipe, tokenizer: Any) -> Items:
         prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir)
     else:
         prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
-    distributed.check_rows([item.uid for item in prepared.items])
+    alike.check_rows([item.uid for item in prepared.items])
     sources = {str(row["uid"]): row for row in prepared.rows}
     items = [(_pair if settings.pairs else _answer)(item, sources[item.uid], recipe) for item in prepared.items]
     apart = held_out([item.uid for item in items], settings.holdout, recipe.run.seed)

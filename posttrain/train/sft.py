@@ -23,7 +23,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import distributed, hf_trainer, sharding
+from posttrain.train import alike, hf_trainer, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -40,7 +40,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     hf_trainer.check_machine(recipe)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
-    distributed.check_rows([example.uid for example in prepared.items])
+    alike.check_rows([example.uid for example in prepared.items])
     written = None
     if recipe.objective.behavior_model is not None:  # its author is gone before the policy is loaded
         written = behavior_logps(recipe, prepared.items, tokenizer, directory.path)

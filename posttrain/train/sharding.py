@@ -29,7 +29,7 @@ from posttrain.errors import RecipeError
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.sections import Model
-from posttrain.train import distributed
+from posttrain.train import alike, distributed
 from posttrain.train.compiled import layers_of
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def check(section: Model) -> None:
 def load(section: Model, base_dir: Path, *, seed: int) -> LoadedModel:
     """The model to train: whole, or divided layer by layer on its way from the host to the GPU."""
     loaded = models.load(section, base_dir, seed=seed, training=True, on_host=section.shard)
+    alike.check_weights(loaded.model, trained=section.shard)  # else rank 0 gives its own: `distributed.same_weights`
     return sharded(loaded, models.device_of(section)) if section.shard else loaded
 
 

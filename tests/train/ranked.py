@@ -1,6 +1,6 @@
 """Run as a program: trains in child processes, as many as a job asks for. See test_distributed.py.
 
-Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "ranks", "lost_sync"}, or {"work", "ranks"} for a
+Reads one JSON job a line: {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync"}, or {"work", "ranks"} for a
 function of this file; lost_sync: null, or a rank
 and a version of the weights that its engine does not take. The libraries are imported once, before
 any child is forked, so that a run costs a second and not ten. Answers each job with the exit statuses by rank.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -26,12 +27,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 import serving
 
 from posttrain import pipeline
-from posttrain.errors import DataError, EngineError, PeerLost
+from posttrain.cli import stage
+from posttrain.errors import DataError, EngineError, PeerLost, UserError
 from posttrain.recipe.load import load_dict
 from posttrain.rollout import hf, vllm, vllm_start
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alarm, distributed, preference, rl, sft
+from posttrain.train import alarm, alike, distributed, preference, rl, sft
 
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
@@ -105,11 +107,27 @@ def fail() -> None:
         else:
             raise AssertionError("nothing was raised")
         assert distributed.gather(distributed.rank()) == [0, 1]
-    distributed.check_rows(["a", "b"])
+    alike.check_rows(["a", "b"])
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, 1 + distributed.rank())
+    alike.check_weights(model.requires_grad_(True), trained=False)
+    for check, told in (
+        (lambda: alike.check_weights(model.requires_grad_(False), trained=False), "has loaded other weights"),
+        (lambda: alike.check({"torch": alike.Fact("2", "2")} if distributed.is_main() else {}), "torch: 2 .* nothing"),
+    ):
+        try:
+            check()
+        except UserError as error:
+            assert re.search(rf"^rank 1 (?s:.*){told}", str(error)), error
+        else:
+            raise AssertionError(told)
     try:
-        distributed.check_rows(["a", "b", "c"][: 2 + distributed.rank()])
+        alike.check_rows(["a", "b", "c"][: 2 + distributed.rank()])
     except DataError as error:
-        assert "rank 1 has read other data than rank 0\n  2 rows on rank 0, 3 on rank 1" in str(error), error
+        assert re.match(
+            r"rank 1 has read other data than rank 0\n  data: 2 rows \(.*\) on rank 0, 3 rows \(.*\) on rank 1",
+            str(error),
+        )
     else:
         raise AssertionError("other rows were not noticed")
 
@@ -155,7 +173,8 @@ def end(work: Callable[[], None]) -> None:
     try:
         work()
         code = 0
-    except BaseException:
+    except BaseException as error:
+        code = getattr(error, "exit_code", 1)
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -163,15 +182,16 @@ def end(work: Callable[[], None]) -> None:
 
 
 def train(job: dict[str, Any]) -> None:
-    recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
+    rank = int(os.environ["RANK"])
+    loaded = load_dict(job["recipe"], base_dir=Path(job["base_dirs"][rank % len(job["base_dirs"])]), where="job")
 
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(job["output"]), name="job", text="", resolved={}, resume=job["resume"])
 
-    rank, version = job["lost_sync"] or (-1, -1)
-    lose_sync(version if rank == int(os.environ["RANK"]) else -1)
-    with distributed.joined(), distributed.open_directory(open_it) as directory:
-        pipeline.run_stage(recipe, directory)
+    lost, version = job["lost_sync"] or (-1, -1)
+    lose_sync(version if rank == lost else -1)
+    with stage.opened(open_it, loaded) as directory:
+        pipeline.run_stage(loaded.recipe, directory)
 
 
 if __name__ == "__main__":

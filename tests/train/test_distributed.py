@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,11 +76,17 @@ def train() -> Iterator[Train]:
     server = subprocess.Popen([sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(
-        recipe: Values | str, output: Path, *, ranks: int, resume: bool = False, lost_sync: Any = None
+        recipe: Values | str,
+        output: Path,
+        *,
+        ranks: int,
+        resume: bool = False,
+        lost_sync: Any = None,
+        base_dirs: Sequence[Path] = (),
     ) -> list[int]:
         assert server.stdin is not None and server.stdout is not None
         work = {"work": recipe} if isinstance(recipe, str) else {"recipe": recipe}
-        job = {**work, "base_dir": str(output.parent), "output": str(output)}
+        job = {**work, "base_dirs": [str(path) for path in base_dirs or [output.parent]], "output": str(output)}
         server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks, "lost_sync": lost_sync}) + "\n")
         server.stdin.flush()
         return list(json.loads(server.stdout.readline()))
@@ -126,6 +133,19 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
     summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("one", "two")]
     assert summaries[0]["num_tokens"] == summaries[1]["num_tokens"]
     assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
+
+
+def test_ranks_that_were_started_with_other_things(train: Train, folder: Path) -> None:
+    """A reward that was changed on one machine only: a mistake of the user, told before anything begins."""
+    other = folder / "other machine"
+    other.mkdir()
+    for name in ("pairs.jsonl", "digits.py"):
+        shutil.copy(folder / name, other)
+    recipe = {**RL, "run": {"steps": 1}}
+    assert train(recipe, folder / "same", ranks=2, base_dirs=[folder, other]) == [0, 0]
+    (other / "digits.py").write_text(DIGITS.replace("max(token_count, 1)", "token_count"))
+    assert train(recipe, folder / "run", ranks=2, base_dirs=[folder, other]) == [2, 2]
+    assert not (folder / "run").exists()
 
 
 def full(recipe: Values, **model: Any) -> Values:

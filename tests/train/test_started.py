@@ -1,0 +1,89 @@
+"""What ranks are compared by before anything begins: a copy elsewhere is the same, and what differs is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.recipe.load import load_dict
+from posttrain.train import started
+
+RECIPE: dict[str, Any] = {
+    "stage": "rl",
+    "model": {"path": "model"},
+    "data": {"source": "rows.jsonl"},
+    "rewards": [
+        {"use": "mine.py:digits"},
+        {"use": "math.accuracy"},
+        {"use": "mine.py:listed", "params": {"path": "a"}},
+    ],
+    "loss": {"use": "mine.py:own", "by": 2.0},
+    "critic": {"path": "critic"},
+    "run": {"steps": 1},
+}
+SCRIPT = """
+from pathlib import Path
+
+def digits(completion):
+    return float(len(completion))
+
+def listed(completion, *, path: Path = Path("a")):
+    return 0.0
+
+def own(batch, logp, *, by: float = 1.0):
+    return None
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    folder = tmp_path / "here"
+    for inner in ("model", "critic"):
+        (folder / inner).mkdir(parents=True)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "model.safetensors").write_bytes(bytes(started.WHOLE + 5))
+    (folder / "critic" / "critic.safetensors").write_bytes(b"critic")
+    (folder / "mine.py").write_text(SCRIPT)
+    (folder / "a").write_text("listed")
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    return folder
+
+
+def facts(folder: Path, **changes: Any) -> dict[str, str]:
+    loaded = load_dict({**RECIPE, **changes}, base_dir=folder, where="test")
+    return {key: fact.compared for key, fact in started.started_with(loaded).items()}
+
+
+def damage(path: Path) -> None:
+    """One bit of its last byte."""
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_what_differs_is_named(here: Path, tmp_path: Path) -> None:
+    for file, keys in {
+        "mine.py": ["rewards[0].use", "rewards[2].use", "loss.use"],
+        "a": ["rewards[2].params.path"],
+        "model/model.safetensors": ["model.path"],
+        "critic/critic.safetensors": ["critic.path"],
+        "rows.jsonl": ["data.source"],
+    }.items():
+        there = tmp_path / "there"
+        shutil.copytree(here, there)
+        (there / "model" / ".lock").touch()  # nobody's business
+        assert facts(there) == facts(here)
+        damage(there / file)
+        before, after = facts(here), facts(there)
+        assert sorted(key for key in before if before[key] != after[key]) == sorted(keys), file
+        shutil.rmtree(there)
+
+
+def test_values_are_compared_and_where_rank_0_writes_is_not(here: Path) -> None:
+    before = facts(here)
+    after = facts(here, optim={"lr": 1e-3}, run={"steps": 1, "output": "elsewhere"})
+    assert [key for key in before if before[key] != after[key]] == ["optim.lr"]
+    assert {"posttrain", "torch", "transformers", "run.seed"} <= before.keys()
