@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import string
 from collections.abc import Callable
 from typing import Literal, NamedTuple
+
+from posttrain.verify.text import qa_norm
 
 
 class Consensus(NamedTuple):
@@ -36,9 +36,4 @@ def arm_consensus(
 
 
 def _same_text(a: str, b: str) -> bool:
-    return _normalised(a) == _normalised(b)
-
-
-def _normalised(text: str) -> str:
-    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
+    return qa_norm(a) == qa_norm(b)

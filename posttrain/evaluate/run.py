@@ -20,7 +20,7 @@ from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.best_of import SUM, best_of, check_name
 from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.habits import habit_rates
-from posttrain.evaluate.memory import contamination
+from posttrain.evaluate.probe import contamination
 from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.recipe.stages import EvalRecipe
