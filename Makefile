@@ -9,7 +9,7 @@ EXTRAS ?= train,quant,dev
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install quickstart test test-slow test-vllm test-gpu check lint format type index bench clean
+.PHONY: help install quickstart test test-slow test-vllm test-gpu check lint format type index clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
