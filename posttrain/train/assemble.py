@@ -22,7 +22,7 @@ from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.tools.offer import Offer, offer_of
-from posttrain.train import alike, checkpoint, compiled, distributed, optim, sharding
+from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
@@ -56,9 +56,7 @@ class Work:
 def prepared(recipe: RlRecipe) -> Work:
     """Checks of the machine and the recipe, then the data and the objective, rehearsed on made-up numbers. Loads a
     tokenizer, no model."""
-    optim.check(recipe.optim, models.device_of(recipe.model))
-    compiled.check(recipe.model, models.device_of(recipe.model))
-    sharding.check(recipe.model)
+    machine.check(recipe)
     check_engine(
         recipe.rollout,
         lambda: models.config_of(recipe.model, recipe.base_dir),

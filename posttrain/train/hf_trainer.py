@@ -26,7 +26,6 @@ from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, NonFiniteError, counted
-from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
@@ -63,14 +62,6 @@ def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
     size = recipe.batch.size
     rows = recipe.run.steps * size if recipe.run.steps else (recipe.run.epochs or 1) * n_rows
     return RowPlan(rows, size, micro_size(size, recipe.batch.micro_size or size, distributed.world()))
-
-
-def check_machine(recipe: TrainRecipe) -> None:
-    """Refuse what this machine cannot do, before a model is loaded. Raises UserError."""
-    device = models.device_of(recipe.model)
-    optim.check(recipe.optim, device)
-    compiled.check(recipe.model, device)
-    sharding.check(recipe.model)
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:

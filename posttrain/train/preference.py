@@ -36,7 +36,17 @@ from posttrain.rollout.hf import evaluating
 from posttrain.run.directory import RunDirectory
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
-from posttrain.train import alike, anchors, dealing, distributed, hf_trainer, pair_columns, pair_packing, sharding
+from posttrain.train import (
+    alike,
+    anchors,
+    dealing,
+    distributed,
+    hf_trainer,
+    machine,
+    pair_columns,
+    pair_packing,
+    sharding,
+)
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
@@ -57,7 +67,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.batch.packing:
         raise RecipeError("batch.packing is for sft only: a pair has two rows with sums of their own")
     quiet()
-    hf_trainer.check_machine(recipe)
+    machine.check(recipe)
     component = registry.resolve("pair_loss", recipe.loss.use, recipe.base_dir)
     wanted = pair_columns.needs(component, recipe.loss.params)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)

@@ -26,7 +26,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.models.scorer import Card
 from posttrain.recipe.stages import RewardModelRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import dealing, distributed, hf_trainer, reward_rows
+from posttrain.train import dealing, distributed, hf_trainer, machine, reward_rows
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
 from posttrain.train.reward_rows import Item, Items
@@ -40,7 +40,7 @@ def run(recipe: RewardModelRecipe, directory: RunDirectory) -> dict[str, Any]:
     `report` in the summary is about the held-out rows, or the training rows where none is held out (`report_on`).
     """
     quiet()
-    hf_trainer.check_machine(recipe)
+    machine.check(recipe)
     settings = recipe.objective
     items = reward_rows.read(recipe, models.load_tokenizer(recipe.model, recipe.base_dir))
     outputs = settings.count * (2 if settings.use == "gaussian" else 1)

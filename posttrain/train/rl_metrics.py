@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.advantage.channels import component_weights
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.rollout.told import turn_metrics, turn_records
 
@@ -57,6 +58,8 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
     """Shares of groups: with a signal, and by the reason why there is none (they add up to 1). Where every completion
     stands alone, the step is the group."""
     assert batch.rewards is not None and batch.correct is not None
+    weights = component_weights(batch)
+    paid = [column for name, column in batch.components.items() if weights[name]]  # others are annotations
     counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored"), 0)
     groups = _groups(batch.group_ids)
     if len(groups) == len(batch):
@@ -68,8 +71,8 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
             counts["unscored"] += 1
         elif scored.max() > scored.min():
             counts["share"] += 1
-        elif any(_std(c[rows]) > 0 for c in batch.components.values()):
-            counts["cancelled"] += 1  # components differ but their sum does not
+        elif any(_std(column[rows]) > 0 for column in (*paid, batch.correct)):
+            counts["cancelled"] += 1  # answers differ in what is paid, or in being right, but not in the sum
         elif _mean(correct) == 1.0:
             counts["too_easy"] += 1
         else:
@@ -85,7 +88,7 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
     causes = {
         "signal/too_easy": "every answer was right: use harder prompts",
         "signal/too_hard": "no answer was right: warm up with SFT, use easier prompts or more samples a prompt",
-        "signal/cancelled": "reward components cancelled each other: change their weights",
+        "signal/cancelled": "answers that differ had equal rewards: change the weights of the components",
         "signal/unscored": "rewards could not be computed: see rewards/*/errors, /timeouts and /abstained",
     }
     return "no group has a signal; " + causes[max(causes, key=lambda name: values[name])]

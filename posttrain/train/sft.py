@@ -23,7 +23,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alike, hf_trainer, sharding
+from posttrain.train import alike, hf_trainer, machine, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.quiet import quiet
@@ -37,7 +37,7 @@ Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Train from the newest complete checkpoint (or the start), save the final model and return the summary."""
     quiet()
-    hf_trainer.check_machine(recipe)
+    machine.check(recipe)
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
     alike.check_rows([example.uid for example in prepared.items])

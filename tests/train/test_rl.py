@@ -356,6 +356,8 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
     for name in ("share", "too_easy", "too_hard", "unscored", "cancelled"):
         assert shares[f"signal/{name}"] == pytest.approx(0.2), name
     assert shares["frac_reward_zero_std"] == pytest.approx(0.8)
+    unpaid = signal(batch.replace(reward_weights={"part": 0.0}))  # an annotation: all answers were right
+    assert unpaid["signal/cancelled"] == 0 and unpaid["signal/too_easy"] == pytest.approx(0.4)
     assert signal_note(shares) is None
     hard = dict.fromkeys(shares, 0.0) | {"signal/too_hard": 1.0}
     assert "no answer was right" in (signal_note(hard) or "")
