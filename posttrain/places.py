@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped(folder: str) -> Path:
-    """The shipped `recipes` or `rewards`: inside the wheel, or at the top of a source checkout."""
+    """The shipped `recipes`, `rewards` or `tools`: inside the wheel, or at the top of a source checkout."""
     inside = _PACKAGE / "shipped" / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 

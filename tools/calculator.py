@@ -3,6 +3,7 @@
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "max": max,
     "log": math.log,
 }
+_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)")
 LARGEST_POWER = 1000  # bits of a result at most, about 300 digits
 
 
@@ -34,10 +36,21 @@ def calculator(expression: str) -> str:
     Args:
         expression: with + - * / // % ** ( ), sqrt, abs, round, min, max and log, for example 12 * (3 + 4)
     """
-    value = _value(ast.parse(expression.strip().replace("^", "**").replace(",", ""), mode="eval").body)
+    value = _value(_parsed(expression.strip().replace("^", "**")))
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value)
+
+
+def _parsed(text: str) -> ast.expr:
+    """The expression. A comma divides the arguments of a function; elsewhere it is that of thousands."""
+    try:
+        body = ast.parse(text, mode="eval").body
+    except SyntaxError:  # 1,034: Python knows no 034
+        body = None
+    if body is None or any(isinstance(node, ast.Tuple) for node in ast.walk(body)):
+        body = ast.parse(_THOUSANDS.sub(lambda number: number[0].replace(",", ""), text), mode="eval").body
+    return body
 
 
 def _value(node: ast.AST) -> Number:
@@ -64,6 +77,9 @@ EXAMPLES = [
     ({"expression": "123 * 456"}, "56088"),
     ({"expression": "(1 + 2) / 4"}, "0.75"),
     ({"expression": "sqrt(16) + 2^3"}, "12"),
+    ({"expression": "1,034,500 + max(2, 3)"}, "1034503"),
+    ({"expression": "round(3.14159, 2) + log(1000,10)"}, "6.14"),
+    ({"expression": "min(5,100)"}, "5"),
     ({"expression": "9**9**9"}, ValueError),
     ({"expression": "__import__('os')"}, ValueError),
     ({"expression": "1 / 0"}, ZeroDivisionError),

@@ -60,7 +60,7 @@ def words(text: str) -> list[str]:
 
 @functools.cache
 def _index(folder: str) -> Index:
-    passages = [passage for path in sorted(Path(folder).rglob("*")) for passage in _passages(path)]
+    passages = [passage for path in sorted(Path(folder).rglob("*.*")) if path.is_file() for passage in _passages(path)]
     if not passages:
         raise ValueError(f"no .txt, .md or .jsonl file with text in {folder}")
     return Index(passages)
@@ -68,9 +68,11 @@ def _index(folder: str) -> Index:
 
 def _passages(path: Path) -> list[str]:
     if path.suffix == ".jsonl":
-        return [json.loads(line)["text"] for line in path.read_text().splitlines() if line.strip()]
+        return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if path.suffix in (".txt", ".md"):
-        return [" ".join(part.split()) for part in re.split(r"\n\s*\n", path.read_text()) if part.strip()]
+        return [
+            " ".join(part.split()) for part in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")) if part.strip()
+        ]
     return []
 
 
