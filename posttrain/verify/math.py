@@ -17,7 +17,11 @@ from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.size import too_large
 
 # Plain integers are compared as such: the library does the same with two exact values, a hundred times slower.
-_INTEGER = re.compile(r"-?[1-9]\d{0,14}|0")
+_INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
+# Signs that the library does not know, as LaTeX. It reads the others itself: the minus sign, pi, <=, the union.
+_SIGNS = str.maketrans({"°": r"^\circ", "∞": r"\infty", "½": r"\frac{1}{2}", "∅": r"\emptyset"})
+_ROOT = re.compile(r"√\s*([0-9]+|[a-z](?![a-z]))")
+_POWER = re.compile(r"(?<=[0-9)}xyz])[²³]")  # behind other letters it belongs to a unit: 5 m²
 
 
 def prepare() -> None:
@@ -39,8 +43,12 @@ def parsed(text: str) -> list[Any]:
     r"""math-verify's reading of `\boxed{text}`: [value, normalised text], or [] if it is too large or unreadable."""
     if too_large(text):
         return []
-    math_verify = _library()
-    return math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None)
+    return _library().parse(rf"\boxed{{{_as_latex(text)}}}", parsing_timeout=None)
+
+
+def _as_latex(text: str) -> str:
+    text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_SIGNS)).replace(r"\varnothing", r"\emptyset")
+    return _POWER.sub(lambda sign: "^2" if sign[0] == "²" else "^3", text)
 
 
 # The completions of one prompt share their gold and often their answer, so what was read or compared is remembered.
@@ -59,8 +67,9 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
 
     decimals: two numbers are equal when they agree after rounding to so many places if either is a decimal; exact
     values are compared exactly. Sets ignore order, tuples and intervals do not; `x = 5` equals 5; 50% equals 0.5 and
-    also 50; units, degrees, `$` and thousands commas are dropped; words compare without case. `9^{9^{9}}` and texts of
-    thousands of characters are not read (`size.too_large`): as a candidate wrong, as a gold None.
+    also 50; units, degrees, `$` and thousands commas are dropped; words compare without case; ° √ ∞ and the like are
+    read as LaTeX. `9^{9^{9}}` and texts of thousands of characters are not read (`size.too_large`): as a candidate
+    wrong, as a gold None.
     """
     gold, candidate = gold.strip(), candidate.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):

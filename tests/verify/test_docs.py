@@ -10,6 +10,7 @@ import pytest
 from posttrain.recipe import tree, yaml
 from posttrain.recipe.reward_sections import Reward
 from posttrain.verify.examples import run_examples
+from posttrain.verify.load import shipped_function
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -35,3 +36,17 @@ def test_the_recipe_of_the_page_is_one() -> None:
     )
     assert judged[1].use == "judge.rating" and local[1].use == "judge_model"
     assert rewards[1].condition is not None and rewards[1].condition.on == "accuracy"
+
+
+def test_what_the_page_calls_equal_is_equal() -> None:
+    table = re.search(r"\| gold \| equal \| not equal \|\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE.read_text(encoding="utf-8"))
+    assert table
+    said = []
+    for line in table[1].splitlines():
+        (gold,), equal, different = (re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split(" | "))
+        said += [(gold, text, 1.0) for text in equal if text != "decimals"]  # the key that sets the rounding
+        said += [(gold, text, 0.0) for text in different]
+    assert len(said) > 25
+    accuracy = shipped_function("math.accuracy")
+    wrong = [(gold, text) for gold, text, right in said if accuracy(rf"\boxed{{{text}}}", gold) != right]
+    assert wrong == []

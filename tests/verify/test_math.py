@@ -38,6 +38,15 @@ from posttrain.verify.math import equal, gold_text, grade
         ("12", "12.", False),
         ("x^2+1", "1+x^2", True),
         ("7", "8", False),
+        ("90", "90°", True),
+        (r"\sqrt{2}", "√2", True),
+        (r"2\sqrt{3}", "2√3", True),
+        (r"\sqrt{2}", "√3", False),
+        (r"(-\infty, 2)", "(-∞, 2)", True),
+        ("x^2", "x²", True),
+        ("100", "10²", True),
+        ("0.5", "½", True),
+        (r"\varnothing", r"\emptyset", True),
     ],
 )
 def test_equal(gold: str, candidate: str, expected: bool) -> None:
