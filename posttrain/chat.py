@@ -5,7 +5,9 @@ Tokenizers are used as they come (transformers' interface); nothing heavy is imp
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +60,10 @@ def turn_end(tokenizer: Any, before: Sequence[Message] = ()) -> TurnEnd:
 
 def first_special(tokenizer: Any, tail: str) -> TurnEnd:
     """`tail` up to and including its first special token."""
-    ends = [(tail.find(t) + len(t), t) for t in special_texts(tokenizer) if t and t in tail]
-    if not ends:
+    found = _any_of(special_texts(tokenizer)).search(tail)
+    if found is None:
         return TurnEnd(tail, None)
-    # Of two that begin at the same place (`<|im_end|>`, `<|im_end|>x`), the longer one is meant.
-    end, token = min(ends, key=lambda e: (e[0] - len(e[1]), -len(e[1])))
-    return TurnEnd(tail[:end], tokenizer.convert_tokens_to_ids(token))
+    return TurnEnd(tail[: found.end()], tokenizer.convert_tokens_to_ids(found[0]))
 
 
 def last_special(tokenizer: Any, text: str) -> TurnEnd:
@@ -75,10 +75,24 @@ def last_special(tokenizer: Any, text: str) -> TurnEnd:
     return TurnEnd(text[:end], tokenizer.convert_tokens_to_ids(token))
 
 
-def special_texts(tokenizer: Any) -> set[str]:
+def special_texts(tokenizer: Any) -> frozenset[str]:
     """The texts of all special tokens: the named ones and every added token that is marked special."""
+    return _special_texts(tokenizer, len(tokenizer), tuple(tokenizer.all_special_tokens))
+
+
+@functools.lru_cache(maxsize=4)
+def _special_texts(tokenizer: Any, size: int, named: tuple[str, ...]) -> frozenset[str]:
+    """Asked for once a row, and some vocabularies have thousands of them. size: of the vocabulary, which tokens that
+    are added later change."""
+    del size
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return {*tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+    return frozenset({*named, *(t.content for t in added if t.special)})
+
+
+@functools.lru_cache(maxsize=4)
+def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    """Finds the first of these texts; of two that begin at the same place (`<|im_end|>`, `<|im_end|>x`), the longer."""
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True) if t) or "(?!)")
 
 
 def eos_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from typing import TYPE_CHECKING, Any
 
 from posttrain import chat, whereabouts
@@ -90,10 +92,10 @@ def render_examples(row: Row, tokenizer: Any, section: Data) -> list[Example]:
 
 def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
     """Two sequences of one prompt as a pair. Raises DataError where the sides see different prompt tokens."""
-    prompts = {tuple(i for i, t in zip(e.ids, e.trained, strict=True) if not t) for e in (chosen, rejected)}
+    prompts = {tuple(compress(e.ids, map(not_, e.trained))) for e in (chosen, rejected)}
     if len(prompts) != 1:
         raise DataError("the sides begin with different prompt tokens", where=whereabouts.row(uid))
-    sides = [tuple(i for i, t in zip(e.ids, e.trained, strict=True) if t) for e in (chosen, rejected)]
+    sides = [tuple(compress(e.ids, e.trained)) for e in (chosen, rejected)]
     return Pair(uid, prompts.pop(), sides[0], sides[1])
 
 
@@ -146,7 +148,8 @@ def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         return [_plain_text(uid, prompt, _plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
     before = prompt_messages(row, section)
     sides = [[*before, {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
-    return [_last_turn(uid, messages, tokenizer, tools(row)) for messages in sides]
+    prompt = chat.render(tokenizer, before, tools=tools(row), generation_prompt=True)
+    return [_last_turn(uid, messages, tokenizer, tools(row), prompt) for messages in sides]
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
@@ -248,10 +251,13 @@ def _everything(text: Text) -> Text:
 # --- one assistant turn, and all of them
 
 
-def _last_turn(uid: str, messages: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None) -> Text:
-    """The conversation with its last message as the trained turn."""
+def _last_turn(
+    uid: str, messages: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None, prompt: str | None = None
+) -> Text:
+    """The conversation with its last message as the trained turn. prompt: what is before it, where that is rendered."""
     before, turn = messages[:-1], messages[-1]
-    prompt = chat.render(tokenizer, before, tools=tools, generation_prompt=True)
+    if prompt is None:
+        prompt = chat.render(tokenizer, before, tools=tools, generation_prompt=True)
     content = str(turn.get("content") or "").strip()
     if not content and not turn.get("tool_calls"):
         return _empty(uid, prompt)
@@ -384,7 +390,7 @@ def _piece_by_piece(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple
 def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
     if not texts:
         return []
-    return [tuple(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    return [tuple(i) for i in tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]]
 
 
 @dataclass(frozen=True)
