@@ -6,7 +6,6 @@ raises `RunError` (exit code 1). Each is also a standard exception, so library u
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -123,6 +122,8 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
 
     alike: difflib's ratio that a name must reach; at 0.9 long words differ by one letter.
     """
+    import difflib  # here: every command imports this file, and few need it
+
     found = difflib.get_close_matches(word, list(known), n=5, cutoff=alike)
     return next((name for name in found if sorted(name) == sorted(word)), found[0] if found else None)
 

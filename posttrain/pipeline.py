@@ -24,11 +24,11 @@ from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.run import rounds
-from posttrain.run.children import ERROR, MILESTONE, Child, run_children, stop_with_parent
+from posttrain.run.children import ERROR, MILESTONE, Child, run_children
 from posttrain.run.directory import RunDirectory, refuse_other_recipe
 from posttrain.run.durable import read_json, write_json
 from posttrain.run.environment import usable_cpus
-from posttrain.run.interrupt import GracefulStop
+from posttrain.run.interrupt import GracefulStop, stop_with_parent
 from posttrain.run.jsonl import finite
 from posttrain.run.progress import duration
 from posttrain.run.report import write_report

@@ -50,7 +50,7 @@ def run_children(children: Sequence[Child], parallel: int) -> None:
 
     The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines.
     Ctrl-C and SIGTERM are passed on once, so that each child can save, and raise Interrupted. A child whose parent dies
-    sees the end of its stdin (see `stop_with_parent`).
+    sees the end of its stdin (see `interrupt.stop_with_parent`).
     """
     waiting, running, failed = list(children), list[_Running](), list[_Running]()
     lines: queue.Queue[tuple[Child, str]] = queue.Queue()
@@ -182,14 +182,3 @@ class _Display:
         if self._live is not None:
             rows = [Text.assemble((f"{n}  ", "bold"), (t, "dim")) for n, t in sorted(self._newest.items())]
             self._live.update(Group(*rows))
-
-
-def stop_with_parent() -> None:
-    """In a child: SIGTERM ourselves when the parent is gone, so that no run is left behind without anyone watching."""
-
-    def watch() -> None:
-        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter shuts down
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -59,3 +60,14 @@ class GracefulStop:
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         with contextlib.suppress(OSError):  # whoever read our lines may be gone, and that must not end the run here
             print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)
+
+
+def stop_with_parent() -> None:
+    """In a child: SIGTERM ourselves when the parent is gone, so that no run is left behind without anyone watching."""
+
+    def watch() -> None:
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter shuts down
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from posttrain.errors import Interrupted, RunError, UserError
-from posttrain.run.children import stop_with_parent
 from posttrain.run.environment import usable_cpus
+from posttrain.run.interrupt import stop_with_parent
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
 PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `unhurried`

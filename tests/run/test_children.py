@@ -58,7 +58,7 @@ def test_a_stop_is_passed_on_once(tmp_path):
 
 
 def test_a_child_ends_with_its_parent(tmp_path):
-    inner = "import posttrain.run.children as c, time; c.stop_with_parent(); print('up'); time.sleep(60)"
+    inner = "import posttrain.run.interrupt as i, time; i.stop_with_parent(); print('up'); time.sleep(60)"
     outer = f"""
         import sys
         from pathlib import Path
