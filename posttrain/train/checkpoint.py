@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints, ranks
-from posttrain.train import distributed, sharding
+from posttrain.train import alike, distributed, sharding
+from posttrain.train.alike import NOTHING, Fact
 from posttrain.train.critic import load_head, save_head
 
 
@@ -109,9 +110,19 @@ def _told(root: Path, step: int) -> Iterator[None]:
 def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Module | None = None) -> State | None:
     """Load the newest complete checkpoint under `root` in place and return its State; None if there is none.
 
-    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on.
+    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on. Raises
+    UserError, on all ranks, if some find another one than rank 0.
     """
     folder = checkpoints.latest(root, hashes=True)
+    alike.check(
+        {
+            "checkpoint": NOTHING
+            if folder is None
+            else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
+        },
+        did="finds another newest checkpoint",
+        hint=f"all ranks must see the same {root.parent}: let --output be on a disk that the machines share",
+    )
     if folder is None:
         return None
     load_weights(loaded, folder)

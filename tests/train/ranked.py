@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -32,8 +33,9 @@ from posttrain.errors import DataError, EngineError, PeerLost, UserError
 from posttrain.recipe.load import load_dict
 from posttrain.rollout import hf, vllm, vllm_start
 from posttrain.rollout.hf import TransformersEngine
+from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alarm, alike, distributed, preference, rl, sft
+from posttrain.train import alarm, alike, checkpoint, distributed, preference, rl, sft
 
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
@@ -121,6 +123,20 @@ def fail() -> None:
             assert re.search(rf"^rank 1 (?s:.*){told}", str(error)), error
         else:
             raise AssertionError(told)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "checkpoints"
+        if distributed.is_main():
+            with checkpoints.saving(root, 3) as unsealed:
+                (unsealed / "weights").touch()
+        try:
+            checkpoint.restore(root, None, None)  # type: ignore[arg-type]  # which it does not come to
+        except UserError as error:
+            told = (
+                r"rank 1 finds another newest checkpoint than rank 0\n  checkpoint: step-0+3 \(.*\) on rank 0, nothing "
+            )
+            assert re.match(told, str(error)), error
+        else:
+            raise AssertionError("one rank would have begun anew")
     try:
         alike.check_rows(["a", "b", "c"][: 2 + distributed.rank()])
     except DataError as error:
