@@ -259,7 +259,8 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
             allowed=f"the last that it said:\n{said}" if said else "",
             hint=f"{OUT_OF_MEMORY if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
-    print(f"rank {first.rank}: {said or f'ended with {code}'}", file=sys.stderr, flush=True)
+    who = "" if said.startswith("rank ") else f"rank {first.rank}: "  # it says which one failed: see train/alarm.py
+    print(f"{who}{said or f'ended with {code}'}", file=sys.stderr, flush=True)
     return code
 
 
