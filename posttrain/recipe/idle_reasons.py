@@ -209,6 +209,8 @@ def not_fixed(recipe: Any, loss: Any) -> str:
 
 
 def counts_tokens(recipe: Any, loss: Any) -> str:
+    if loss.aggregation == "local_token_mean":
+        return "with aggregation local_token_mean, whose micro-batches weigh by all of their rows"
     terms = {loss.aggregation, *(term.aggregation for term in recipe.regularisers)} - {None}
     return "with aggregation token_mean, which counts no rows" if terms == {"token_mean"} else ""
 
