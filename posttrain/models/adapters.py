@@ -76,6 +76,11 @@ def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
         raise ModelError(f"the adapter {folder} does not fit its base: {cause}") from cause
 
 
+def causal_of(model: Any) -> Any:
+    """The language model under its adapters, which stay active; the model itself where it has none."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
 def layers_of(base: Any) -> dict[str, Any]:
     """The layers of the model under a PEFT model that carry an adapter, by name."""
     return {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}

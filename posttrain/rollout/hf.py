@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
+from posttrain.models.adapters import causal_of
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
@@ -126,7 +127,7 @@ class TransformersEngine:
         except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
             why = str(error).splitlines()[0]
         if why:
-            name = type(self.model.get_base_model() if self.loaded.is_lora else self.model).__name__
+            name = type(causal_of(self.model)).__name__
             raise EngineError(
                 f"the transformers engine cannot sample from {name}", allowed=why, hint="use `engine: vllm`"
             )

@@ -31,7 +31,7 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
     base that the trainer computes with and not the one it was rounded from. Weights that are divided among ranks
     come whole, one at a time; all ranks must ask.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = adapters.causal_of(model)
     layers = adapters.layers_of(base) if merged else {}
     seen: set[int] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
@@ -111,7 +111,7 @@ def write_config(loaded: LoadedModel, folder: Path) -> Path:
     config = copy.deepcopy(loaded.model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what vLLM gets is dense
-    base = loaded.model.get_base_model() if loaded.is_lora else loaded.model
+    base = adapters.causal_of(loaded.model)
     config.architectures = [architecture(base)]
     config.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.batch import on_device
+from posttrain.models.adapters import causal_of
 from posttrain.models.precision import HALF, compute_dtype
 from posttrain.models.rounding import relative_gap
 from posttrain.rollout.hf import evaluating
@@ -166,7 +167,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 def use_packed_attention(model: Any) -> bool:
     """Switch the model to packed-aware attention in place; False, and nothing is changed, if its architecture cannot
     take it."""
-    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = causal_of(model)
     if not takes_sdpa(causal):
         return False
     AttentionInterface.register(NAME, packed_attention)

@@ -6,7 +6,7 @@ where an architecture cannot be packed. The vocabulary projection then runs over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from posttrain.batch import on_device
+from posttrain.errors import NonFiniteError
+from posttrain.models.adapters import causal_of
+from posttrain.models.load import LoadedModel
+from posttrain.rollout.hf import evaluating
 from posttrain.train.attention import Packed, takes_borders
 from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
 from posttrain.train.sharding import as_forward
+
+HEAD_GAP = 0.05  # nats, of one log-prob: the same products, rounded alike
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ def completion_scores(
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. Extras:
     `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H].
     """
-    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # adapters stay active
+    causal = causal_of(model)
     return as_forward(
         causal, lambda: _completion_scores(causal, sequences, width, temperature, packed, fill, extras or Extras())
     )
@@ -143,6 +149,19 @@ def _completion_scores(
     if extras.value_head is not None:
         found["values"] = extras.value_head(states.detach().float())[:, 0]
     return {name: _placed(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
+
+
+def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """`logp`, `entropy` and `right` [K] of K labels, each predicted at a cell of rows [B,T] where `kept` [B,T-1] is
+    True; right: no token is likelier. inputs: what the model is given, without its labels."""
+    causal = causal_of(model)
+
+    def scored() -> dict[str, Tensor]:
+        states = backbone(causal)(**inputs, use_cache=False).last_hidden_state
+        return token_scores(Head(causal), states[:, :-1][kept], labels, top_k=1)
+
+    found = as_forward(causal, scored)
+    return {"logp": found["logp"], "entropy": found["entropy"], "right": found["topk_chosen"][:, 0]}
 
 
 def _placed(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -200,6 +219,17 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill
     positions = on_device(torch.cat([torch.arange(length) for length in lengths]), device)[None]
     borders = Packed.of(lengths, device)
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
+
+
+def prove_head(loaded: LoadedModel, sequences: Sequences) -> None:
+    """Raises NonFiniteError for a model whose logits are not what its head makes of the last hidden states."""
+    with evaluating(loaded.model), loaded.autocast():
+        gap = check_head(loaded.model, sequences)
+    if not gap <= HEAD_GAP:
+        raise NonFiniteError(
+            f"log-probs of {loaded.source} differ by {gap:.3f} nats from its own logits",
+            hint="this architecture scales its logits in a way that posttrain does not know; please report it",
+        )
 
 
 def check_head(model: nn.Module, sequences: Sequences) -> float:

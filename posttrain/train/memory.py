@@ -13,7 +13,6 @@ GIB = 1 << 30
 CONTEXT = GIB // 2  # CUDA context and libraries of a process
 CELL = 10  # bytes of a cell of the logit chunk: bf16 and float32 logits, log-softmax (`head._TokenScores`)
 GRAPH_CELL = 18  # of one that goes through autograd: probabilities and their gradient as well
-FULL_CELL = 12  # of full logits: bf16, float32, and their gradient
 TRL_TILE, TRL_CELL = 32768, 4  # TRL's kernel (sft, dpo): columns of the logits that it holds at once, and their bytes
 NF4 = 0.53  # bytes of a 4-bit weight with its scales
 
@@ -47,8 +46,7 @@ class Settings:
     reference_copy: bool = False  # full training with a term that needs the reference
     teacher: Shape | None = None  # the reference where it is another model
     reference_offloaded: bool = False  # it waits in the host's memory
-    full_logits: bool = False  # sft with weights of tokens
-    trl_logits: bool = False  # sft and dpo else
+    trl_logits: bool = False  # sft and dpo, but for sft with weights of tokens
     plain_head: bool = True  # the backward pass of the head is written out
     ranks: int = 1  # that the model is divided among
     engine: int = 0  # bytes that the engine holds while it generates, beyond the trainer's weights
@@ -126,10 +124,8 @@ def activations(shape: Shape, s: Settings) -> int:
 
 
 def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
-    """A chunk of tokens (rl) or a tile of columns (sft, dpo); all of a micro-batch where weights of tokens need it."""
+    """A chunk of tokens (rl, and sft with weights of tokens) or a tile of columns (sft, dpo)."""
     cells = s.micro_tokens * shape.vocabulary
-    if s.full_logits:
-        return FULL_CELL * cells
     if s.trl_logits:
         return TRL_CELL * s.micro_tokens * min(shape.vocabulary, TRL_TILE)
     return (CELL if s.plain_head else GRAPH_CELL) * min(cells, chunk_cells)
@@ -137,7 +133,7 @@ def logits(shape: Shape, s: Settings, chunk_cells: int) -> int:
 
 def head_gradient(shape: Shape, s: Settings) -> int:
     """What the head's backward pass adds up before it reaches `.grad`: a float32 sum, and a chunk's product."""
-    if shape.adapter or s.full_logits or not s.plain_head:
+    if shape.adapter or not s.plain_head:
         return 0
     return (4 + (2 if s.half else 4)) * shape.vocabulary * shape.hidden
 

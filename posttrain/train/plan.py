@@ -18,6 +18,7 @@ from torch import nn
 
 from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
+from posttrain.models.adapters import causal_of
 from posttrain.recipe import checks
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.sections import Lora, Model
@@ -39,7 +40,7 @@ def shape_of(model: Any, lora: Lora | None) -> Shape:
     """The shape of a language model, whose weights may be on the meta device or loaded, with or without an adapter; a
     reward model has no head over the vocabulary.
     """
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = causal_of(model)
     config = base.config.get_text_config()
     head = base.get_output_embeddings()  # None for a reward model
     matrices = {
@@ -94,7 +95,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         tokens = rows * pair * longest
         online = isinstance(recipe, DpoRecipe) and recipe.online_kl is not None
         copied = online and not shape.adapter
-        return Settings(micro_tokens=tokens, full_logits=weighted, trl_logits=plain, reference_copy=copied, **common)
+        return Settings(micro_tokens=tokens, plain_head=not weighted, trl_logits=plain, reference_copy=copied, **common)
     rollout = recipe.rollout
     needs = Objective.from_recipe(recipe).needs
     row, rows = longest + rollout.max_new_tokens, rollout.prompts_per_step * rollout.group_size

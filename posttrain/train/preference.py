@@ -30,6 +30,7 @@ from posttrain.data.render import Pair
 from posttrain.errors import RecipeError, UserError
 from posttrain.loss.pair_labels import kl_baseline
 from posttrain.models import load as models
+from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.hf import evaluating
@@ -170,8 +171,7 @@ def unhashed() -> Iterator[None]:
 
 def add_log_probs(loaded: LoadedModel) -> None:
     """Have the model return log-probs of its labels alone: TRL's own head measures entropies and more at each token."""
-    causal = loaded.model.get_base_model() if loaded.is_lora else loaded.model
-    add_fused_lm_head(causal, outputs=("log_probs",))
+    add_fused_lm_head(causal_of(loaded.model), outputs=("log_probs",))
 
 
 TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")

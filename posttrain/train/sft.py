@@ -26,11 +26,13 @@ from posttrain.run.directory import RunDirectory
 from posttrain.train import alike, hf_trainer, machine, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
+from posttrain.train.logprobs import Sequences, label_scores, prove_head
 from posttrain.train.quiet import quiet
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
 from posttrain.train.sft_objective import trained as trained_targets
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
+PROBE = 16  # tokens of a row on which a model is tried
 Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
@@ -56,6 +58,8 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
     trainer = make_trainer(job, prepared.items, collate, written)
     trainer.weighing = Weighing.of(recipe, loaded.tokenizer)
+    if trainer.weighing is not None:
+        prove_head(loaded, Sequences((longest.ids[:PROBE],), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
         return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "row")])
 
@@ -132,19 +136,16 @@ class Sft(RunLoop, SFTTrainer):
     def _weighted(self, weighing: Weighing, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """-sum(weight * logp) over the trained tokens of a micro-batch."""
         given = {key: value for key, value in inputs.items() if key not in ("labels", "behavior_logp")}
-        with self.job.loaded.autocast():
-            logits = model(**given, use_cache=False).logits
         kept = trained_targets(inputs)
-        logps = torch.log_softmax(logits[:, :-1][kept].float(), -1)
-        targets = inputs["labels"][:, 1:][kept]
-        logp = logps.gather(-1, targets[:, None])[:, 0]
-        weights = weighing.weights(inputs, logp)
-        with torch.no_grad():
-            self.add("entropy", -(logps.exp() * logps).sum())
-            self.add("mean_token_accuracy", (logps.argmax(-1) == targets).sum())
-            self.add("cross_entropy", -logp.sum())
-            self.add("token_weight", weights.sum())
-        return -(weights.detach() * logp).sum()
+        with self.job.loaded.autocast():
+            found = label_scores(model, given, kept, inputs["labels"][:, 1:][kept])
+        logp = found["logp"]
+        weights = weighing.weights(inputs, logp).detach()
+        self.add("entropy", found["entropy"].sum())
+        self.add("mean_token_accuracy", found["right"].sum())
+        self.add("cross_entropy", -logp.sum())
+        self.add("token_weight", weights.sum())
+        return -(weights * logp).sum()
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         names = ("entropy", "mean_token_accuracy", "cross_entropy", "token_weight")
@@ -165,7 +166,7 @@ def tokens(batch: Mapping[str, Tensor]) -> int:
 def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Example]) -> None:
     """Raises ModelError unless a packed row computes what it computes alone, whatever stands before it."""
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
-    before, row = list(examples[0].ids[:16]), list(examples[-1].ids[:16])
+    before, row = list(examples[0].ids[:PROBE]), list(examples[-1].ids[:PROBE])
     changed = [(i + 1) % vocabulary for i in before]
     with torch.no_grad():
         training = loaded.model.training

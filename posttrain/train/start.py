@@ -10,7 +10,7 @@ from torch import Tensor
 from posttrain.errors import NonFiniteError
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
-from posttrain.train.logprobs import Extras, Sequences, check_head
+from posttrain.train.logprobs import Extras, Sequences, prove_head
 from posttrain.train.pieces import Pieces
 from posttrain.train.policy import scores
 
@@ -23,13 +23,7 @@ def check_start(p: Pieces) -> None:
     probe = Sequences(tuple(q.ids for q in shortest), (1,) * len(shortest))
     width = max(probe.lengths) - 1
     p.loaded.model.eval()
-    with torch.no_grad(), p.loaded.autocast():
-        gap = check_head(p.loaded.model, probe)
-    if gap > 0.05:
-        raise NonFiniteError(
-            f"log-probs of {p.loaded.source} differ by {gap:.3f} nats from its own logits",
-            hint="this architecture scales its logits in a way that posttrain does not know; please report it",
-        )
+    prove_head(p.loaded, probe)
     with torch.no_grad():
         ours = scores(p, p.loaded.model, probe, width, Extras())["logp"]
         if p.packed:

@@ -144,13 +144,13 @@ def test_moments_in_eight_bits_by_hand() -> None:
     assert adapted["8-bit AdamW moments"] == 2 * 64 + 2
 
 
-def test_logits_are_a_chunk_in_rl_a_tile_in_sft_and_whole_where_tokens_are_weighted() -> None:
+def test_logits_are_a_chunk_in_rl_and_a_tile_in_sft() -> None:
     """5000 cells. Tiles are of 32768 columns, and all 50 are fewer."""
     found = {
         name: phases(SHAPE, Settings(micro_tokens=100, **{name: True}), chunk_cells=1000).parts["update"]["logits"]
-        for name in ("plain_head", "trl_logits", "full_logits")
+        for name in ("plain_head", "trl_logits")
     }
-    assert found == {"plain_head": 10 * 1000, "trl_logits": 4 * 5000, "full_logits": 12 * 5000}
+    assert found == {"plain_head": 10 * 1000, "trl_logits": 4 * 5000}
     by_autograd = phases(SHAPE, Settings(micro_tokens=100, plain_head=False), chunk_cells=1000).parts["update"]
     assert by_autograd["logits"] == 18 * 1000 and "gradient of the head" not in by_autograd
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain import registry
-from posttrain.errors import DataError, RecipeError, UserError
-from posttrain.train import optim, sft, sft_objective
+from posttrain.errors import DataError, NonFiniteError, RecipeError, UserError
+from posttrain.train import head, optim, sft, sft_objective
 from posttrain.train.sft_objective import BEHAVIOR
 
 FIVE = {"steps": 5}
@@ -72,6 +72,28 @@ def test_neither_micro_batches_nor_packing_change_a_number(answers: Any, rows_of
         for row, other in zip(rows, whole, strict=True):
             for key in {"loss", "grad_norm", "token_weight"} & other.keys():
                 assert row[key] == pytest.approx(other[key], rel=2e-4), (row["step"], key)
+
+
+def test_weighted_tokens_need_no_logits_of_all(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary is gone over for a few tokens at a time, as in `rl`: with 32k tokens in a forward pass and 150k
+    words, logits of all would be 20 GB in float32 alone."""
+    whole = rows_of(sft.run, answers(objective={"use": "dft"}), "whole")
+    at_once: list[int] = []
+    forward = head.Head.forward
+    monkeypatch.setattr(head.Head, "forward", lambda self, h: at_once.append(len(h)) or forward(self, h))
+    monkeypatch.setattr(head, "chunk_size", lambda _: 7)
+    chunks = rows_of(sft.run, answers(objective={"use": "dft"}), "chunks")
+    assert max(at_once) == 7
+    for row, other in zip(chunks, whole, strict=True):
+        assert row == {key: pytest.approx(other[key], rel=2e-4) for key in row}
+
+
+def test_a_head_that_is_not_understood_is_refused(answers: Any, rows_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `rl`: logits that the architecture changes behind its head would be weighed by other probabilities."""
+    monkeypatch.setattr(head.Head, "forward", lambda self, hidden: 1.1 * self.project(hidden))
+    monkeypatch.setattr(head.Head, "is_plain", property(lambda _: False))
+    with pytest.raises(NonFiniteError, match="nats from its own logits"):
+        rows_of(sft.run, answers(objective={"use": "dft"}), "scaled")
 
 
 def test_a_divisor_below_one_is_the_divisor(answers: Any, rows_of: Any, tmp_path: Path) -> None:
