@@ -71,6 +71,7 @@ EXAMPLES = {
     "execution": [
         ("SELECT name FROM emp WHERE pay >= 20", _ROW, 1.0),
         ("SELECT name FROM emp WHERE pay > 25", _ROW, 0.0),
+        ("```sqlite\nSELECT name FROM emp WHERE pay >= 20\n```", _ROW, 1.0),
         ("SELEC name", _ROW, 0.0),
         ("", _ROW, 0.0),
         ("", {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),

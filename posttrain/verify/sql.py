@@ -22,7 +22,7 @@ MAX_ROWS = 100_000
 MAX_VALUE_BYTES = 1_000_000
 STEPS_BETWEEN_CHECKS = 10_000
 
-_FENCE = re.compile(r"```(?:sql)?[^\S\n]*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```(?:sqlite|(?:postgre|my)?sql)?[^\S\n]*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
 _TOKEN = re.compile(
     r"(?P<text>'(?:[^']|'')*')|(?P<quoted>\"(?:[^\"]|\"\")*\"|`(?:[^`]|``)*`)|(?P<name>[^\W\d]\w*)"
     r"|(?P<number>\d+(?:\.\d+)?)|<>|<=|>=|!=|\|\||\S"
