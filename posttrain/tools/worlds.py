@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from posttrain import whereabouts
 from posttrain.batch import ToolCall
 from posttrain.errors import ToolError
+from posttrain.tools import threads
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse
 from posttrain.tools.simulate import mean_return
@@ -104,20 +105,17 @@ class Simulations:
 
 
 class Environments:
-    """One object of a user's class a rollout, always closed. They live in this process, on threads: a step over its
-    time ends its rollout, but Python cannot stop it. Steps of one environment never run side by side.
+    """One object of a user's class a rollout, always closed. They live in this process, `workers` steps at a time on
+    threads: a step over its time ends its rollout, but Python cannot stop it.
     """
 
     def __init__(
         self, make: Callable[[], Any], workers: int, timeout_s: float, simulations: Simulations | None = None
     ) -> None:
-        self.make, self.timeout_s, self.simulations = make, timeout_s, simulations
+        self.make, self.workers, self.timeout_s, self.simulations = make, workers, timeout_s, simulations
         self._asked: dict[int, int] = {}  # how often a rollout's state was simulated
-        self.threads = ThreadPoolExecutor(workers, thread_name_prefix="environment")
         self.live: dict[int, Any] = {}
         self.broken: set[int] = set()
-        self._busy: set[int] = set()
-        self._lock = threading.Lock()
 
     def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Make and reset one for each row. What that raises ends the run: nothing has been tried yet."""
@@ -135,8 +133,8 @@ class Environments:
         """Mean returns of random plays from each state; one that raises or is late ends the run."""
         if self.simulations is None:
             return {}
-        waiting = {n: self.threads.submit(self._run, n, self._simulated, n) for n in numbers}
-        return {number: _result(future, self.timeout_s) for number, future in waiting.items()}
+        done = self._run({n: partial(self._simulated, n) for n in numbers})
+        return {number: future.result() for number, future in done.items()}
 
     def _simulated(self, number: int) -> float:
         assert self.simulations is not None
@@ -146,21 +144,15 @@ class Environments:
 
     def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
         """Steps of all turns at once; what one raises, or its time, ends its rollout."""
-        waiting = {n: self.threads.submit(self._run, n, self.live[n].step, text) for n, text in turns.items()}
-        return {number: self._heard(number, future) for number, future in waiting.items()}
+        done = self._run({n: partial(self.live[n].step, text) for n, text in turns.items()})
+        return {number: self._heard(number, future) for number, future in done.items()}
 
-    def _run(self, number: int, function: Callable[..., Any], *given: Any) -> Any:
-        with self._lock:
-            self._busy.add(number)
-        try:
-            return function(*given)
-        finally:
-            with self._lock:
-                self._busy.discard(number)
+    def _run(self, calls: Mapping[int, Callable[[], Any]]) -> dict[int, Future[Any]]:
+        return threads.run(calls, self.timeout_s, self.workers)
 
     def _heard(self, number: int, future: Future[Any]) -> Reply:
         try:
-            return _stepped(_result(future, self.timeout_s))
+            return _stepped(future.result())
         except ToolError:
             raise
         except Exception as error:
@@ -169,10 +161,10 @@ class Environments:
 
     def end(self) -> dict[int, float | None]:
         """Scores; a broken environment, and one whose score fails, has None. All are closed, whatever happens."""
-        scores: dict[int, float | None] = {}
+        sound = {number: partial(_score, one) for number, one in self.live.items() if number not in self.broken}
+        scores: dict[int, float | None] = dict.fromkeys(self.live)
         try:
-            for number, environment in self.live.items():
-                scores[number] = None if number in self.broken else self._score(number, environment)
+            scores |= {number: _scored(future) for number, future in self._run(sound).items()}
         finally:
             for environment in self.live.values():
                 with contextlib.suppress(Exception):  # the others must be closed too
@@ -180,19 +172,27 @@ class Environments:
             self.live, self.broken, self._asked = {}, set(), {}
         return scores
 
-    def _score(self, number: int, environment: Any) -> float | None:
-        try:
-            value = _result(self.threads.submit(self._run, number, environment.score), self.timeout_s)
-        except Exception:
-            return None
-        return None if value is None else float(value)
-
     def close(self) -> None:
-        """Close what is live and give up threads that hang."""
-        try:
-            self.end()
-        finally:
-            self.threads.shutdown(wait=False, cancel_futures=True)
+        """Close what is live."""
+        self.end()
+
+
+def _score(environment: Any) -> Any:
+    return environment.score()
+
+
+def _scored(future: Future[Any]) -> float | None:
+    """None for a score that raised, was late, or does not apply."""
+    if future.exception() is not None:
+        return None
+    value = future.result()
+    try:
+        score = None if value is None else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if score is not None and not math.isfinite(score):
+        raise ToolError(f"an environment's score returned {value!r:.80}", allowed="a finite number, or None")
+    return score
 
 
 def _refused(row: Mapping[str, Any], error: Exception) -> ToolError:
@@ -204,13 +204,6 @@ def _refused(row: Mapping[str, Any], error: Exception) -> ToolError:
         allowed=f"its columns: {columns}" if missing else "",
         hint=f"its `reset` reads a column `{error.args[0]}`, which the data lack" if missing else "",
     )
-
-
-def _result(future: Future[Any], seconds: float) -> Any:
-    """The result within `seconds` from when it began to run, not from when it was queued."""
-    while not future.running() and not future.done():
-        time.sleep(0.0005)
-    return future.result(timeout=seconds)
 
 
 def _stepped(value: Any) -> Reply:
