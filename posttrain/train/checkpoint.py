@@ -37,7 +37,7 @@ class State:
     seconds: float = 0.0  # spent in steps
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
     last_metrics: dict[str, Any] | None = None  # of the newest step
-    controllers: dict[str, Any] | None = None  # state of each controller; None = the run has not begun
+    controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
 

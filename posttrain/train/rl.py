@@ -86,8 +86,6 @@ def train(
     else:
         with explained():
             prove(p)
-    if state.controllers is None:
-        state.controllers = p.controls.start()
     if distributed.any_rank(stop.requested):  # there is nothing to save yet
         raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=str(directory.path))
     progress.ready(p.watchdog.seconds)
@@ -95,11 +93,11 @@ def train(
         started = time.perf_counter()
         p.watchdog.begin_step(state.step)
         with drawing():
-            numbers, now = distributed.together(controlled, p, state)
+            controllers, numbers, now = distributed.together(controlled, p, state)
         with explained():
             rollouts, values, saved = step(now, state, ahead, drawing())
         values |= {f"control/{key}": number for key, number in numbers.items()}
-        values = finish_step(p, state, values, started)
+        values = finish_step(p, state, values, controllers, started)
         record.add(state, values, rollouts, saved)
         stopping = distributed.any_rank(stop.requested)
         if stopping or ended(p, state) or due(p, state):
@@ -155,10 +153,15 @@ def go_on(p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ah
         p.scaler.load_state_dict(state.scaler)
 
 
-def controlled(p: Pieces, state: checkpoint.State) -> tuple[dict[str, float], Pieces]:
-    """The numbers that controllers give for the step to come, and what it works with under them."""
-    numbers = p.controls.numbers(state.controllers or {}, state.step)
-    return numbers, p.at(numbers)
+def controlled(p: Pieces, state: checkpoint.State) -> tuple[dict[str, Any], dict[str, float], Pieces]:
+    """For the step to come: the states of the controllers, which hear of the step before, the numbers that they give,
+    and what the step works with."""
+    if state.controllers is None or state.last_metrics is None:
+        states = p.controls.start()
+    else:
+        states = p.controls.update(state.controllers, state.last_metrics, state.step - 1)
+    numbers = p.controls.numbers(states, state.step)
+    return states, numbers, p.at(numbers)
 
 
 def prove(p: Pieces) -> None:
@@ -169,13 +172,15 @@ def prove(p: Pieces) -> None:
             try_longest(p)
 
 
-def finish_step(p: Pieces, state: checkpoint.State, values: dict[str, Any], started: float) -> dict[str, Any]:
-    """Move counters and controllers past a step; returns its metrics with the times. All ranks go by rank 0's clock
-    and numbers: they decide alike."""
+def finish_step(
+    p: Pieces, state: checkpoint.State, values: dict[str, Any], controllers: dict[str, Any], started: float
+) -> dict[str, Any]:
+    """Move the counters past a step that these controllers drove; returns its metrics with the times. All ranks go by
+    rank 0's clock and numbers: they decide alike."""
     values |= {**p.watchdog.times(), **peak_memory()}
     values["time/step"] = time.perf_counter() - started
     values = distributed.from_main(values)
-    state.controllers = p.controls.update(state.controllers or {}, values, state.step)
+    state.controllers = controllers
     state.step += 1
     state.seconds += values["time/step"]
     state.first_metrics, state.last_metrics = state.first_metrics or values, values
