@@ -191,6 +191,16 @@ def group_mean(values: Tensor, key: Tensor) -> Tensor:
     return group_sum(torch.where(known, values, 0.0), key) / count.clamp(min=1)
 
 
+def places(values: Tensor, key: Tensor) -> Tensor:
+    """Place [N] of each row among those of its group by falling values [N], from 0; of equal ones the first comes
+    first. key [N]: group numbers from 0."""
+    falling = values.argsort(descending=True, stable=True)
+    order = falling[key[falling].argsort(stable=True)]  # by group
+    size = group_sum(torch.ones_like(key), key)
+    within = torch.arange(len(key), device=key.device) - (size.cumsum(0) - size)[key[order]]
+    return torch.empty_like(key).scatter(0, order, within)
+
+
 def centre(rewards: Tensor, scored: Tensor, key: Tensor, count: Tensor) -> Tensor:
     """rewards - mean of the scored ones of the group [N], 0 where unscored.
 

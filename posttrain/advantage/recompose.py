@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.gate import pass_rates, right, row_lengths
-from posttrain.advantage.group import group_sum, numbered
+from posttrain.advantage.group import group_sum, numbered, places
 from posttrain.batch import RolloutBatch, Selection
 from posttrain.errors import UserError
 from posttrain.registry import register
@@ -68,9 +68,7 @@ def priority(batch: RolloutBatch, *, alpha: float = 0.5) -> Tensor:
     assert batch.correct is not None
     key, lengths, is_right = numbered(batch.group_ids), row_lengths(batch), right(batch)
     chosen = torch.zeros_like(is_right)
-    for kind, order in ((is_right, lengths), (batch.correct == 0, -lengths)):
-        for group in key[kind].unique():
-            rows = (kind & (key == group)).nonzero()[:, 0]
-            count = max(1, math.ceil(alpha * len(rows) - 1e-9))
-            chosen[rows[torch.argsort(order[rows], stable=True)[:count]]] = True
+    for kind, order in ((is_right, -lengths), (batch.correct == 0, lengths)):
+        count = (alpha * group_sum(kind.double(), key) - 1e-9).ceil().clamp(min=1)
+        chosen |= kind & (places(torch.where(kind, order, -torch.inf), key) < count[key])
     return chosen

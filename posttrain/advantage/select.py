@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import required
+from posttrain.advantage.group import group_sum, places, required
 from posttrain.batch import RolloutBatch, Selection, row_mean
 from posttrain.registry import register
 
@@ -67,12 +67,10 @@ def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") 
     """The rows that `step_entropy` keeps, and what they are ranked by."""
     mean = row_mean(required(batch.entropy, "entropy").detach(), batch.mask)
     group = batch.group_ids if scope == "group" else torch.zeros_like(batch.group_ids)
-    kept = torch.zeros_like(batch.group_ids, dtype=torch.bool)
-    for number in group.unique().tolist():
-        rows = (group == number).nonzero()[:, 0]
-        count = max(1, math.floor(keep * len(rows) + 1e-9))  # 0.29 * 100 is 28.999999999999996
-        kept[rows[mean[rows].sort(descending=True, stable=True).indices[:count]]] = True
-    return Steps(mean, kept)
+    key = torch.unique(group, return_inverse=True)[1]
+    size = group_sum(torch.ones_like(key, dtype=torch.float64), key)
+    count = (keep * size + 1e-9).floor().clamp(min=1)  # 0.29 * 100 is 28.999999999999996
+    return Steps(mean, places(mean, key) < count[key])
 
 
 @register(
@@ -122,13 +120,12 @@ def d3s_terms(batch: RolloutBatch, *, n_query: int, n_batch: int | None = None, 
     """What `d3s` keeps at one point of its schedule."""
     advantages = required(batch.advantages, "advantages")
     by_row = advantages if advantages.dim() == 1 else torch.where(batch.mask, advantages, 0.0).sum(-1)
-    kept: list[int] = []
-    for number in batch.group_ids.unique().tolist():
-        rows = (batch.group_ids == number).nonzero()[:, 0].tolist()
-        kept += [rows[i] for i in spread_subset(by_row[rows].tolist(), n_query)]
-    kept.sort()
+    values, members = by_row.tolist(), dict[int, list[int]]()
+    for row, group in enumerate(batch.group_ids.tolist()):
+        members.setdefault(group, []).append(row)
+    kept = sorted(rows[i] for rows in members.values() for i in spread_subset([values[r] for r in rows], n_query))
     if n_batch is not None:
-        kept = [kept[i] for i in spread_subset(by_row[kept].tolist(), n_batch)]
+        kept = [kept[i] for i in spread_subset([values[r] for r in kept], n_batch)]
     chosen = torch.zeros_like(batch.group_ids, dtype=torch.bool)
     chosen[kept] = True
     size = advantages.abs() if advantages.dim() == 2 else advantages.abs()[:, None]

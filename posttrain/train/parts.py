@@ -16,6 +16,7 @@ from posttrain import registry
 from posttrain.batch import ChannelAdvantages, Credit, Remembered, RolloutBatch
 from posttrain.errors import RecipeError, did_you_mean
 from posttrain.loss.aggregate import Aggregation
+from posttrain.loss.groups import group_key, group_total
 from posttrain.recipe.section import ComponentSection
 
 
@@ -109,9 +110,7 @@ def token_sum(value: Tensor, mask: Tensor) -> Tensor:
 
 def group_tokens(batch: RolloutBatch) -> Tensor:
     """Trained tokens [K] of each group, in order of first appearance."""
-    lengths = batch.mask.sum(-1)
-    order = dict.fromkeys(batch.group_ids.tolist())
-    return torch.stack([lengths[batch.group_ids == group].sum() for group in order]) if order else lengths
+    return group_total(batch.mask.sum(-1), *group_key(batch.group_ids))
 
 
 def placed(values: Tensor | None, kept: Tensor) -> Tensor | None:

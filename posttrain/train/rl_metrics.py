@@ -16,6 +16,7 @@ from posttrain.rollout.told import turn_metrics, turn_records
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
     """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned)."""
+    batch = _by_row(batch)
     lengths = torch.tensor([float(len(r.sampled)) for r in rollouts])  # what tools reply is in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
@@ -35,6 +36,12 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = _mean(column)
     return {**values, **turn_metrics(rollouts), **signal(batch)}
+
+
+def _by_row(batch: RolloutBatch) -> RolloutBatch:
+    """What metrics read of the batch, on the CPU. What is there by token stays: hidden states may be gigabytes."""
+    names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights")
+    return RolloutBatch(mask=batch.mask[:, :0], **{name: getattr(batch, name) for name in names}).to("cpu")
 
 
 def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain import registry
-from posttrain.advantage.group import centred_and_scaled
+from posttrain.advantage.group import centred_and_scaled, places
 from posttrain.batch import RolloutBatch
 
 NAN = float("nan")
@@ -82,6 +82,13 @@ def test_a_group_with_one_scored_row(scale: str) -> None:
     assert [zero[0], zero[1], zero[4]] == [0.0, 0.0, 0.0]
     assert [raw[0], raw[1], raw[4]] == [3.0, 0.0, 2.0]
     assert raw[2:4] == zero[2:4]
+
+
+def test_places_are_by_group_and_falling_value() -> None:
+    """Group 0 has 2, 5, 5 in rows 0, 2, 4: the first 5, the second, 2; group 1 has 3 and 7."""
+    values, key = torch.tensor([2.0, 3.0, 5.0, 7.0, 5.0]), torch.tensor([0, 1, 0, 1, 0])
+    assert places(values, key).tolist() == [2, 1, 0, 0, 1]
+    assert places(values[:0], key[:0]).tolist() == []
 
 
 def test_no_rows_are_no_error() -> None:

@@ -372,6 +372,16 @@ def test_rollout_metrics_leave_unscored_rows_out() -> None:
     assert values["completions/mean_length"] == 2.5 and values["completions/clipped_ratio"] == 0.0
 
 
+def test_metrics_bring_no_hidden_states_to_the_host() -> None:
+    """A tensor without storage cannot be copied."""
+    items = rollouts([1.0, 0.0, 1.0, None])
+    batch = rollout_batch(items).replace(reward_weights={"a": 0.0})
+    hidden = torch.empty(*batch.mask.shape, 8, device="meta")
+    assert rollout_metrics(items, batch.replace(hidden=hidden)) == rollout_metrics(items, batch)
+    with pytest.raises(NotImplementedError):
+        batch.replace(hidden=hidden).to("cpu")
+
+
 def test_samples_come_from_several_groups() -> None:
     records = sample_records(rollouts([1.0, 0.0] * 4), 4)
     assert [r["group"] for r in records] == [0, 1, 2, 3]
