@@ -40,7 +40,7 @@ def effective_rank(
 ) -> Remembered:
     """A + min(max(Phi, 0), |A| / kappa) -> like A; remembers running means of the three measures.
 
-    ER: exp of the entropy of the singular values of the centred hidden states (`rank_of`). er: of the whole completion;
+    ER: exp of the entropy of the singular values of the centred hidden states (`ranks_of`). er: of the whole completion;
     erv, era: mean first and second differences of ER over windows that grow by `stride` tokens, within the last max_len
     tokens. dev(x) = (x - its running mean) / |running mean|, within +-clip. beta = sigmoid(gain * dev(era)); Phi =
     weight * (beta tanh(dev(er)) + (1 - beta) tanh(dev(erv))). Running means start at 0 and move by ema_alpha; the
@@ -108,16 +108,10 @@ def shape(
     return Shaped(advantages + torch.minimum(bonus, advantages.abs() / kappa), phi, **measures, ema_next=ema_next)
 
 
-def rank_of(states: Tensor) -> Tensor:
-    """exp(-sum p ln(p + 1e-8)), p the singular values of the centred states [L, D] over (their sum + 1e-8); 0 if L < 2.
-
-    In float64.
-    """
-    return ranks_of([states])[0]
-
-
 def ranks_of(rows: Sequence[Tensor]) -> Tensor:
-    """`rank_of` of each [N]; rows of similar length together, so that a GPU is not asked row by row."""
+    """exp(-sum p ln(p + 1e-8)) [N], p the singular values of a row's centred states [L, D] over (their sum + 1e-8); 0
+    if L < 2. In float64; rows of similar length together, so that a GPU is not asked row by row.
+    """
     found = torch.zeros(len(rows), dtype=torch.float64, device=rows[0].device if rows else None)
     for part in _parts([len(row) for row in rows], rows[0].shape[-1] if rows else 1):
         padded = pad_sequence([rows[n].detach() for n in part], batch_first=True)

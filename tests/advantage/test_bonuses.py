@@ -10,7 +10,7 @@ import torch
 
 from posttrain.advantage import rank
 from posttrain.advantage.bonuses import confidence, novelty, sequence_confidence
-from posttrain.advantage.rank import rank_of, ranks_of, shape
+from posttrain.advantage.rank import ranks_of, shape
 from posttrain.batch import RolloutBatch
 
 
@@ -69,6 +69,10 @@ def test_unlikely_right_answers_get_more_up_to_the_cap() -> None:
     assert novelty(rows).tolist() == pytest.approx([0.75, -0.5])
     assert novelty(rows, lam=0.2).tolist() == pytest.approx([0.6, -0.5])
     assert novelty(batch([1, 0], [1 / 2, 1 / 8], [0.5, -0.5])).tolist() == [0.5, -0.5]
+
+
+def rank_of(states: torch.Tensor) -> torch.Tensor:
+    return ranks_of([states])[0]
 
 
 def test_effective_rank_counts_directions() -> None:
