@@ -41,10 +41,11 @@ def effective_rank(
     """A + min(max(Phi, 0), |A| / kappa) -> like A; remembers running means of the three measures.
 
     ER: exp of the entropy of the singular values of the centred hidden states (`ranks_of`). er: of the whole
-    completion; erv, era: mean first and second differences of ER over windows that grow by `stride`, within the last
-    max_len tokens. dev(x) = (x - its running mean) / |running mean|, within +-clip. beta = sigmoid(gain * dev(era)); Phi =
-    weight * (beta tanh(dev(er)) + (1 - beta) tanh(dev(erv))). Running means start at 0 and move by ema_alpha; the
-    first step adds nothing. Rows with A = 0 stay 0. Costs length / stride decompositions a row: with 512 rows, seconds.
+    completion; erv, era: mean first and second differences of ER over windows that grow by `stride` tokens, within the
+    last max_len tokens. dev(x) = (x - its running mean) / |running mean|, within +-clip. beta = sigmoid(gain *
+    dev(era)); Phi = weight * (beta tanh(dev(er)) + (1 - beta) tanh(dev(erv))). Running means start at 0 and move by
+    ema_alpha; the first step adds nothing. Rows with A = 0 stay 0. Costs length / stride decompositions a row: with 512
+    rows, seconds.
     """
     advantages = required(batch.advantages, "advantages")
     hidden = required(batch.hidden, "hidden")
