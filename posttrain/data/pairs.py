@@ -308,29 +308,27 @@ def large_margin(
 Broken = Literal["no_opening", "no_closing", "early_closing", "swapped", "answer_outside"]
 
 
-def broken_formats(
-    text: str, think: tuple[str, str] = ("<think>", "</think>"), answer: tuple[str, str] = ("<answer>", "</answer>")
-) -> dict[Broken, str]:
+def broken_formats(text: str) -> dict[Broken, str]:
     """A well-formed answer with its format broken in five ways; its content stays (SPECS, arXiv 2510.25801).
 
-    Raises DataError where the text is not THINK reasoning /THINK ANSWER answer /ANSWER. The list of five is this
+    Raises DataError where the text is not <think>reasoning</think><answer>answer</answer>. The list of five is this
     project's choice.
     """
     try:
-        _, rest = text.split(think[0])
-        reasoning, rest = rest.split(think[1])
-        _, rest = rest.split(answer[0])
-        said, _ = rest.split(answer[1])
+        _, rest = text.split("<think>")
+        reasoning, rest = rest.split("</think>")
+        _, rest = rest.split("<answer>")
+        said, _ = rest.split("</answer>")
     except ValueError:
         raise DataError("only a well-formed answer can be broken", where=text[:60]) from None
     half = len(reasoning) // 2
-    thought, told = f"{think[0]}{reasoning}{think[1]}", f"{answer[0]}{said}{answer[1]}"
+    thought, told = f"<think>{reasoning}</think>", f"<answer>{said}</answer>"
     return {
-        "no_opening": text.replace(think[0], ""),
-        "no_closing": text.replace(think[1], ""),
-        "early_closing": f"{think[0]}{reasoning[:half]}{think[1]}{reasoning[half:]}{told}",
+        "no_opening": text.replace("<think>", ""),
+        "no_closing": text.replace("</think>", ""),
+        "early_closing": f"<think>{reasoning[:half]}</think>{reasoning[half:]}{told}",
         "swapped": f"{told}{thought}",
-        "answer_outside": f"{thought}{answer[0]}{answer[1]}{said}",
+        "answer_outside": f"{thought}<answer></answer>{said}",
     }
 
 

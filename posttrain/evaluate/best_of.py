@@ -105,11 +105,11 @@ def table(rows: Sequence[Mapping[str, Any]], by: str) -> dict[str, Any]:
     return {"title": f"Best of n by {by}", "head": ["n", *(["accuracy"] if judged else []), by], "rows": shown}
 
 
-def best_records(records: Sequence[Record], by: str = SUM) -> list[Record]:
+def best_records(records: Sequence[Record]) -> list[Record]:
     """The best-scored completion of each problem, the first of equal ones; a problem without any score has none."""
     found = []
     for samples in by_problem(records):
-        scored = [r for r in samples if score_of(r, by) is not None]
+        scored = [r for r in samples if r["reward"] is not None]
         if scored:
-            found.append(max(scored, key=lambda r: float(score_of(r, by) or 0.0)))
+            found.append(max(scored, key=lambda r: float(r["reward"])))
     return found

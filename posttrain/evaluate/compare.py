@@ -14,17 +14,16 @@ def compare(
     run_a: Path,
     run_b: Path,
     *,
-    metric: str = "accuracy",
     level: float = 0.95,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """b minus a over the problems that both runs have, resampled in pairs -> {diff, low, high, problems, note, ...}.
+    """Accuracy of b minus that of a over the problems that both runs have, resampled in pairs -> {diff, low, high,
+    problems, note, ...}.
 
-    metric: a column of problems.jsonl (accuracy, consensus, tokens). Problems that one of the runs lacks or could not
-    score are left out and counted. Raises UserError if none is shared.
+    Problems that one of the runs lacks or could not score are left out and counted. Raises UserError if none is shared.
     """
-    a, b = problem_values(run_a, metric), problem_values(run_b, metric)
+    a, b = problem_values(run_a), problem_values(run_b)
     shared = [key for key in a if key in b]
     if not shared:
         raise UserError(f"no problem of {run_a} is in {run_b}", hint="compare evaluations of the same data")
@@ -45,7 +44,10 @@ def compare(
 
 
 def problem_values(run: Path, metric: str = "accuracy") -> dict[tuple[str, int], float]:
-    """(uid, how often that uid came before) -> value of each problem of an eval run; unscored ones are left out."""
+    """(uid, how often that uid came before) -> value of each problem of an eval run; unscored ones are left out.
+
+    metric: a column of problems.jsonl (accuracy, consensus, tokens).
+    """
     path = run / "problems.jsonl"
     if not path.is_file():
         raise UserError("no finished evaluation: problems.jsonl is missing", where=str(run))

@@ -214,11 +214,11 @@ def bootstrap_ci(
 
 
 def paired_difference(
-    a: Sequence[float], b: Sequence[float], indices: Sequence[Sequence[int]] | None = None, **settings: float
+    a: Sequence[float], b: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Interval of mean(b - a) over the same problems: both runs are resampled with the same indices."""
     _same_length(a, b)
-    return bootstrap_ci([y - x for x, y in zip(a, b, strict=True)], indices, **settings)  # type: ignore[arg-type]
+    return bootstrap_ci([y - x for x, y in zip(a, b, strict=True)], level=level, resamples=resamples, seed=seed)
 
 
 def _given_means(data: np.ndarray, indices: Sequence[Sequence[int]]) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import Interrupted, RecipeError, RewardError, UserError
-from posttrain.evaluate.compare import compare
+from posttrain.evaluate.compare import compare, problem_values
 from posttrain.evaluate.run import remarks
 from posttrain.run.jsonl import read_rows
 
@@ -152,7 +152,7 @@ def test_compare_pairs_problems(scripted, evaluate: Evaluate, folder: Path) -> N
     assert (result["diff"], result["low"], result["high"], result["problems"]) == (0.5, 0.5, 0.5, 6)
     assert not result["informative"]
     with pytest.raises(UserError, match="no metric speed"):
-        compare(folder / "before", folder / "after", metric="speed")
+        problem_values(folder / "before", "speed")
     with pytest.raises(UserError, match="no finished evaluation"):
         compare(folder / "before", folder / "nowhere")
 
