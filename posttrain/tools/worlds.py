@@ -185,14 +185,18 @@ def _scored(future: Future[Any]) -> float | None:
     """None for a score that raised, was late, or does not apply."""
     if future.exception() is not None:
         return None
-    value = future.result()
+    return _number(future.result(), "score")
+
+
+def _number(value: Any, what: str) -> float | None:
+    """A finite number, or None. Raises ToolError for anything else: it would end in the advantages."""
     try:
-        score = None if value is None else float(value)
+        number = None if value is None else float(value)
     except (TypeError, ValueError):
-        score = math.nan
-    if score is not None and not math.isfinite(score):
-        raise ToolError(f"an environment's score returned {value!r:.80}", allowed="a finite number, or None")
-    return score
+        number = math.nan
+    if number is not None and not math.isfinite(number):
+        raise ToolError(f"an environment's {what} returned {value!r:.80}", allowed="a finite number, or None")
+    return number
 
 
 def _refused(row: Mapping[str, Any], error: Exception) -> ToolError:
@@ -211,7 +215,7 @@ def _stepped(value: Any) -> Reply:
     if not isinstance(value, tuple) or len(value) not in (2, 3) or not isinstance(value[1], bool):
         raise ToolError(f"an environment's step returned {value!r:.80}", allowed="(observation, done[, reward])")
     observation, done, *rest = value
-    reward = float(rest[0]) if rest and rest[0] is not None else None
+    reward = _number(rest[0], "step") if rest else None
     if done:
         return Reply(reward=reward, ended="done")
     if not isinstance(observation, str):

@@ -23,7 +23,9 @@ class Game:
     def reset(self, row: Any) -> None:
         self.points = row["points"]
 
-    def step(self, text: str) -> tuple[str, bool]:
+    def step(self, text: str) -> tuple[Any, ...]:
+        if text == "infinite":
+            return "", True, float("inf")
         if text == "hang":
             self.over.wait(30)
         if text == "raise":
@@ -88,3 +90,11 @@ def test_a_score_that_is_no_number_is_told(points: Any, game: Any) -> None:
     with pytest.raises(ToolError, match="score returned"):
         world.end()
     assert world.live == {}
+
+
+def test_a_reward_of_a_step_that_is_no_number_is_told(game: Any) -> None:
+    world = Environments(game, workers=1, timeout_s=5)
+    world.begin({0: {"points": 1}})
+    with pytest.raises(ToolError, match="step returned inf"):
+        world.reply({0: "infinite"})
+    world.close()
