@@ -34,6 +34,7 @@ from posttrain.train.dealing import dealt, units_of
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=6)  # ranks wait for the slowest, which may load or save for long
+JOIN = datetime.timedelta(minutes=30)  # for all ranks to come: imports and checks of the recipe
 PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own error comes first, and ends all
 BUCKET = 1 << 26  # numbers that are added up in one call
 SAID_S = 1.0  # for the word of the rank that broke a connection
@@ -70,8 +71,8 @@ def joined() -> Iterator[None]:
         return
     global _alarm
     try:
+        _meet()
         with _told():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
             _alarm = Alarm.of_environment()
         with _alarm, alarmed():
             have = gather(torch.cuda.is_available())
@@ -87,6 +88,21 @@ def joined() -> Iterator[None]:
     if dist.is_initialized():  # an engine that closes may have ended it
         barrier()  # rank 0 holds the store that the others still talk to
         dist.destroy_process_group()  # not after an error: it could wait for ranks that are gone
+
+
+def _meet() -> None:
+    """Make the process group. Raises PeerLost where one does not come: it was not started, or has failed before."""
+    try:
+        store, number, count = next(dist.rendezvous("env://", timeout=JOIN))
+    except RuntimeError as cause:
+        raise PeerLost(
+            f"the {ranks.world()} processes of this run did not meet: {_reason(cause)}",
+            hint="start all of them, with the same MASTER_ADDR and MASTER_PORT; one that has failed says why",
+        ) from cause
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    with _told():
+        store.set_timeout(TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +20,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from posttrain.errors import PeerLost
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
+from posttrain.train import distributed
 from posttrain.train.distributed import divided
 from posttrain.train.hf_trainer import micro_size
 
@@ -393,6 +397,22 @@ def test_a_sync_that_fails_on_one_rank_of_a_divided_model_loses_no_step(
     newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
     assert len(rows_of(folder / "broken")) == 2
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_for_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "JOIN", datetime.timedelta(seconds=1))
+    monkeypatch.setattr(distributed, "PATIENCE_S", 0.0)
+    with (
+        pytest.raises(PeerLost, match=r"the 2 processes of this run did not meet: (.|\n)*MASTER_ADDR"),
+        distributed.joined(),
+    ):
+        pass
 
 
 ENDED = """
