@@ -32,7 +32,7 @@ FAILED, COUNT, HEARD = "failed", "failures", "heard"
 class Alarm:
     """While entered, this rank hears of the others' failures, and they of its own.
 
-    said: one line with the rank and the cause; empty as long as nothing is known.
+    said: the rank, and all that it can say of the cause; empty as long as nothing is known.
     """
 
     def __init__(self, store: Any, *, stop: Callable[[], None] = lambda: os._exit(1)) -> None:
@@ -102,8 +102,7 @@ class Alarm:
             if self._ending.wait(POLL_S):
                 return
         print(
-            f"{self.said}\n  rank {ranks.rank()} waited for it and is ended\n"
-            "  hint: its own message says more; go on with the same command and --resume",
+            f"{self.said}\nrank {ranks.rank()} waited for it and is ended; go on with the same command and --resume",
             file=sys.stderr,
             flush=True,
         )

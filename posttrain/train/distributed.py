@@ -25,7 +25,7 @@ import torch.distributed.nn.functional  # its default arguments keep the group t
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from posttrain.errors import Interrupted, PeerLost, UserError
+from posttrain.errors import Interrupted, PeerLost, PosttrainError, UserError
 from posttrain.run import ranks
 from posttrain.run.directory import RunDirectory
 from posttrain.seeds import derive
@@ -119,8 +119,15 @@ def alarmed() -> Iterator[None]:
             raise
         if _is_of_a_connection(error):
             raise _lost(error) from error
-        _alarm.ring("interrupted" if isinstance(error, KeyboardInterrupt) else _one_line(error))
+        _alarm.ring(_whole(error))
         raise
+
+
+def _whole(error: BaseException) -> str:
+    """All that people are told of it: the rank that failed may be ended before it comes to that."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {_one_line(error)}"
 
 
 def _is_of_a_connection(error: BaseException) -> bool:
@@ -148,7 +155,7 @@ def _told() -> Iterator[None]:
 
 def _lost(cause: BaseException) -> PeerLost:
     if _alarm is not None and (said := _alarm.hear(SAID_S)):
-        return PeerLost(said, hint="its own message says more")
+        return PeerLost(said.splitlines()[0], hint="its own message says more")
     return PeerLost(
         f"rank {ranks.rank()} lost the others: {_reason(cause)}", hint="the first message of another rank says why"
     )

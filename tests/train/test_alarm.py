@@ -36,7 +36,7 @@ def test_one_that_waits_is_ended_and_says_who_failed_and_why(
         failing.ring("no column `answer`")
         assert ends[1].wait(5)
         assert waiting.said == "rank 1 failed: no column `answer`"
-    assert capsys.readouterr().err.startswith("rank 1 failed: no column `answer`\n  rank 1 waited for it")
+    assert capsys.readouterr().err.startswith("rank 1 failed: no column `answer`\nrank 1 waited for it")
     assert not ends[0].is_set(), "it ends by itself"
 
 
