@@ -65,10 +65,14 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         with assembled(recipe, directory, work, scorer, watchdog, progress.note) as pieces:
             for note in stale_notes(recipe):
                 progress.note(note)
-            stale = recipe.rollout.staleness
-            drawing: AbstractContextManager[Ahead | None] = Ahead(collect, pieces.engine) if stale else nullcontext()
-            with GracefulStop() as stop, drawing as ahead:  # until here there is nothing to finish: Ctrl-C ends the run
+            # until here there is nothing to finish, and Ctrl-C ends the run at once
+            with GracefulStop() as stop, drawn_ahead(pieces) as ahead:
                 return train(pieces, directory, progress, stop, ahead)
+
+
+def drawn_ahead(p: Pieces) -> AbstractContextManager[Ahead | None]:
+    """What draws the rollouts of a step beside the one before, if the recipe asks for it."""
+    return Ahead(collect, p.engine) if p.recipe.rollout.staleness else nullcontext()
 
 
 @distributed.alarmed()
