@@ -1,4 +1,4 @@
-"""Log-probs of other policies than the one that is trained: of models that a recipe names, and the store of them.
+"""Log-probs of other policies than the one that is trained: of models that a recipe names.
 
 Each model is loaded, asked for the summed log-probs of every pair and let go before the policy is loaded: no second
 model is ever in memory. A resumed run reads the numbers from its directory.
@@ -7,14 +7,10 @@ model is ever in memory. A resumed run reads the numbers from its directory.
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from posttrain.data.render import Pair
@@ -23,8 +19,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import sync_file, told_when_full
-from posttrain.train import distributed, pair_columns
+from posttrain.train import distributed, pair_columns, stored_logps
 
 SIDES = ("chosen", "rejected")
 Logps = Mapping[str, Tensor]  # side -> [number of pairs], float32
@@ -80,35 +75,17 @@ def _of(
 ) -> Logps:
     """Log-probs by the model at `path`, from the run directory where they are there already."""
     cache = directory.path / f"{key}.safetensors"
-    stored = distributed.on_main(cached_logps, cache, pairs)
+    stored = distributed.on_main(stored_logps.read, cache, tokens_of(pairs))
     if stored is not None:
         return stored
     loaded = models.second(recipe.model, path, recipe.base_dir, tokenizer, key=key, seed=recipe.run.seed)
     logps = measure(loaded)
-    distributed.on_main(store_logps, cache, pairs, logps)
+    distributed.on_main(stored_logps.write, cache, tokens_of(pairs), logps)
     del loaded
     gc.collect()
     return logps
 
 
-def cached_logps(cache: Path, pairs: Sequence[Pair]) -> dict[str, Tensor] | None:
-    """What `store_logps` wrote for these very pairs, or None."""
-    if not cache.exists():
-        return None
-    stored = load_file(cache)
-    return {side: stored[side] for side in SIDES} if torch.equal(stored["pairs"], fingerprint(pairs)) else None
-
-
-def store_logps(cache: Path, pairs: Sequence[Pair], logps: Logps) -> None:
-    """Write in one step: a kill leaves no half-written file under this name."""
-    partial = cache.with_suffix(".partial")
-    with told_when_full(cache):
-        save_file({**{k: v.contiguous() for k, v in logps.items()}, "pairs": fingerprint(pairs)}, partial)
-        sync_file(partial)
-        partial.replace(cache)
-
-
-def fingerprint(pairs: Sequence[Pair]) -> Tensor:
-    """A hash of all token ids in order, [32] uint8."""
-    tokens = [[list(p.prompt_ids), list(p.chosen_ids), list(p.rejected_ids)] for p in pairs]
-    return torch.tensor(list(hashlib.sha256(json.dumps(tokens).encode()).digest()), dtype=torch.uint8)
+def tokens_of(pairs: Sequence[Pair]) -> list[list[Sequence[int]]]:
+    """What the log-probs of pairs are of, for `stored_logps`."""
+    return [[pair.prompt_ids, pair.chosen_ids, pair.rejected_ids] for pair in pairs]

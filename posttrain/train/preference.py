@@ -47,6 +47,7 @@ from posttrain.train import (
     pair_columns,
     pair_packing,
     sharding,
+    stored_logps,
 )
 from posttrain.train.anchors import SIDES
 from posttrain.train.hf_trainer import Job, RunLoop
@@ -213,10 +214,10 @@ class Preference(RunLoop, DPOTrainer):
 
         Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
         """
-        logps = distributed.on_main(anchors.cached_logps, cache, pairs)
+        logps = distributed.on_main(stored_logps.read, cache, anchors.tokens_of(pairs))
         if logps is None:
             logps = reference_logps(self.job.loaded, self.job.plan.micro, self.train_dataset, self.data_collator)
-            distributed.on_main(anchors.store_logps, cache, pairs, logps)
+            distributed.on_main(stored_logps.write, cache, anchors.tokens_of(pairs), logps)
         for need in needs:
             for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True):
                 self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())

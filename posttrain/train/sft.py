@@ -59,7 +59,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     trainer = make_trainer(job, prepared.items, collate, written)
     trainer.weighing = Weighing.of(recipe, loaded.tokenizer)
     if trainer.weighing is not None:
-        prove_head(loaded, Sequences((longest.ids[:PROBE],), (1,)))
+        prove_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
         return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "row")])
 

@@ -6,26 +6,28 @@ Only trained tokens are looked at, row by row, so packed and padded rows get the
 from __future__ import annotations
 
 import contextlib
-import os
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from posttrain import registry
 from posttrain.data.render import Example
-from posttrain.errors import ModelError
 from posttrain.loss.token_weights import TokenRows, neftune
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
+from posttrain.train import distributed, stored_logps
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.logprobs import Sequences, completion_logprobs, micro_batches, prove_head
 
 IGNORED = -100  # the label of a token that is not trained on
 BEHAVIOR = "behavior.safetensors"
+MICRO_TOKENS = 16384  # of a forward pass of the data's author
 
 Batch = Mapping[str, Any]
 
@@ -90,9 +92,9 @@ def example_weights(
         labels = [i if on else IGNORED for i, on in zip(example.ids, example.trained, strict=True)]
         batch: dict[str, Any] = {"labels": torch.tensor([labels])}
         if author is not None:
-            batch["behavior_logp"] = _scored_one(author, example)[None]
+            batch["behavior_logp"] = scored(author, [example])[0][None]
         kept = trained(batch)[0]
-        logp = None if start is None else _scored_one(start, example)[1:][kept]
+        logp = None if start is None else scored(start, [example])[0][1:][kept]
         found = torch.zeros(len(labels))
         found[1:][kept] = weighing.weights(batch, logp)
         return found.tolist()
@@ -142,25 +144,18 @@ def with_behavior(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 def behavior_logps(recipe: SftRecipe, examples: Sequence[Example], tokenizer: Any, folder: Path) -> list[list[float]]:
     """Log-prob of each token under objective.behavior_model, NaN where nothing is trained on.
 
-    Computed once and kept in `folder`, so that a resumed run reads it. Raises ModelError if that model has another
-    vocabulary, or the file belongs to other rows.
+    Computed once, by all ranks together, and kept in `folder`, so that a resumed run reads it. Raises ModelError if
+    that model has another vocabulary.
     """
-    lengths = [len(example.ids) for example in examples]
-    path = folder / BEHAVIOR
-    if not path.is_file():
-        values = _scored(recipe, examples, tokenizer)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({"logp": torch.cat(values), "lengths": torch.tensor(lengths)}, partial)
-        partial.replace(path)
-    stored = load_file(path)
-    if stored["lengths"].tolist() != lengths:
-        raise ModelError("the stored log-probs belong to other rows", where=str(path), hint="start a new run")
-    return [part.tolist() for part in stored["logp"].split(lengths)]
-
-
-def _scored(recipe: SftRecipe, examples: Sequence[Example], tokenizer: Any) -> list[Tensor]:
-    author = _author(recipe, tokenizer)
-    return [_scored_one(author, example) for example in examples]
+    path, rows = folder / BEHAVIOR, [example.ids for example in examples]
+    stored = distributed.on_main(stored_logps.read, path, rows)
+    if stored is None:
+        author = _author(recipe, tokenizer)
+        stored = {"logp": torch.cat(scored(author, examples))}
+        distributed.on_main(stored_logps.write, path, rows, stored)
+        del author
+        gc.collect()
+    return [part.tolist() for part in stored["logp"].split([len(row) for row in rows])]
 
 
 def _author(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
@@ -171,13 +166,24 @@ def _author(recipe: SftRecipe, tokenizer: Any) -> LoadedModel:
 
 
 @torch.no_grad()
-def _scored_one(author: LoadedModel, example: Example) -> Tensor:
-    ids = torch.tensor([example.ids], device=author.device)
-    with author.autocast():
-        logits = author.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    logp = torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
-    on = torch.tensor(example.trained)
-    return torch.where(on, torch.cat([torch.full((1,), torch.nan), logp]), torch.full((len(on),), torch.nan))
+def scored(author: LoadedModel, examples: Sequence[Example]) -> list[Tensor]:
+    """Log-probs of each row's tokens [T] under a model, NaN where nothing is trained on. Ranks divide the rows."""
+    packed = author.device.type == "cuda" and use_packed_attention(author.model)
+    sequences = Sequences(tuple(example.ids for example in examples), (1,) * len(examples))
+    prove_head(author, sequences)
+    lengths = sequences.lengths
+    out = [torch.zeros(length) for length in lengths]
+    mine = distributed.mine(lengths)
+    for micro in micro_batches([lengths[n] for n in mine], MICRO_TOKENS, packed=packed):
+        rows = [mine[n] for n in micro]
+        width = max(lengths[row] for row in rows) - 1  # the first token has none before it
+        with author.autocast():
+            found = completion_logprobs(author.model, sequences.select(rows), width, packed=packed)[0].cpu()
+        for row, values in zip(rows, found, strict=True):
+            out[row][1:] = values[: lengths[row] - 1]
+    whole = distributed.add_up(torch.cat(out)).split(lengths)
+    on = [torch.tensor([False, *example.trained[1:]]) for example in examples]
+    return [torch.where(kept, values, torch.nan) for kept, values in zip(on, whole, strict=True)]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 from posttrain.errors import RecipeError
 from posttrain.models import load as models
 from posttrain.models.save import save
-from posttrain.train import anchors, pair_columns, preference
+from posttrain.train import pair_columns, preference, stored_logps
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_resumed_runs_ask_no_model_again(
     recipe = dpo_recipe(run={"steps": 1}, anchors={"reference": other})
     with opened() as directory:
         preference.run(recipe, directory)
-    monkeypatch.setattr(anchors, "store_logps", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(stored_logps, "write", lambda *_: pytest.fail("asked again"))
     with opened(resume=True) as directory:
         preference.run(recipe, directory)
     assert (tmp_path / "run" / "anchors.reference.safetensors").exists()

@@ -16,7 +16,7 @@ from posttrain.data.prepare import prepare_pairs
 from posttrain.errors import Interrupted, RecipeError, UserError
 from posttrain.models import load as models
 from posttrain.run.metrics import read_metrics
-from posttrain.train import anchors, hf_trainer, preference
+from posttrain.train import anchors, hf_trainer, preference, stored_logps
 from posttrain.train.hf_trainer import Job
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
@@ -161,10 +161,10 @@ def test_a_resumed_run_reads_the_reference_of_the_start(dpo_recipe, opened, rows
 def test_a_stored_reference_of_other_pairs_is_not_used(dpo_recipe, tmp_path):
     _, pairs = prepared(dpo_recipe(), tmp_path)
     logps = {side: torch.ones(len(pairs)) for side in anchors.SIDES}
-    anchors.store_logps(tmp_path / "cache", pairs, logps)
-    assert torch.equal(anchors.cached_logps(tmp_path / "cache", pairs)["chosen"], logps["chosen"])
-    assert anchors.cached_logps(tmp_path / "cache", pairs[1:]) is None
-    assert anchors.cached_logps(tmp_path / "missing", pairs) is None
+    stored_logps.write(tmp_path / "cache", anchors.tokens_of(pairs), logps)
+    assert torch.equal(stored_logps.read(tmp_path / "cache", anchors.tokens_of(pairs))["chosen"], logps["chosen"])
+    assert stored_logps.read(tmp_path / "cache", anchors.tokens_of(pairs[1:])) is None
+    assert stored_logps.read(tmp_path / "missing", anchors.tokens_of(pairs)) is None
 
 
 CUSTOM = """

@@ -1,0 +1,40 @@
+"""Log-probs of rows that are measured once, before the first step, and read again by a run that goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from posttrain.run.durable import sync_file, told_when_full
+
+ROWS = "rows"  # beside the log-probs: which rows they are of
+
+
+def read(path: Path, rows: Sequence[Any]) -> dict[str, Tensor] | None:
+    """What `write` wrote for these very rows; None where there is nothing, or it is of others. rows: token ids, in
+    lists of any depth."""
+    if not path.exists():
+        return None
+    stored = load_file(path)
+    return stored if torch.equal(stored.pop(ROWS, torch.empty(0)), fingerprint(rows)) else None
+
+
+def write(path: Path, rows: Sequence[Any], logps: Mapping[str, Tensor]) -> None:
+    """Write in one step: a kill leaves no half-written file under this name."""
+    partial = path.with_suffix(".partial")
+    with told_when_full(path):
+        save_file({**{name: value.contiguous() for name, value in logps.items()}, ROWS: fingerprint(rows)}, partial)
+        sync_file(partial)
+        partial.replace(path)
+
+
+def fingerprint(rows: Sequence[Any]) -> Tensor:
+    """A hash of all token ids in order, [32] uint8."""
+    return torch.tensor(list(hashlib.sha256(json.dumps(rows).encode()).digest()), dtype=torch.uint8)
