@@ -77,7 +77,7 @@ def test_commands_and_shipped_recipes_are_there(page: Path) -> None:
 
 def test_there_is_something_to_check() -> None:
     assert sum(bool(KEY.match(code)) for page in PAGES for code in _code(page)) > 100
-    assert {page.name for page in PAGES} >= {"rewards.md", "tools.md", "preference.md"}
+    assert {page.name for page in PAGES} >= {"recipes.md", "rewards.md", "tools.md", "preference.md"}
 
 
 def test_the_recipe_of_the_readme_is_right() -> None:
@@ -85,3 +85,10 @@ def test_the_recipe_of_the_readme_is_right() -> None:
     assert block
     loaded = load_dict(plain(parse(block[1], "README.md").tree), base_dir=ROOT, where="README.md")
     assert loaded.resolved["algorithm"] == "dapo" and loaded.notes == ()
+
+
+def test_the_pipeline_of_the_page_on_recipes_is_right() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), re.DOTALL)
+    loaded = load_dict(plain(parse(blocks[1], "recipes.md").tree), base_dir=ROOT, where="recipes.md")
+    assert [stage["name"] for stage in loaded.resolved["stages"]] == ["warm", "train", "before", "after"]
+    assert loaded.notes == ()
