@@ -42,7 +42,7 @@ def _wrong_keys(page: Path) -> Iterator[str]:
             or found[1].endswith((".py", ".json", ".jsonl", ".yaml", ".html"))
         ):
             continue
-        key = re.sub(r"\.\d+", "", found[1])
+        key = re.sub(r"\.\d+", "", re.sub(r"^stages\.\w+\.", "", found[1]))
         known = key in PATHS or any(path.endswith(f".{key}") for path in PATHS) or key.rpartition(".")[2] in ARGUMENTS
         if not known and key.partition(".")[0] not in rewards:
             yield key
