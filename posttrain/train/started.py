@@ -7,7 +7,7 @@ may differ between machines, what is found there may not.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain import places
@@ -26,13 +26,14 @@ from posttrain.verify import load as rewards
 LIBRARIES = ("torch", "transformers", "tokenizers")  # they make the numbers
 MAY_DIFFER = ("run.output",)  # rank 0 writes
 LONG = 60  # characters of a value that are shown
-WHOLE, BLOCKS, BLOCK = 4 << 20, 256, 4096  # bytes up to which a file is read whole; of others so many blocks
+LARGE, MANY = 4 << 20, 64  # bytes of a file, files of a folder: of more only a part is read
+BLOCKS, BLOCK = 256, 4096  # of a large file; of many one each
 SOURCE = (".py", ".json", ".yaml")  # endings of what posttrain is made of
 
 
 def started_with(loaded: Loaded) -> dict[str, Fact]:
     """By name: posttrain and libraries; each key of the recipe, or what is found where it names something."""
-    facts = {"posttrain": _content(sorted(_own_files()), str(package_version("posttrain")))}
+    facts = {"posttrain": _content(sorted(_own_files()), str(package_version("posttrain")), whole=True)}
     facts |= {name: Fact(version, version) for name in LIBRARIES if (version := package_version(name))}
     values = json.loads(json.dumps(loaded.resolved))
     facts |= {key: _text(value) for key, value in flatten(values).items() if key not in MAY_DIFFER}
@@ -100,21 +101,28 @@ def _own_files() -> Iterator[Path]:
     return (path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
 
 
-def _content(files: Iterable[Path], shown: str) -> Fact:
-    """The names and contents of files, of large ones a part."""
-    return Fact.of(b"".join(_read(path) for path in files), shown)
+def _content(files: Sequence[Path], shown: str, *, whole: bool = False) -> Fact:
+    """The names, sizes and contents of files; of large ones, and of many, a part."""
+    blocks = BLOCKS if len(files) <= MANY else 1
+    return Fact.of(
+        b"".join(_read(path, whole or (blocks > 1 and _size(path) <= LARGE), blocks) for path in files), shown
+    )
 
 
-def _read(path: Path) -> bytes:
-    size = path.stat().st_size
+def _read(path: Path, whole: bool, blocks: int) -> bytes:
+    size = _size(path)
     parts = [f"{path.name} {size}\n".encode()]
     with path.open("rb") as file:
-        if size <= WHOLE:
+        if whole:
             return parts[0] + file.read()
-        for number in range(BLOCKS):
-            file.seek((size - BLOCK) * number // (BLOCKS - 1))
+        for number in range(1, blocks + 1):
+            file.seek(max(0, size - BLOCK) * number // blocks)
             parts.append(file.read(BLOCK))
     return b"".join(parts)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def _key(path: Path_) -> str:

@@ -45,7 +45,7 @@ def here(tmp_path: Path) -> Path:
     for inner in ("model", "critic"):
         (folder / inner).mkdir(parents=True)
     (folder / "model" / "config.json").write_text("{}")
-    (folder / "model" / "model.safetensors").write_bytes(bytes(started.WHOLE + 5))
+    (folder / "model" / "model.safetensors").write_bytes(bytes(started.LARGE + 5))
     (folder / "critic" / "critic.safetensors").write_bytes(b"critic")
     (folder / "mine.py").write_text(SCRIPT)
     (folder / "a").write_text("listed")
