@@ -152,10 +152,12 @@ class Ahead:
 
     # --- in checkpoints ---
 
-    @property
     def complete(self) -> bool:
-        """After an error in `take`: whether `write` has all that a checkpoint of the step before holds. It has not if
-        the step's own rollouts failed, which older weights drew."""
+        """After an error between two updates: whether `write` has all that a checkpoint of the step before holds, what
+        is under way included, which is waited for. It has not if the step's own rollouts failed, which older weights
+        drew."""
+        if self._draw is not None:
+            self._draw.wait(PATIENCE_S)
         return self._draw is None or not (self._draw.under_way or self._draw.failed)
 
     def finish(self, p: Pieces, state: State) -> None:

@@ -51,7 +51,7 @@ def _save(
     note: Callable[[str], None],
 ) -> None:
     """together: all ranks call this; else rank 0 does."""
-    complete = ahead is None or ahead.complete
+    complete = ahead is None or ahead.complete()
     newest = checkpoints.latest(directory.checkpoints)
     worth_it = newest is None or (complete and checkpoints.step_of(newest) < state.step)
     if not (distributed.from_main(worth_it) if together else worth_it):

@@ -153,6 +153,41 @@ def test_rollouts_drawn_ahead_that_fail_leave_those_of_the_step_itself(
     assert finished(opened, "broken run", made, resume=True) == expected
 
 
+SLOW = """
+import time
+
+def slow(completion, step):
+    time.sleep(0.1 * (step == 2))
+    return float(len(completion))
+"""
+
+
+def test_rollouts_that_are_still_drawn_are_waited_for(
+    recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller fails before step 3, while an engine beside the trainer draws its rollouts, whose scores take long:
+    they are saved with step 2."""
+    make_engine = assemble.make_engine
+
+    def apart(*args: Any, **more: Any) -> Any:
+        engine = make_engine(*args, **more)
+        engine.apart = True
+        return engine
+
+    monkeypatch.setattr(assemble, "make_engine", apart)
+    (tmp_path / "slow.py").write_text(SLOW)
+    flag = tmp_path / "broken"
+    flag.touch()
+    (tmp_path / "driven.py").write_text(DRIVEN.replace("{flag}", str(flag)))
+    driven = {"kl.coef": {"use": "driven.py:Driven"}}
+    made = recipe(**STALE, rewards=[{"use": "slow.py:slow"}], kl={"coef": 0.1}, controllers=driven)
+    with opened() as directory, pytest.raises(ZeroDivisionError):
+        rl.run(made, directory)
+    newest = checkpoints.latest(directory.checkpoints)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert len(json.loads((newest / overlap.FILE).read_text())["rollouts"]) == 16
+
+
 @pytest.mark.parametrize(("saved", "kept"), [(True, 1), (False, 2)])
 def test_rollouts_that_older_weights_drew_are_not_drawn_anew(
     recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, kept: int
