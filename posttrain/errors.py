@@ -7,7 +7,7 @@ raises `RunError` (exit code 1). Each is also a standard exception, so library u
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 
@@ -46,6 +46,10 @@ class PosttrainError(Exception):
         error.problems = tuple(problems)
         error.args = ("\n".join(str(p) for p in problems),)
         return error
+
+    def at(self, where: str) -> Self:
+        """The same error, told to be `where` if it does not say itself."""
+        return self.of([replace(p, where=p.where or where) for p in self.problems])
 
 
 class UserError(PosttrainError, ValueError):

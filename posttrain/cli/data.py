@@ -274,7 +274,7 @@ def _show_causes(console: Console, report: Mapping[str, Any]) -> None:
 
     found = [
         (fate, cause, str(len(uids)), whereabouts.rows(uids))
-        for fate in ("dropped", "cut")
+        for fate in ("dropped", "cut", "noted")
         for cause, uids in report[fate].items()
     ]
     if found:

@@ -42,10 +42,10 @@ def inspect(
 ) -> Report:
     """A JSON-able report on the data of an sft, dpo, or prompt-only (rl, eval, generate) recipe.
 
-    Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut {cause: uids}, lengths {part: {min, median, p95,
-    max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}]. Raises
-    DataError as training would. weigh: what each token of an sft example counts; its tokens and runs have a `weight`.
-    single: the rows of a dpo recipe are answers with labels; rules: what becomes of its bad pairs.
+    Keys: stage, rows, items, trained_ratio, dropped {cause: uids}, cut and noted alike, lengths {part: {min, median,
+    p95, max}}, checks [{name, ok, text}], samples [{uid, parts: {name: {tokens: [{id, text, fate}], runs: [...]}}}].
+    Raises DataError as training would. weigh: what each token of an sft example counts; its tokens and runs have a
+    `weight`. single: the rows of a dpo recipe are answers with labels; rules: what becomes of its bad pairs.
     """
     check_stage(stage)
     examples = functools.partial(_examples, weigh=weigh)
@@ -59,6 +59,7 @@ def inspect(
         "trained_ratio": prepared.trained_ratio,
         "dropped": prepared.dropped,
         "cut": prepared.cut,
+        "noted": prepared.noted,
         **report,
     }
 

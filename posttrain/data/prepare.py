@@ -30,15 +30,17 @@ TOO_LONG = "longer than max_length"
 ANSWER_TOO_LONG = "trained part alone longer than max_length"
 EMPTY_COMPLETION = "empty completion"
 EMPTY_PROMPT = "empty prompt"
+NO_TURN = "no assistant turn"
 PROMPT_CUT = "prompt cut to max_length"
 SAME_SIDES = "chosen and rejected are the same"
 TOO_FAR_APART = "one side longer than the other by more than pairs.max_gap"
 KEPT_LONG = "kept although longer than max_length"
+EARLIER_TURNS = "earlier assistant turns are read, not trained on (data.train_on: assistant trains on all)"
 
 
 @dataclass
 class Prepared(Generic[T]):
-    """Items in the order of their rows. `dropped` and `cut` map a cause to the uids of its rows.
+    """Items in the order of their rows. `dropped`, `cut` and `noted` (kept whole) map a cause to the uids of its rows.
 
     `trained_ratio`: share of all tokens that are trained on (pairs: of both sides; prompts: 0).
     """
@@ -47,6 +49,7 @@ class Prepared(Generic[T]):
     rows: list[Row]
     dropped: dict[str, list[str]] = field(default_factory=dict)
     cut: dict[str, list[str]] = field(default_factory=dict)
+    noted: dict[str, list[str]] = field(default_factory=dict)
     trained_ratio: float = 0.0
 
     def __len__(self) -> int:
@@ -83,6 +86,8 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[
         fitted = _fit_example(example, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
+    if earlier := [str(row["uid"]) for row in rows if _earlier_turns(row, section)]:
+        prepared.noted[EARLIER_TURNS] = earlier
     prepared.trained_ratio = _ratio((sum(e.trained), len(e.ids)) for e in prepared.items)
     return _check_ratio(_checked(prepared), section)
 
@@ -134,7 +139,7 @@ def _fit_example(example: Example, section: Data, into: Prepared[Any], tokenizer
     prompt = example.trained.index(True) if any(example.trained) else len(example.ids)
     answer = len(example.ids) - prompt
     if not answer:
-        return _drop(into, EMPTY_COMPLETION, example.uid)
+        return _drop(into, EMPTY_COMPLETION if example.ids else NO_TURN, example.uid)
     keep = _room(example.uid, prompt, answer, section, into)
     if keep is None:
         return None
@@ -142,6 +147,14 @@ def _fit_example(example: Example, section: Data, into: Prepared[Any], tokenizer
         ids = cut_left(example.ids[:prompt], keep, tokenizer) + example.ids[prompt:]
         return dataclasses.replace(example, ids=ids, trained=example.trained[prompt - keep :])
     return example
+
+
+def _earlier_turns(row: Row, section: Data) -> bool:
+    """Whether a turn of the model before its last one could be trained on and is not."""
+    if section.train_on != "completion" or not section.chat or section.prompt_template or not row.get("messages"):
+        return False
+    turns = [m for m in row["messages"] if m["role"] == "assistant"]
+    return any(m.get("train", True) for m in turns[:-1])
 
 
 def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | None:

@@ -107,7 +107,7 @@ def prompt_text(row: Row, tokenizer: Any, section: Data) -> str:
     if not section.chat:
         return _plain(row, "prompt", section)
     messages = prompt_messages(row, section)
-    return chat.render(tokenizer, messages, tools=tools(row), generation_prompt=True)
+    return _rendered(str(row["uid"]), tokenizer, messages, tools=tools(row), generation_prompt=True)
 
 
 def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
@@ -123,11 +123,7 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     wanted = [bool(m.pop("train", True)) for m in messages]
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not turns:
-        raise DataError(
-            "no assistant message to train on",
-            where=whereabouts.row(uid),
-            hint="this stage needs `completion` or `messages`",
-        )
+        return [_empty(uid, "")]  # no assistant turn: nothing to train on
     if section.train_on == "assistant":
         return _all_turns(uid, messages, turns, [wanted[i] for i in turns], tokenizer, tools(row))
     text = _last_turn(uid, messages[: turns[-1] + 1], tokenizer, tools(row))
@@ -148,7 +144,7 @@ def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         return [_plain_text(uid, prompt, _plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
     before = prompt_messages(row, section)
     sides = [[*before, {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
-    prompt = chat.render(tokenizer, before, tools=tools(row), generation_prompt=True)
+    prompt = _rendered(uid, tokenizer, before, tools=tools(row), generation_prompt=True)
     return [_last_turn(uid, messages, tokenizer, tools(row), prompt) for messages in sides]
 
 
@@ -251,17 +247,25 @@ def _everything(text: Text) -> Text:
 # --- one assistant turn, and all of them
 
 
+def _rendered(uid: str, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+    """What the template writes; where it refuses a row, the error names it."""
+    try:
+        return chat.render(tokenizer, messages, **how)
+    except DataError as error:
+        raise error.at(whereabouts.row(uid)) from error.__cause__
+
+
 def _last_turn(
     uid: str, messages: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None, prompt: str | None = None
 ) -> Text:
     """The conversation with its last message as the trained turn. prompt: what is before it, where that is rendered."""
     before, turn = messages[:-1], messages[-1]
     if prompt is None:
-        prompt = chat.render(tokenizer, before, tools=tools, generation_prompt=True)
+        prompt = _rendered(uid, tokenizer, before, tools=tools, generation_prompt=True)
     content = str(turn.get("content") or "").strip()
     if not content and not turn.get("tool_calls"):
         return _empty(uid, prompt)
-    whole = chat.render(tokenizer, messages, tools=tools)
+    whole = _rendered(uid, tokenizer, messages, tools=tools)
     written = whole[len(prompt) :]
     if not whole.startswith(prompt) or content not in written:
         return _written_by_hand(uid, prompt, before, turn, tokenizer)
@@ -390,7 +394,8 @@ def _piece_by_piece(text: Text, whole: tuple[int, ...], tokenizer: Any) -> tuple
 def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
     if not texts:
         return []
-    return [tuple(i) for i in tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]]
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    return [tuple(ids) for ids in tokenizer(texts, **options)["input_ids"]]
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,18 @@ Every other column stays in the row as it is, for rewards and templates to read.
 from __future__ import annotations
 
 import itertools
-import json
 import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posttrain import chat
+from posttrain.data.messages import are_messages, kind, messages
 from posttrain.errors import DataError, did_you_mean, nearest
 
 Row = dict[str, Any]
 
 SHAPES = (
-    "messages; prompt + completion; instruction (+ input) + output; prompt + chosen + rejected; chosen + rejected "
-    "(message lists); prompt (+ answer and any columns); text"
+    "messages (or ShareGPT's conversations); prompt + completion; instruction (+ input) + output; "
+    "prompt + chosen + rejected; chosen + rejected (message lists); prompt (+ answer and any columns); text"
 )
 _MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
 
@@ -26,14 +25,26 @@ _MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", 
 def normalise(row: Mapping[str, Any], where: str, prompt_template: str | None = None) -> Row:
     """One record as a row with `messages`, `prompt` (and what answers it) or `text`. DataErrors name `where`."""
     out = dict(row)
+    _sharegpt(out)
     for column in ("messages", "prompt", "chosen", "rejected", "completion"):
-        if isinstance(out.get(column), list | tuple) or _is_json_list(out.get(column)):
-            out[column] = _messages(out[column], column, where)
+        if are_messages(out.get(column)):
+            out[column] = messages(out[column], column, where)
     _shape(out)(out, where)
     if prompt_template is not None:
         out["prompt"] = fill(prompt_template, out, where)
     _check(out, where, templated=prompt_template is not None)
     return out
+
+
+def _sharegpt(row: Row) -> None:
+    """ShareGPT's column: the messages, or the prompt of a pair whose sides are one message each."""
+    for side in ("chosen", "rejected"):
+        if isinstance(row.get(side), Mapping):
+            row[side] = [row[side]]
+    if are_messages(row.get("conversations")) and all(
+        row.get(c) is None for c in ("messages", "prompt", "instruction")
+    ):
+        row["prompt" if row.get("chosen") is not None else "messages"] = row.pop("conversations")
 
 
 def _shape(row: Row) -> Callable[[Row, str], None]:
@@ -110,30 +121,6 @@ def _common_text(chosen: str, rejected: str) -> int:
     return max(common.rfind(" "), common.rfind("\n")) + 1
 
 
-def _messages(value: Any, column: str, where: str) -> list[Row]:
-    """A list of {role, content, ...} without null fields; ShareGPT's from/value are understood, too."""
-    if isinstance(value, str):
-        value = json.loads(value)
-    cleaned = []
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise DataError(f"`{column}[{i}]` is {_kind(message)}, not a message", where=where)
-        message = {k: v for k, v in message.items() if v is not None}
-        if "role" not in message and "from" in message:
-            roles = {"human": "user", "gpt": "assistant"}
-            message = {"role": roles.get(message["from"], message["from"]), "content": message.get("value", "")}
-        if not isinstance(message.get("role"), str):
-            raise DataError(f"`{column}[{i}]` has no role; it has: {', '.join(message)}", where=where)
-        if not isinstance(message.get("content", ""), str):
-            raise DataError(f"`{column}[{i}].content` is {_kind(message['content'])}, not text", where=where)
-        try:
-            chat.clean_messages([message])
-        except (ValueError, TypeError, AttributeError) as cause:  # JSON text that is none, or a call that is no mapping
-            raise DataError(f"`{column}[{i}].tool_calls` cannot be read: {cause}", where=where) from cause
-        cleaned.append(message)
-    return cleaned
-
-
 def _check(row: Row, where: str, *, templated: bool) -> None:
     """The row has one of the shapes, and its columns are of the right kind."""
     if not any(row.get(c) is not None for c in ("messages", "prompt", "text")):
@@ -143,14 +130,14 @@ def _check(row: Row, where: str, *, templated: bool) -> None:
         problem = f"no shape that is known; columns: {columns}"
         raise DataError(problem, where=where, allowed=f"shapes: {SHAPES}", hint=hint)
     for column in ("messages",) if row.get("messages") is not None and not templated else ():
-        if not isinstance(row[column], list) or not row[column]:
-            raise DataError(f"`{column}` is {_kind(row[column])}, not a list of messages", where=where)
+        if not isinstance(row[column], list):
+            raise DataError(f"`{column}` is {kind(row[column])}, not a list of messages", where=where)
     for column in ("prompt", "completion", "chosen", "rejected"):
         value = row.get(column)
         if value is not None and not isinstance(value, str | list):
-            raise DataError(f"`{column}` is {_kind(value)}, not text or messages", where=where)
+            raise DataError(f"`{column}` is {kind(value)}, not text or messages", where=where)
     if row.get("text") is not None and row.get("prompt") is None and not isinstance(row["text"], str):
-        raise DataError(f"`text` is {_kind(row['text'])}, not text", where=where)
+        raise DataError(f"`text` is {kind(row['text'])}, not text", where=where)
 
 
 def fill(template: str, row: Mapping[str, Any], where: str = "prompt_template") -> str:
@@ -183,22 +170,7 @@ def unknown_column(name: str, row: Mapping[str, Any], where: str) -> DataError:
     )
 
 
-def _is_json_list(value: Any) -> bool:
-    """Whether a text is a JSON list of messages: how they look in a CSV file."""
-    if not (isinstance(value, str) and value.lstrip().startswith("[{")):
-        return False
-    try:
-        messages = json.loads(value)
-    except ValueError:
-        return False
-    return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in messages)
-
-
 def _text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"`{column}` is {_kind(value)}, not text", where=where)
+        raise DataError(f"`{column}` is {kind(value)}, not text", where=where)
     return value
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]})"

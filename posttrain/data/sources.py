@@ -13,12 +13,13 @@ from typing import Any
 
 from posttrain import hub
 from posttrain.data import accepted, gym
-from posttrain.errors import DataError, MissingExtra, counted, did_you_mean
+from posttrain.errors import DataError, MissingExtra, Problem, counted, did_you_mean
 from posttrain.places import ROW_FILES, candidates, meant, split_function
 from posttrain.recipe.sections import Source
 from posttrain.recipe.yaml import shown
 from posttrain.registry import load_function
 
+BROKEN = 5  # lines that one error names
 Record = tuple[str, dict[str, Any]]  # (where it came from, for errors; the record)
 
 
@@ -84,6 +85,7 @@ def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"a row must be a dict, not {type(row).__name__}: {row!r:.80}", where=f"{name} row {i}")
+        refuse_halves(row, f"{name} row {i}")
     if len(rows) < section.skip + (section.size or 0):
         raise DataError(f"{name} was asked for {counted(arguments['size'], 'row')} and returned {len(rows)}")
     return rows
@@ -126,12 +128,28 @@ def _file(path: Path, stop: int | None) -> list[Record]:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
+    """Rows of a file with one object a line. Raises DataError with the broken lines, up to a number of them."""
     name = shown(path)
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{name}:{number}"
-                yield where, _object(_parse(line.rstrip(), where, first_line=number), where)
+    with path.open(encoding="utf-8-sig") as lines:
+        numbered = ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+        for where, line in numbered:
+            try:
+                record = where, _object(_parse(line.rstrip(), where, first_line=1), where)
+            except DataError as error:
+                raise _with_others(error, numbered) from error.__cause__
+            yield record
+
+
+def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError:
+    """The error and those of the lines behind it, told together."""
+    problems = list(error.problems)
+    for where, line in rest:
+        try:
+            _object(_parse(line.rstrip(), where, first_line=1), where)
+        except DataError as another:
+            problems += another.problems
+    more = [Problem("", f"and {counted(len(problems) - BROKEN, 'line')} more")] if len(problems) > BROKEN else []
+    return DataError.of([*problems[:BROKEN], *more])
 
 
 def _json(path: Path) -> Iterator[Record]:
@@ -159,7 +177,39 @@ def _parse(text: str, where: str, first_line: int | None = None) -> Any:
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"a row must be a JSON object, not {type(value).__name__}: {value!r:.60}", where=where)
+    refuse_halves(value, where)
     return value
+
+
+def refuse_halves(row: dict[str, Any], where: str) -> None:
+    """Raises DataError for a text with a lone surrogate: half of a character, which no tokenizer and no file takes."""
+    for column, value in row.items():
+        if any(not _is_whole(text) for text in texts(value)):
+            raise DataError(
+                f"`{column}` has half a character in it (a lone surrogate)",
+                where=where,
+                hint='where it is a text: text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")',
+            )
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All texts in a value of a row, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (*texts(key), *texts(inner))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts(inner)
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _csv(path: Path) -> Iterator[Record]:

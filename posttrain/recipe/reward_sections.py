@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.recipe.section import OnNone, Positive, Section, Share
+from posttrain.recipe.section import NamedSection, OnNone, Positive, Section, Share
 
 
 class Condition(Section):
@@ -16,7 +16,7 @@ class Condition(Section):
     min: float = Field(1.0, description="its least score for the component to count; below it the component is 0")
 
 
-class Reward(Section):
+class Reward(NamedSection):
     """One reward component."""
 
     use: str = Field(description="script.function of a shipped reward (math.accuracy), or file.py:function")

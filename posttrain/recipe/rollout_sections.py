@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import counted
-from posttrain.recipe.section import NonNegative, Positive, Section
+from posttrain.recipe.section import NamedSection, NonNegative, Positive, Section
 
 VLLM_CHUNK = (
     4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
@@ -35,7 +35,7 @@ class Sampling(Section):
     )
 
 
-class Tool(Section):
+class Tool(NamedSection):
     """Something that the model can call: a function of a file, a shipped tool by name, or a command."""
 
     use: str | None = Field(None, description="a shipped tool (calculator, python, sql, search), or file.py:function")

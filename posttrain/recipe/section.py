@@ -51,6 +51,23 @@ class Section(BaseModel):
     model_config = STRICT
 
 
+def _or_its_name(schema: dict[str, Any]) -> None:
+    own = dict(schema)
+    schema.clear()
+    schema["anyOf"] = [{"type": "string", "description": "short for `use: NAME`"}, own]
+
+
+class NamedSection(Section):
+    """A section with the key `use`; `NAME` alone is short for `use: NAME`."""
+
+    model_config = ConfigDict(json_schema_extra=_or_its_name)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+
 class ComponentSection(Section):
     """`use: NAME` plus the keyword arguments of the component of that name; `NAME` alone is short for `use: NAME`.
 

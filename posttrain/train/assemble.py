@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from posttrain.batch import Prompt
-from posttrain.data.prepare import prepare_prompts
+from posttrain.data.account import told
+from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.sampler import PromptSampler
+from posttrain.errors import counted
 from posttrain.models import load as models
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
@@ -46,6 +48,7 @@ class Work:
     """What a run is to do, as far as it is known without a model."""
 
     prompts: Sequence[Prompt]
+    left_out: str  # which rows are none, and why
     steps: int
     objective: Objective
     controls: Controls
@@ -65,7 +68,8 @@ def prepared(recipe: RlRecipe) -> Work:
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
-    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None).items
+    data = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
+    prompts = data.items
     alike.check_rows([prompt.uid for prompt in prompts])
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)
@@ -74,7 +78,13 @@ def prepared(recipe: RlRecipe) -> Work:
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
-    return Work(prompts, steps, objective, controls, offer, stored)
+    return Work(prompts, left_out(data), steps, objective, controls, offer, stored)
+
+
+def left_out(data: Prepared[Prompt]) -> str:
+    """The rows that are no prompts, or not whole ones, by cause; empty where all are."""
+    causes = told({**data.dropped, **data.cut})
+    return f"{len(data.items)} of {counted(len(data.rows), 'row')} are prompts; {causes}" if causes else ""
 
 
 def total_steps(recipe: RlRecipe, prompts: int) -> int:
@@ -86,8 +96,9 @@ def total_steps(recipe: RlRecipe, prompts: int) -> int:
 
 def audited(recipe: RlRecipe, work: Work, scorer: Scorer, note: Note) -> None:
     """The rewards suit the rollouts, and give the data's own answers what these deserve. Raises RewardError."""
-    if told := check_turns(recipe, scorer, work.objective.needs):
-        note(told)
+    for line in (work.left_out, check_turns(recipe, scorer, work.objective.needs)):
+        if line:
+            note(line)
     if distributed.is_main():
         note(audit_gold(scorer, [prompt.row for prompt in work.prompts]).summary)
 
@@ -151,8 +162,8 @@ def engine_of(
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
     sampling = turns.with_room(recipe.rollout) if work.offer else recipe.rollout
     check_fits(work.prompts, sampling, loaded.window or sys.maxsize)
-    if told := start_note(recipe.rollout):
-        note(told)
+    if started := start_note(recipe.rollout):
+        note(started)
     with watchdog.phase("engine start"):
         scratch = distributed.own(directory.path / "engine")
         inner: Engine

@@ -11,7 +11,7 @@ import abc
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class RunLoop(abc.ABC):
         """What the summed loss of one optimiser step is divided by."""
 
     @abc.abstractmethod
-    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+    def step_metrics(self, sums: dict[str, float]) -> Mapping[str, float | None]:
         """Metrics of the step from the sums that `compute_loss` gathered."""
 
     def add(self, name: str, value: Tensor | float) -> None:
@@ -363,7 +363,7 @@ def arguments(job: Job) -> dict[str, Any]:
 
 def rows_note(prepared: Prepared[Any], what: str) -> str:
     """One line on the rows that are trained on, and on those that were dropped or cut, by cause."""
-    causes = told({**prepared.dropped, **prepared.cut})
+    causes = told({**prepared.dropped, **prepared.cut, **prepared.noted})
     counts = f"{counted(len(prepared.items), what)}, {prepared.trained_ratio:.0%} of the tokens are trained on"
     return f"{counts}; {causes}" if causes else counts
 

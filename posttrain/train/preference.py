@@ -283,15 +283,25 @@ class Preference(RunLoop, DPOTrainer):
         whole = inputs["row_tokens"] if "row_tokens" in inputs else inputs["attention_mask"]
         self.add("tokens", whole.sum())
         self.add("trained", scored_lengths(inputs).sum())
-        self.add("logps/chosen", batch.chosen_logp.sum())
-        if not self.single:
-            self.add("logps/rejected", batch.rejected_logp.sum())
-        for name, value in pair_metrics(result.stats).items():
+        shown = {"logps/chosen": batch.chosen_logp, "logps/rejected": batch.rejected_logp}
+        shown |= pair_metrics(result.stats)
+        if self.single and batch.label is not None:
+            good = batch.label > 0.5
+            self.add("good", good.sum())
+            shown = by_label(shown, good)
+        for name, value in shown.items():
             self.add(name, value.float().sum())
 
-    def step_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        means = {name: value / sums["pairs"] for name, value in sums.items()}
-        return {name: value for name, value in means.items() if "/" in name}
+    def step_metrics(self, sums: dict[str, float]) -> dict[str, float | None]:
+        """Means over the pairs; of single answers those of a side over its own rows, None where the step has none."""
+        good = sums.get("good", sums["pairs"])
+        rows = {"chosen": good, "rejected": sums["pairs"] - good} if self.single else {}
+        counts = {name: rows.get(name.rpartition("/")[2], sums["pairs"]) for name in sums if "/" in name}
+        means = {name: sums[name] / count if count else None for name, count in counts.items()}
+        if self.single:
+            sides = means.get("rewards/chosen"), means.get("rewards/rejected")
+            means["rewards/margins"] = None if None in sides else sides[0] - sides[1]  # type: ignore[operator]
+        return means
 
 
 def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
@@ -346,6 +356,14 @@ def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
         fused_lm_head=True,  # TRL's head: log-probs without the full logits
     )
     return outputs.log_probs.float().sum(1)
+
+
+def by_label(shown: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
+    """Values [P] of single answers with those of a side by label: chosen has the good rows', rejected the bad ones'."""
+    sides = {name: value for name, value in shown.items() if name.endswith("/chosen")}
+    rest = {name: value for name, value in shown.items() if not name.endswith(("/chosen", "/rejected"))}
+    bad = {name.removesuffix("chosen") + "rejected": value * ~good for name, value in sides.items()}
+    return {**{name: value * good for name, value in sides.items()}, **bad, **rest}
 
 
 def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:

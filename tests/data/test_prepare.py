@@ -10,6 +10,7 @@ import pytest
 
 from posttrain.data.prepare import (
     ANSWER_TOO_LONG,
+    EARLIER_TURNS,
     EMPTY_COMPLETION,
     KEPT_LONG,
     PROMPT_CUT,
@@ -50,6 +51,18 @@ def test_without_a_limit_only_empty_answers_go(tiny: Any, jsonl: Write) -> None:
     assert prepared.dropped[EMPTY_COMPLETION] == [prepared.rows[3]["uid"]]
     assert prepared.trained_ratio == 30 / 60
     assert len(prepared) == 3
+
+
+def test_conversations_without_a_turn_of_the_model_go_and_untrained_turns_are_told(tiny: Any, jsonl: Write) -> None:
+    user, own = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    several = [user, own, user, own]
+    unwanted = [user, {**own, "train": False}, user, own]
+    rows = [{"messages": m} for m in ([], [user], several, unwanted)]
+    prepared = examples(jsonl(rows), tiny)
+    uids = [row["uid"] for row in prepared.rows]
+    assert prepared.dropped == {"no assistant turn": uids[:2]}
+    assert prepared.noted == {EARLIER_TURNS: uids[2:3]}
+    assert examples(jsonl(rows), tiny, train_on="assistant").noted == {}
 
 
 def test_drop(tiny: Any, jsonl: Write) -> None:

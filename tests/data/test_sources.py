@@ -78,6 +78,9 @@ def test_uids_are_the_same_in_another_folder_and_differ_for_equal_rows(tmp_path:
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": \n', r"a.jsonl:2:11  broken JSON: Expecting value"),
+        ("a.jsonl", '{"prompt": "x"}\n{\n\n{"prompt": "y"}\n[\n', r"a.jsonl:2:2 .*\n.*a.jsonl:5:2 "),
+        ("a.jsonl", "{\n" * 7, r"a.jsonl:5:2 .*\nand 2 lines more"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": "\\ud83d!"}\n', r"a.jsonl:2  `prompt` has half a character"),
         ("a.jsonl", '{"prompt": "x"}\n[1]\n', r"a.jsonl:2  a row must be a JSON object, not list"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": 3}\n', r"a.jsonl:2  `prompt` is int \(3\), not text"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": null}\n', r"a.jsonl:2  no shape that is known; columns: prompt"),
@@ -97,6 +100,12 @@ def test_broken_input_is_told_with_its_place(name: str, text: str, message: str,
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=message):
         load_rows(Data(source=name), tmp_path)
+
+
+def test_a_byte_order_mark_windows_line_ends_and_whole_characters_are_read(tmp_path: Path) -> None:
+    rows = '\ufeff{"prompt": "\\ud83d\\ude00"}\r\n\r\n{"prompt": "b"}\r\n'
+    (tmp_path / "a.jsonl").write_text(rows, encoding="utf-8", newline="")
+    assert prompts(Data(source="a.jsonl"), tmp_path) == ["\U0001f600", "b"]
 
 
 def test_bytes_that_are_not_text(tmp_path: Path) -> None:

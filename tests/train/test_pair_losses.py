@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain import registry
 from posttrain.data.render import Pair
@@ -118,8 +119,33 @@ def test_kto_takes_answers_with_labels(dpo_recipe: Any, rows_of: Any, tmp_path: 
     found = rows_of(preference.run, recipe)
     assert found[0]["loss"] == pytest.approx(0.5, abs=1e-6)
     assert found[0]["loss/kl"] == 0
-    assert found[-1]["rewards/margins"] > 0.01
-    assert "logps/rejected" not in found[0]
+    last = found[-1]
+    assert (
+        last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+        and last["rewards/margins"] > 0.01
+    )
+
+
+def test_what_is_told_of_single_answers_is_told_by_their_label() -> None:
+    """Good rows -1 and -3, a bad one -8: means of each side's own rows, also over two micro-batches."""
+    logps, good = torch.tensor([-1.0, -8.0, -3.0]), torch.tensor([True, False, True])
+    shown = preference.by_label({"logps/chosen": logps, "loss/kl": logps, "logps/rejected": logps[:0]}, good)
+    assert {name: value.sum().item() for name, value in shown.items()} == {
+        "logps/chosen": -4.0,
+        "logps/rejected": -8.0,
+        "loss/kl": -12.0,
+    }
+    sums = {"pairs": 3.0, "good": 2.0, "rewards/chosen": 4.0, "rewards/rejected": 1.0, "loss/kl": 6.0, "tokens": 9.0}
+    trainer = preference.Preference.__new__(preference.Preference)
+    trainer.single = True
+    assert trainer.step_metrics(sums) == {
+        "rewards/chosen": 2.0,
+        "rewards/rejected": 1.0,
+        "rewards/margins": 1.0,
+        "loss/kl": 2.0,
+    }
+    one_sided = trainer.step_metrics({**sums, "good": 3.0, "rewards/rejected": 0.0})
+    assert one_sided["rewards/rejected"] is None and one_sided["rewards/margins"] is None
 
 
 def test_what_is_told_of_lengths_and_labels() -> None:

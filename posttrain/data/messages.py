@@ -1,0 +1,124 @@
+"""Messages as files write them, brought to {role, content, ...}.
+
+Understood: OpenAI's (role, content as a text or as parts, `weight`), ShareGPT's (from, value; turns of function calls
+and their observations), and `train: true | false` on a message, which says whether it may be trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain import chat
+from posttrain.errors import DataError
+
+Message = dict[str, Any]
+
+# Names of roles in ShareGPT files. A call is a turn of the model; what it gave is a tool's.
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+CALLS = ("function_call", "tool_call")
+
+
+def messages(value: Any, column: str, where: str) -> list[Message]:
+    """A list of {role, content, ...} without null fields, of a list of messages or JSON text of one."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    return [_message(message, f"{column}[{i}]", where) for i, message in enumerate(value)]
+
+
+def are_messages(value: Any) -> bool:
+    """Whether a column holds messages: a list, or JSON text of one, which is how they look in a CSV file."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[{")):
+        return isinstance(value, list | tuple)
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return False
+    return all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)
+
+
+def _message(message: Any, name: str, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"`{name}` is {kind(message)}, not a message", where=where)
+    found = {k: v for k, v in message.items() if v is not None}
+    if "role" not in found and "from" in found:
+        found = _sharegpt(found, name, where)
+    if not isinstance(found.get("role"), str):
+        raise DataError(f"`{name}` has no role; it has: {', '.join(found)}", where=where)
+    if "content" in found:
+        found["content"] = _content(found["content"], name, where)
+    try:
+        chat.clean_messages([found])
+    except (ValueError, TypeError, AttributeError) as cause:  # JSON text that is none, or a call that is no mapping
+        raise DataError(f"`{name}.tool_calls` cannot be read: {cause}", where=where) from cause
+    return _marked(found, name, where)
+
+
+def _sharegpt(message: Message, name: str, where: str) -> Message:
+    """from and value as role and content; every other key stays."""
+    rest = {k: v for k, v in message.items() if k not in ("from", "value")}
+    said, text = message["from"], message.get("value", "")
+    role = ROLES.get(said, said)
+    if said in CALLS:
+        return {**rest, "role": role, "content": "", "tool_calls": _calls(text, name, where)}
+    return {**rest, "role": role, "content": text}
+
+
+def _calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """The calls in a ShareGPT turn: a JSON object {name, arguments} or a list of them."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f"`{name}.value` is no call: {str(text)[:60]!r}",
+            where=where,
+            allowed='{"name": ..., "arguments": {...}} as JSON, or a list of such',
+        )
+    return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments", {})}} for c in calls]
+
+
+def _content(content: Any, name: str, where: str) -> str:
+    """A text; of a list of parts their texts one behind the other. Other parts (images) are refused."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        others = [
+            part for part in content if part.get("type", "text") != "text" or not isinstance(part.get("text"), str)
+        ]
+        if not others:
+            return "".join(part["text"] for part in content)
+        raise DataError(f"`{name}.content` has a part that is no text: {str(others[0])[:60]}", where=where)
+    raise DataError(f"`{name}.content` is {kind(content)}, not text", where=where)
+
+
+def _marked(message: Message, name: str, where: str) -> Message:
+    """`train` as it is, or as OpenAI's `weight` says: 0 is not trained on, 1 is."""
+    if "train" in message and not isinstance(message["train"], bool):
+        raise DataError(f"`{name}.train` is {kind(message['train'])}", where=where, allowed="true or false")
+    if "weight" not in message:
+        return message
+    weight = message["weight"]
+    if weight not in (0, 1):
+        raise DataError(f"`{name}.weight` is {weight!r}", where=where, allowed="0 (not trained on) or 1")
+    rest = {k: v for k, v in message.items() if k != "weight"}
+    return {"train": bool(weight), **rest}
+
+
+def kind(value: Any) -> str:
+    """What a value is, for errors: `null`, `int (3)`."""
+    return "null" if value is None else f"{type(value).__name__} ({str(value)[:40]})"

@@ -1,0 +1,66 @@
+"""Messages in the spellings of other trainers' files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from posttrain.data.messages import messages
+from posttrain.data.shapes import normalise
+from posttrain.errors import DataError
+
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+def read(*found: Any) -> list[dict[str, Any]]:
+    return messages(list(found), "messages", "here")
+
+
+def test_sharegpts_column_is_the_messages_or_the_prompt_of_a_pair() -> None:
+    row = normalise({"conversations": TURNS, "id": 3}, "here")
+    assert row == {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "id": 3,
+    }
+    pair = {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "b"}}
+    found = normalise(pair, "here")
+    assert (found["prompt"], found["chosen"], found["rejected"]) == ([{"role": "user", "content": "q"}], "a", "b")
+    beside = normalise({"prompt": "p", "conversations": TURNS}, "here")
+    assert "messages" not in beside  # a row that has a prompt keeps it
+
+
+def test_sharegpts_calls_are_turns_of_the_model_and_observations_are_a_tools() -> None:
+    call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+    found = read({"from": "function_call", "value": call}, {"from": "observation", "value": "sun"})
+    assert found == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}],
+        },
+        {"role": "tool", "content": "sun"},
+    ]
+    assert len(read({"from": "function_call", "value": f"[{call}, {call}]"})[0]["tool_calls"]) == 2
+    for value in ("weather(Ulm)", "[]", '{"arguments": {}}'):
+        with pytest.raises(DataError, match=r"here  `messages\[0\].value` is no call"):
+            read({"from": "function_call", "value": value})
+
+
+def test_content_in_parts_is_their_text_and_images_are_refused() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "one two"}]
+    with pytest.raises(DataError, match=r"has a part that is no text: .*image_url"):
+        read({"role": "user", "content": [*parts, {"type": "image_url", "image_url": "x"}]})
+    with pytest.raises(DataError, match=r"`messages\[0\].content` is int \(3\), not text"):
+        read({"role": "user", "content": 3})
+
+
+def test_weight_says_what_is_trained_on_and_halves_are_refused() -> None:
+    marked = [read({"role": "assistant", "content": "a", "weight": w})[0] for w in (0, 1)]
+    assert [m["train"] for m in marked] == [False, True]
+    assert "weight" not in marked[0]
+    with pytest.raises(DataError, match=r"`messages\[0\].weight` is 0.5"):
+        read({"role": "assistant", "content": "a", "weight": 0.5})
+    with pytest.raises(DataError, match=r"`messages\[0\].train` is str \(false\)"):
+        read({"role": "assistant", "content": "a", "train": "false"})
