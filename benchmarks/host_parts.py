@@ -3,8 +3,9 @@
     python benchmarks/host_parts.py      # 64 prompts x 8 completions of 240 to 512 tokens; a CPU, a minute
     python benchmarks/host_parts.py --only bonus --only select --out FILE.json
 
-Milliseconds a step, on one thread. A reward's are of its calls one after the other: workers share them. Left out are
-rewards that ask a server or start a process a call, whose time is not the host's own.
+Milliseconds of CPU time a step, on one thread, so that other processes hardly matter. A reward's are of its calls one
+after the other: workers share them. Left out are rewards that ask a server or start a process a call, whose time is not
+the host's own. What components compute on the batch a GPU computes there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch
 from posttrain import registry
 from posttrain.batch import PairBatch, Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
 from posttrain.loss.token_weights import TokenRows
+from posttrain.models import tiny
 from posttrain.places import shipped
+from posttrain.rollout.engine import Completion, as_rollouts, token_ends
 from posttrain.train import rl_metrics, saved_rollouts
 from posttrain.train.collate import BY_TURN, rollout_batch, sequences_of
 from posttrain.train.logprobs import micro_batches
@@ -187,6 +190,11 @@ def bookkeeping(rollouts: list[Rollout], batch: RolloutBatch, folder: Path) -> I
         yield f"step rollout_batch with {name}", called(rollout_batch, (rollouts, None, (name,)), {})
     yield "step rollout_batch with answer_ids", lambda: rollout_batch(rollouts, ("boxed", "last_number"))
     yield "step sequences_of", lambda: sequences_of(rollouts)
+    tokenizer = tiny.build(0)[1]
+    sampled = [Completion(r.ids, r.logps, "stop") for r in rollouts]
+    asked = [r.prompt for r in rollouts]
+    yield "step as_rollouts", lambda: as_rollouts(asked, 1, sampled, tokenizer, first_group=0, version=0)
+    yield "step token_ends (scoring.split)", lambda: [token_ends(r.ids, tokenizer) for r in rollouts]
     yield "step micro_batches", lambda: micro_batches(lengths, 16384, packed=True)
     yield "step combine", lambda: combine(scores, dict.fromkeys(scores, 1.0), dict.fromkeys(scores, "auto"), rows)
     yield "step rollout_metrics", lambda: rl_metrics.rollout_metrics(rollouts, batch)
@@ -228,12 +236,12 @@ def calls(function: Callable[..., Any], examples: list[Example]) -> Work:
 
 
 def milliseconds(work: Work, repeats: int) -> float:
-    """The best of some runs; what takes long runs less often."""
+    """CPU time, the best of some runs; what takes long runs less often."""
     times: list[float] = []
     while len(times) < repeats and sum(times) < 1.0:
-        started = time.perf_counter()
+        started = time.process_time()
         work()
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     return 1000 * min(times)
 
 

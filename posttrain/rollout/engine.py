@@ -226,18 +226,20 @@ def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:
     Not the token alone: some tokenizers drop a leading blank there, and a character may be made of two tokens. One made
     of more (rare scripts, emoji) may move the ends behind it by a character or two.
     """
-    rows: list[tuple[int, ...]] = [(i,) for i in ids]
-    rows += itertools.pairwise(ids)
+    rows: list[tuple[int, ...]] = [*zip(ids, strict=True), *itertools.pairwise(ids)]
     known = _lengths(tokenizer)
-    lengths = {row: known.get(row, -1) for row in rows}
-    if new := [list(row) for row, length in lengths.items() if length < 0]:
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        lengths |= zip(map(tuple, new), map(len, texts), strict=True)
+    lengths: list[Any] = list(map(known.get, rows))
+    if None in lengths:
+        new = list(dict.fromkeys(row for row, length in zip(rows, lengths, strict=True) if length is None))
+        texts = tokenizer.batch_decode(
+            list(map(list, new)), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        found = dict(zip(new, map(len, texts), strict=True))
         if len(known) > KNOWN:
             known.clear()
-        known.update(lengths)
-    found = [lengths[row] for row in rows]
-    alone, pairs = found[: len(ids)], found[len(ids) :]
+        known.update(found)
+        lengths = [found[row] if length is None else length for row, length in zip(rows, lengths, strict=True)]
+    alone, pairs = lengths[: len(ids)], lengths[len(ids) :]
     added = [*alone[:1], *(both - first for both, first in zip(pairs, alone, strict=False))]
     return list(itertools.accumulate(added))
 

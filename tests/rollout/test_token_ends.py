@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from posttrain.models import tiny
+from posttrain.rollout import engine
 from posttrain.rollout.engine import token_ends
 
 
@@ -26,3 +29,21 @@ class Dropping:
 def test_a_leading_blank_is_not_lost() -> None:
     """`a bcd`: 1, then 4 with the blank, then 5."""
     assert token_ends([0, 1, 2], Dropping()) == [1, 4, 5]
+
+
+def test_what_is_known_of_tokens_is_that_of_their_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair is decoded once, also beside new ones; too many are forgotten; another tokenizer knows none of them."""
+    monkeypatch.setattr(engine, "KNOWN", 4)
+    asked: list[list[int]] = []
+
+    class Counting(Dropping):
+        def batch_decode(self, rows: list[list[int]], **settings: Any) -> list[str]:
+            asked.extend(rows)
+            return super().batch_decode(rows, **settings)
+
+    tokenizer = Counting()
+    assert token_ends([0, 1, 2], tokenizer) == token_ends([0, 1, 2], tokenizer) == [1, 4, 5]
+    assert asked == [[0], [1], [2], [0, 1], [1, 2]]
+    assert token_ends([0, 1, 0], tokenizer) == [1, 4, 6] and asked[5:] == [[1, 0]]
+    assert token_ends([0, 1, 2], tokenizer) == [1, 4, 5] and len(asked) == 11
+    assert token_ends([0, 1], Counting()) == [1, 4] and len(asked) == 14
