@@ -135,7 +135,6 @@ class TransformersEngine:
 
     def sync(self, model: Any, version: int) -> None:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
-        model = getattr(model, "module", model)
         if isinstance(model, FSDPModule):
             own = dict(dense_weights(self.model))
             with torch.no_grad(), offered(model) as whole:

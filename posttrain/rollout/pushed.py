@@ -155,7 +155,6 @@ class PushedEngine(ABC):
         Rollouts that another thread is generating go on with the new weights. What the ranks of a divided model do
         together, its forward pass and putting the weights together, is done to the end also where the engine fails.
         """
-        model = getattr(model, "module", model)
         expected = tuple(trainer_logps(self.loaded, model, self.ids))
         offered = weights.offered(model, merged=self.loaded.is_lora)
         with torch.no_grad(), offered as whole, self.gate.syncing(self.pause):
@@ -187,7 +186,7 @@ class PushedEngine(ABC):
 
     def probe(self, model: Any) -> float:
         """See `Engine.probe`; of several copies, the one that is farthest off."""
-        expected = trainer_logps(self.loaded, getattr(model, "module", model), self.ids)
+        expected = trainer_logps(self.loaded, model, self.ids)
         return max(mean_gap(of_copy, expected) for of_copy in self.logps())
 
 
