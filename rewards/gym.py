@@ -4,13 +4,13 @@ rewards:
   - use: gym.score                # reads `gym_task` and `gym_entry`, which rows of `source: gym:TASK` carry
 """
 
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify.extract import Extractor, after_think
 from posttrain.verify.extract import extract as find_answer
+from posttrain.verify.gym import scorer
 
 
 def score(
@@ -23,6 +23,7 @@ def score(
 ) -> float | None:
     """The task's score of the extracted answer; 0 if there is none; None for a row that is not from reasoning-gym.
 
+    Where a task's own code would run the answer as Python, it gets formulas alone (`posttrain.verify.gym`).
     whole_text: without a marked answer, all text after the thought is the answer.
     """
     if gym_task is None or gym_entry is None:
@@ -35,14 +36,6 @@ def score(
         return 0.0
     entry = json.loads(gym_entry) if isinstance(gym_entry, str) else gym_entry
     return float(scorer(gym_task)(answer.strip(), entry))
-
-
-@functools.cache
-def scorer(task: str) -> Callable[[str, Any], float]:
-    """reasoning-gym's scoring function of a task, with the task's default configuration."""
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(task)
 
 
 def setup() -> None:

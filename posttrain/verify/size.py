@@ -52,22 +52,32 @@ def _after_bracket(text: str, start: int) -> int:
     return len(text)
 
 
+def _raised(text: str) -> Iterator[tuple[str, float]]:
+    """Each atom with a bound on its exponent, 1 where it has none. a^b^c is a^(b^c)."""
+    atoms, place = list(_atoms(text)), 0
+    while place < len(atoms):
+        tower = [atoms[place]]
+        while place + 2 < len(atoms) and atoms[place + 1] == "^":
+            place += 2
+            tower.append(atoms[place])
+        place += 1
+        exponent = 1.0
+        for atom in reversed(tower[1:]):
+            exponent = 10 ** min(_log10_of(atom) * exponent, 300.0)
+        yield tower[0], exponent
+
+
 def _log10(text: str) -> float:
     """Bound on the decimal logarithm of a number that is built of the numbers of a text; variables count as 1."""
-    total = last = 0.0  # last: of what an exponent or a factorial acts on
+    total = last = 0.0  # last: of what a factorial acts on
     before = ""
-    for atom in _atoms(text):
-        if atom == "^":
-            before = atom
-            continue
-        if before == "^":
-            now = last * max(1.0, _value(atom))
-        elif atom[0] == "!":
+    for atom, exponent in _raised(text):
+        if atom[0] == "!":
             now = last * 10 ** min(last, 300.0)  # n! < n^n
         else:
             total += last
             now = _value(atom) if before in _OVER else _log10_of(atom)  # n over k < 2^n
-        last, before = now, atom
+        last, before = now * max(1.0, exponent), atom
     return total + last
 
 

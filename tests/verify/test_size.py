@@ -10,6 +10,7 @@ from posttrain.verify.math import equal, grade
 from posttrain.verify.size import too_large
 
 HUGE = [
+    "9^9^9^9",
     r"9^{9^{9^{9}}}",
     r"(9^9)^{9^9}",
     "2^{1000000000}",

@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+from posttrain.verify.gym import scorer
+
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -17,9 +19,7 @@ class Environment:
         self.attempts, self.discount = attempts, discount
 
     def reset(self, row: Any) -> None:
-        import reasoning_gym
-
-        self.check = reasoning_gym.get_score_answer_fn(row["gym_task"])
+        self.check = scorer(row["gym_task"])
         self.entry = json.loads(row["gym_entry"])
         self.tried, self.best = 0, 0.0
 
