@@ -216,6 +216,14 @@ def tensor_of(numbers: Sequence[float | bool], dtype: torch.dtype = torch.long) 
     return torch.from_numpy(np.array(numbers)).to(dtype)
 
 
+def ranges(counts: Sequence[int], starts: Sequence[int] | None = None) -> Tensor:
+    """The numbers start, start + 1, ... of several runs behind each other, so many of each; they start at 0 unless
+    `starts` says where."""
+    many = torch.tensor(counts, dtype=torch.long)
+    first = torch.zeros_like(many) if starts is None else torch.tensor(starts, dtype=torch.long)
+    return torch.arange(int(many.sum())) + (first - (many.cumsum(0) - many)).repeat_interleave(many)
+
+
 def on_device(numbers: Sequence[int] | Tensor, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """The numbers as a tensor, without waiting for what a GPU still computes, as `torch.tensor(..., device=)` does."""
     found = numbers.to(dtype) if isinstance(numbers, Tensor) else tensor_of(numbers, dtype)

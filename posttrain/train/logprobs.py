@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from posttrain.batch import on_device
+from posttrain.batch import on_device, ranges
 from posttrain.errors import NonFiniteError
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
@@ -217,7 +217,7 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill
     rest = -sum(sequences.lengths) % fill
     lengths = [*sequences.lengths, *([rest] if rest else [])]
     ids = on_device(functional.pad(sequences.flat, (0, rest)), device)[None]
-    positions = on_device(torch.cat([torch.arange(length) for length in lengths]), device)[None]
+    positions = on_device(ranges(lengths), device)[None]
     borders = Packed.of(lengths, device)
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
 

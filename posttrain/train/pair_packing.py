@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import tensor_of
+from posttrain.batch import ranges, tensor_of
 from posttrain.data.render import Pair
 from posttrain.models.load import LoadedModel
 from posttrain.train.attention import Packed, use_packed_attention
@@ -51,12 +51,12 @@ def packed(device: torch.device) -> Callable[[Rows], dict[str, Any]]:
         order = [*range(0, len(sides), 2), *range(1, len(sides), 2)]  # chosen rows, then rejected ones
         return {
             "input_ids": ids[None],
-            "position_ids": torch.cat([torch.arange(s, n) for s, n in zip(shared, whole, strict=True)])[None],
+            "position_ids": ranges(own, shared)[None],
             "labels": labels[None],
             "cells": _cells(scored, order),
             "lengths": torch.tensor([scored[row] for row in order]),
             "row_tokens": torch.tensor([whole[row] for row in order]),
-            "packed": Packed.sharing(own, whole, torch.cat([torch.arange(a, a + n) for a, n in spans]), device),
+            "packed": Packed.sharing(own, whole, ranges([n for _, n in spans], [a for a, _ in spans]), device),
         }
 
     return collate
@@ -66,7 +66,7 @@ def _cells(scored: Sequence[int], order: Sequence[int]) -> Tensor:
     """Cell of each scored token of the line in a flat table whose n-th row is row `order[n]` of the line."""
     place = {row: n for n, row in enumerate(order)}
     width = max(scored)
-    return torch.cat([torch.arange(count) + place[row] * width for row, count in enumerate(scored)])
+    return ranges(scored, [place[row] * width for row in range(len(scored))])
 
 
 def summed_logps(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

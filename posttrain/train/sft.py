@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from posttrain.batch import tensor_of
+from posttrain.batch import ranges, tensor_of
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
@@ -102,7 +102,7 @@ def packed(loaded: LoadedModel) -> Collator:
         lengths = [len(row["input_ids"]) for row in rows]
         ids = tensor_of([i for row in rows for i in row["input_ids"]])
         labels = tensor_of([label for row in rows for label in (IGNORED, *row["labels"][1:])])
-        positions = torch.cat([torch.arange(n) for n in lengths])
+        positions = ranges(lengths)
         line = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
         return {**line, "packed": Packed.of(lengths, loaded.device)} if with_borders else line
 

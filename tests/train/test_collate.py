@@ -3,7 +3,7 @@
 import torch
 from torch import tensor
 
-from posttrain.batch import Prompt, Rollout, Segment, on_device, tensor_of
+from posttrain.batch import Prompt, Rollout, Segment, on_device, ranges, tensor_of
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.logprobs import _completion_positions, _pad
 
@@ -61,3 +61,9 @@ def test_numbers_keep_their_kind() -> None:
     assert tensor_of([]).dtype == torch.long and tensor_of([], torch.bool).dtype == torch.bool
     assert tensor_of([2**40]).tolist() == [2**40]
     assert on_device(tensor([1, 2]), torch.device("cpu"), torch.int32).dtype == torch.int32
+
+
+def test_ranges_stand_behind_each_other() -> None:
+    assert ranges([3, 0, 2]).tolist() == [0, 1, 2, 0, 1]
+    assert ranges([2, 1, 0], [5, 0, 9]).tolist() == [5, 6, 0]
+    assert ranges([]).tolist() == [] and ranges([0]).dtype == torch.long
