@@ -1,4 +1,4 @@
-"""A clipped loss of its own for a channel of the advantage (HDPO's efficiency channel)."""
+"""Clipped losses of the channels of an advantage: one of its own for each (HDPO's efficiency), or their sum (COPO)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
-from posttrain.loss.clip import clipped_surrogate, token_ratio
+from posttrain.loss.clip import clip, clipped_surrogate, token_ratio
 from posttrain.registry import register
 
 
@@ -25,3 +25,28 @@ def channel_clip(
     counted = batch.mask & (advantages != 0)
     values = torch.where(counted, values, 0.0)
     return TokenLoss(values, {f"channel_{channel}/loss": values.detach()}, counted)
+
+
+@register("loss", "clip_channels", paper="2508.04138", needs=("channels", "every_row"))
+def clip_channels(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """The sum of `clip` over the channels of the advantage (COPO: the group's and the batch's), [N,T] -> values [N,T].
+
+    A surrogate is proportional to its advantage, so a weight within the advantage is a weight of the surrogate. Differs
+    from one surrogate of the summed advantages only where one channel is clipped and another is not. Stats are those of
+    the sum.
+    """
+    if not batch.channels:
+        raise ValueError("the batch has no channels; an advantage such as `copo` gives them")
+    keys = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    parts = [clip(batch.replace(advantages=a), logp, **keys).values for a in batch.channels.values()]
+    values = parts[0]
+    for part in parts[1:]:
+        values = values + part
+    return TokenLoss(values, clip(batch, logp.detach(), **keys).stats)

@@ -14,7 +14,7 @@ from posttrain.advantage.reward_mix import hybrid, rank_rewards
 from posttrain.advantage.risk import risk_terms, riskpo
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
-from posttrain.loss.channel_sum import clip_channels
+from posttrain.loss.channels import clip_channels
 from posttrain.loss.clip import clip
 
 NAN = float("nan")
