@@ -30,6 +30,7 @@ _INERT = (
     *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.Set, ast.Dict),
     *(ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp, ast.Add, ast.Sub),
 )
+_NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)(?![a-hk-z])", re.IGNORECASE)
 _CHARACTERS = re.compile(r"[\w\s+\-*/^().,=×÷·−]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|[A-Za-z_)]\s*\.")
@@ -37,14 +38,28 @@ _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|[A-Za-z_)]\s*\.")
 
 @functools.cache
 def scorer(task: str) -> Score:
-    """The scoring function of a task, with the task's default configuration. Raises ValueError for no task."""
+    """The scoring function of a task, with the task's default configuration. Raises ValueError for no task.
+
+    An answer on which the task's code fails scores 0, if the code works on the gold; else what it raised is raised. One
+    that is not a number where the gold is (`nan` is as far from everything as from the gold) is unreadable.
+    """
     import reasoning_gym
 
-    score: Score = reasoning_gym.get_score_answer_fn(task)
+    raw: Score = reasoning_gym.get_score_answer_fn(task)
     harmless = guard(task)
-    if harmless is None:
-        return score
-    return lambda answer, entry: score(answer if harmless(answer, str(entry["answer"])) else UNREADABLE, entry)
+
+    def score(answer: str, entry: Any) -> float:
+        gold = str(entry["answer"])
+        infinite = _NOT_FINITE.search(answer) and not _NOT_FINITE.search(gold)
+        if infinite or (harmless and not harmless(answer, gold)):
+            answer = UNREADABLE
+        try:
+            return raw(answer, entry)
+        except Exception:
+            raw(entry["answer"], entry)
+            return 0.0
+
+    return score
 
 
 def guard(task: str) -> Callable[[str, str], bool] | None:

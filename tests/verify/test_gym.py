@@ -45,6 +45,21 @@ def test_an_integral_that_was_not_computed_is_no_answer() -> None:
     assert kinds == {True, False}
 
 
+@pytest.mark.parametrize("answer", ["nan", "NaN", "nan+nanj", "-inf", "nan + nani"])
+def test_what_is_no_number_is_not_near_every_number(answer: str) -> None:
+    for entry in reasoning_gym.create_dataset("complex_arithmetic", size=3, seed=2):
+        assert scorer("complex_arithmetic")(answer, entry) == 0.0
+        assert scorer("complex_arithmetic")(entry["answer"], entry) == 1.0
+
+
+def test_an_answer_on_which_the_tasks_code_fails_is_wrong() -> None:
+    entry = reasoning_gym.create_dataset("prime_factorization", size=1, seed=2)[0]
+    assert scorer("prime_factorization")("two and two", entry) == 0.0
+    assert scorer("prime_factorization")(entry["answer"], entry) == 1.0
+    with pytest.raises(ValueError, match="two"):  # the row is what is wrong
+        scorer("prime_factorization")("x", {**entry, "answer": "two"})
+
+
 def test_a_list_in_place_of_a_matrix_keeps_its_part_of_the_credit() -> None:
     entry = reasoning_gym.create_dataset("binary_matrix", size=1, seed=3)[0]
     written = str([[int(cell) for cell in row.split()] for row in entry["answer"].split("\n")])
