@@ -29,8 +29,8 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     with (
         distributed.open_directory(open_it) as directory,
         replaced(assemble, "make_engine", lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)),
-        replaced(checkpoint, "save", lambda *_: None),  # 17 GB after the last step, which nobody measures
-        replaced(rl, "save", lambda *_: None),
+        replaced(checkpoint, "save", lambda *_, **__: None),  # 17 GB after the last step, which nobody measures
+        replaced(rl, "save", lambda *_, **__: None),
         metric_times() as times,
     ):
         run_stage(loaded.recipe, directory)

@@ -210,6 +210,15 @@ def same(one: dict[str, Any], other: dict[str, Any], *curves: str) -> None:
         assert len({round(value, 5) for value in one[curve]}) > 1, f"{curve} never changes: it shows nothing"
 
 
+def test_the_loop_of_the_product_runs_between_the_clocks(smoke):
+    """Not slow: the clocks take the place of functions of the loop, and a change there must be seen at once."""
+    record, printed = smoke("scale_ranks.py", "--smoke", "--ranks", "1")
+    measured = record["ranks"]["1"]
+    assert {"generate", "score", "sync", "update"} <= measured["phases"].keys()
+    assert min(measured["tokens"]) > 0 and min(measured["step_s"]) > 0 and "error" not in measured
+    assert printed.splitlines()[-1].split()[:2] == ["1", "ranks"]
+
+
 @pytest.mark.slow
 @TRL
 def test_sft_and_trl_have_the_same_losses(smoke):
