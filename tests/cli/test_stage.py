@@ -124,7 +124,7 @@ def test_names_are_told_with_the_mistakes_of_the_schema(call: Call, folder: Path
         "rl.yaml:6:11  rewards.0.use",
         "rl.yaml:6:25  rewards.0.weigth",
         "rl.yaml:7:34  rewards.1.params",
-        "rl.yaml:8:5  rewards.2",
+        "rl.yaml:8:5  rewards.2.use",
         "rl.yaml:9:7  loss.use",
         "rl.yaml:10:32  kl.widht",
         "rl.yaml:11:14  keep.0.use",
