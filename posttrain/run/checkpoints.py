@@ -23,6 +23,16 @@ _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
 
 
+LONG = 100  # steps of a run that is worth a checkpoint before its end
+
+
+def none_before_the_end(save_every: int | None, steps: int) -> str:
+    """What a long run that saves its end alone says at its start; else nothing."""
+    if save_every is not None or steps < LONG:
+        return ""
+    return "no checkpoint before the end: a run that is killed starts over (Ctrl-C saves one); set run.save_every"
+
+
 def folder_for(root: Path, step: int) -> Path:
     """Where the checkpoint of this step belongs."""
     return root / f"step-{step:08d}"

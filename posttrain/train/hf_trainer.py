@@ -29,6 +29,7 @@ from posttrain.errors import DataError, Interrupted, NonFiniteError, counted
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
+from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.metrics import MetricsLog
@@ -287,8 +288,9 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
-        for note in notes:
-            progress.note(note)
+        for note in (*notes, checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)):
+            if note:
+                progress.note(note)
         if job.state.step:
             progress.note(f"resumed after step {job.state.step}")
         trainer.attach(metrics, progress, stop, watchdog)

@@ -63,8 +63,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     ):
         audited(recipe, work, scorer, progress.note)
         with assembled(recipe, directory, work, scorer, watchdog, progress.note) as pieces:
-            for note in stale_notes(recipe):
-                progress.note(note)
+            for note in (*stale_notes(recipe), checkpoints.none_before_the_end(recipe.run.save_every, work.steps)):
+                if note:
+                    progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once
             with GracefulStop() as stop, drawn_ahead(pieces) as ahead:
                 return train(pieces, directory, progress, stop, ahead)

@@ -128,8 +128,8 @@ def checked(value: Any) -> Score:
 def _number(value: Any, what: str = "") -> float | None:
     if value is None:
         return None
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()  # numpy.bool_ is no number to Python
+    if type(value).__module__ in ("numpy", "torch") and getattr(value, "shape", None) == ():
+        value = value.item()  # a numpy.bool_ or a tensor without dimensions is no number to Python
     if not isinstance(value, numbers.Real):
         raise BrokenContract(f"{what}returned {shown(value)} ({type(value).__name__}), must return a number or None")
     number = float(value)

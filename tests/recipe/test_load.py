@@ -251,8 +251,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 def test_a_reward_and_a_tool_may_be_their_names_alone() -> None:
     values = {"stage": "rl", "model": {"path": "tiny"}, "data": {"source": "x.jsonl"}, "run": {"steps": 1}}
-    short = {**values, "rewards": ["math.accuracy", {"use": "length.cap", "weight": 0}], "tools": ["calculator"]}
+    short = {**values, "rewards": ["math.accuracy", {"use": "length.truncation", "weight": 0}], "tools": ["calculator"]}
     recipe = load_dict(short, base_dir=Path.cwd(), where="test").recipe
     assert isinstance(recipe, RlRecipe)
-    assert [(r.use, r.weight) for r in recipe.rewards] == [("math.accuracy", 1.0), ("length.cap", 0.0)]
+    assert [(r.use, r.weight) for r in recipe.rewards] == [("math.accuracy", 1.0), ("length.truncation", 0.0)]
     assert recipe.tools[0].use == "calculator"

@@ -129,3 +129,8 @@ def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
     checkpoints.require_space(tmp_path / "not" / "there", 1_500_000)
     with pytest.raises(RunError, match=r"2\.5 GB needed, 1\.5 MB free"):
         checkpoints.require_space(tmp_path, 2_500_000_000)
+
+
+def test_a_long_run_that_saves_its_end_alone_says_so() -> None:
+    assert "starts over" in checkpoints.none_before_the_end(None, 100)
+    assert checkpoints.none_before_the_end(None, 99) == checkpoints.none_before_the_end(50, 1000) == ""

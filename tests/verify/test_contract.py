@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from posttrain.verify.contract import BrokenContract, checked, checked_batch
 
@@ -20,6 +21,7 @@ from posttrain.verify.contract import BrokenContract, checked, checked_batch
         (np.float32(0.5), 0.5),
         (np.int64(2), 2.0),
         (np.bool_(True), 1.0),
+        (torch.tensor(0.25), 0.25),
         ({"reward": 1, "part": None}, {"reward": 1.0, "part": None}),
         ({"reward": None}, {"reward": None}),
     ],
