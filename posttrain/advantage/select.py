@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from posttrain.advantage.group import group_sum, places, required
+from posttrain.advantage.group import group_sum, numbered, places, required
 from posttrain.batch import RolloutBatch, Selection, row_mean
 from posttrain.registry import register
 
@@ -67,7 +67,7 @@ def step_terms(batch: RolloutBatch, *, keep: float = 0.8, scope: str = "group") 
     """The rows that `step_entropy` keeps, and what they are ranked by."""
     mean = row_mean(required(batch.entropy, "entropy").detach(), batch.mask)
     group = batch.group_ids if scope == "group" else torch.zeros_like(batch.group_ids)
-    key = torch.unique(group, return_inverse=True)[1]
+    key = numbered(group)
     size = group_sum(torch.ones_like(key, dtype=torch.float64), key)
     count = (keep * size + 1e-9).floor().clamp(min=1)  # 0.29 * 100 is 28.999999999999996
     return Steps(mean, places(mean, key) < count[key])

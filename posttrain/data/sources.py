@@ -134,10 +134,14 @@ def _jsonl(path: Path) -> Iterator[Record]:
         numbered = ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
         for where, line in numbered:
             try:
-                record = where, _object(_parse(line.rstrip(), where, first_line=1), where)
+                record = where, _line(line, where)
             except DataError as error:
                 raise _with_others(error, numbered) from error.__cause__
             yield record
+
+
+def _line(line: str, where: str) -> dict[str, Any]:
+    return _object(_parse(line.rstrip(), where, first_line=1), where)
 
 
 def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError:
@@ -145,7 +149,7 @@ def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError
     problems = list(error.problems)
     for where, line in rest:
         try:
-            _object(_parse(line.rstrip(), where, first_line=1), where)
+            _line(line, where)
         except DataError as another:
             problems += another.problems
     more = [Problem("", f"and {counted(len(problems) - BROKEN, 'line')} more")] if len(problems) > BROKEN else []

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from posttrain.recipe import keys
-from posttrain.recipe.section import ComponentSection, NamedSection, Names
+from posttrain.recipe.section import ComponentSection, NamedSection, Names, written_out
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.recipe.tree import Path_
 
@@ -43,8 +43,8 @@ def stages(values: Mapping[str, Any], verb: type[Stage] | None = None) -> Iterat
 
 def parts(model: type[BaseModel], values: Any, path: Path_ = ()) -> Iterator[Part]:
     """A section and all that are in it, in the order of the schema. `NAME` of a component is short for `use: NAME`."""
-    if isinstance(values, str) and issubclass(model, ComponentSection | NamedSection):
-        values = {"use": values}
+    if issubclass(model, ComponentSection | NamedSection):
+        values = written_out(values)
     if not isinstance(values, Mapping):
         return
     yield Part(path, model, values)

@@ -51,6 +51,11 @@ class Section(BaseModel):
     model_config = STRICT
 
 
+def written_out(value: Any) -> Any:
+    """`NAME` alone as the section that it is short for."""
+    return {"use": value} if isinstance(value, str) else value
+
+
 def _or_its_name(schema: dict[str, Any]) -> None:
     own = dict(schema)
     schema.clear()
@@ -65,7 +70,7 @@ class NamedSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
+        return written_out(value)
 
 
 class ComponentSection(Section):
@@ -87,8 +92,7 @@ class ComponentSection(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _check_component(cls, value: Any, handler: Any) -> Any:
-        if isinstance(value, str):
-            value = {"use": value}
+        value = written_out(value)
         if not isinstance(value, Mapping):
             return handler(value)
         own = {k: v for k, v in value.items() if k in cls.model_fields}

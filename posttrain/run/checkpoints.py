@@ -19,11 +19,9 @@ from posttrain.errors import RunError
 from posttrain.run.durable import sync_file, sync_folder, told_when_full, write_json
 
 MANIFEST = "MANIFEST.json"
+LONG = 100  # steps of a run that is worth a checkpoint before its end
 _NAME = re.compile(r"step-(\d{8,})$")
 _PARTIAL = ".partial"
-
-
-LONG = 100  # steps of a run that is worth a checkpoint before its end
 
 
 def none_before_the_end(save_every: int | None, steps: int) -> str:

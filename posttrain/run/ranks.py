@@ -30,8 +30,8 @@ GRACE_S = 3.0  # after the first failure: time for the others to tell an error o
 GRACE_STOPPED_S = 120.0  # the same after Ctrl-C, when all have saved and are closing
 POLL_S = 0.1
 OUT_OF_MEMORY = "without anyone's doing that is most often the system's when memory is short; "
-_writing = 0  # how many `unhurried` blocks this process is in
 BEGUN, DONE = b"+", b"-"  # what rank 0 says around `unhurried`
+_writing = 0  # how many `unhurried` blocks this process is in
 
 
 def rank() -> int:

@@ -50,9 +50,7 @@ class Alarm:
             is_master=False,
             timeout=datetime.timedelta(seconds=ASK_S),
         )
-        attempt = os.environ.get(
-            "TORCHELASTIC_RESTART_COUNT", "0"
-        )  # torchrun keeps its store when it starts ranks anew
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps its store when it starts anew
         return cls(dist.PrefixStore(f"posttrain/{attempt}", store))
 
     def __enter__(self) -> Self:

@@ -114,12 +114,9 @@ def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Mo
     UserError, on all ranks, if some find another one than rank 0.
     """
     folder = checkpoints.latest(root, hashes=True)
+    mine = NOTHING if folder is None else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
     alike.check(
-        {
-            "checkpoint": NOTHING
-            if folder is None
-            else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
-        },
+        {"checkpoint": mine},
         did="finds another newest checkpoint",
         hint=f"all ranks must see the same {root.parent}: let --output be on a disk that the machines share",
     )

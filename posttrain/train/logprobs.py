@@ -26,7 +26,7 @@ from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
 from posttrain.train.sharding import as_forward
 
-PROBE = 16  # tokens
+PROBE = 16  # tokens of a row on which a model is tried
 HEAD_GAP = 0.05  # nats, of one log-prob: the same products, rounded alike
 
 

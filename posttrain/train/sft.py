@@ -26,13 +26,12 @@ from posttrain.run.directory import RunDirectory
 from posttrain.train import alike, hf_trainer, machine, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
-from posttrain.train.logprobs import Sequences, label_scores, prove_head
+from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head
 from posttrain.train.quiet import quiet
 from posttrain.train.sft_objective import IGNORED, Weighing, behavior_logps, noisy_embeddings, with_behavior
 from posttrain.train.sft_objective import trained as trained_targets
 
 COLUMNS = ("loss", "mean_token_accuracy", "grad_norm", "lr", "time/tokens_per_s")
-PROBE = 16  # tokens of a row on which a model is tried
 Collator = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ def test_the_module_runs() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     """`posttrain methods list | head -1`: the reader goes, and no traceback comes."""
-    command = f"{sys.executable} -m posttrain recipe schema | head -1"
+    command = f"{shlex.quote(sys.executable)} -m posttrain recipe schema | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout == "{\n"
     assert done.stderr == ""

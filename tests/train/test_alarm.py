@@ -21,17 +21,20 @@ def rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alarm, "POLL_S", 0.01)
 
 
-def alarms(*stops: threading.Event) -> list[Alarm]:
-    store = dist.HashStore()
-    return [Alarm(store, stop=stop.set) for stop in stops]
+Two = tuple[Alarm, Alarm, threading.Event, threading.Event]
 
 
-def test_one_that_waits_is_ended_and_says_who_failed_and_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(alarm, "PATIENCE_S", 0.05)
-    ends = threading.Event(), threading.Event()
-    failing, waiting = alarms(*ends)
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Two:
+    """Two at one store, with little patience, and what is set when one of them is ended."""
+    monkeypatch.setattr(alarm, "PATIENCE_S", 0.1)
+    store, ends = dist.HashStore(), (threading.Event(), threading.Event())
+    first, second = (Alarm(store, stop=end.set) for end in ends)
+    return first, second, *ends
+
+
+def test_one_that_waits_is_ended_and_says_who_failed_and_why(two: Two, capsys: pytest.CaptureFixture[str]) -> None:
+    failing, waiting, *ends = two
     with failing, waiting:
         failing.ring("no column `answer`")
         assert ends[1].wait(5)
@@ -40,10 +43,8 @@ def test_one_that_waits_is_ended_and_says_who_failed_and_why(
     assert not ends[0].is_set(), "it ends by itself"
 
 
-def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarm, "PATIENCE_S", 0.1)
-    ends = threading.Event(), threading.Event()
-    first, second = alarms(*ends)
+def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(two: Two) -> None:
+    first, second, *ends = two
     with first, second:
         first.ring("the first")
         assert second.hear(5) == "rank 1 failed: the first"
@@ -53,16 +54,14 @@ def test_one_that_ends_by_itself_is_left_alone_and_the_first_word_stays(monkeypa
     assert not any(end.is_set() for end in ends)
 
 
-def test_a_checkpoint_that_is_written_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarm, "PATIENCE_S", 0.05)
-    ends = threading.Event(), threading.Event()
-    failing, saving = alarms(*ends)
+def test_a_checkpoint_that_is_written_is_finished(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, saving, _, ended = two
     with failing, saving:
         failing.ring("broken")
         monkeypatch.setenv("RANK", "0")
         with ranks.unhurried():
-            assert not ends[1].wait(0.3)
-        assert ends[1].wait(5)
+            assert not ended.wait(0.3)
+        assert ended.wait(5)
 
 
 def test_a_store_that_is_gone_took_rank_0_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

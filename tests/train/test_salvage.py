@@ -63,6 +63,19 @@ def timeless(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
 
 
+@pytest.fixture
+def engine_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine generates beside the trainer, as one on another GPU does."""
+    make_engine = assemble.make_engine
+
+    def apart(*args: Any, **more: Any) -> Any:
+        engine = make_engine(*args, **more)
+        engine.apart = True
+        return engine
+
+    monkeypatch.setattr(assemble, "make_engine", apart)
+
+
 def finished(opened: Opened, name: str, recipe: Stage, *, resume: bool = False) -> list[dict[str, Any]]:
     with opened(name, resume=resume) as directory:
         rl.run(recipe, directory)
@@ -162,19 +175,10 @@ def slow(completion, step):
 """
 
 
-def test_rollouts_that_are_still_drawn_are_waited_for(
-    recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("engine_apart")
+def test_rollouts_that_are_still_drawn_are_waited_for(recipe: Make, opened: Opened, tmp_path: Path) -> None:
     """A controller fails before step 3, while an engine beside the trainer draws its rollouts, whose scores take long:
     they are saved with step 2."""
-    make_engine = assemble.make_engine
-
-    def apart(*args: Any, **more: Any) -> Any:
-        engine = make_engine(*args, **more)
-        engine.apart = True
-        return engine
-
-    monkeypatch.setattr(assemble, "make_engine", apart)
     (tmp_path / "slow.py").write_text(SLOW)
     flag = tmp_path / "broken"
     flag.touch()
@@ -188,20 +192,13 @@ def test_rollouts_that_are_still_drawn_are_waited_for(
     assert len(json.loads((newest / overlap.FILE).read_text())["rollouts"]) == 16
 
 
+@pytest.mark.usefixtures("engine_apart")
 @pytest.mark.parametrize(("saved", "kept"), [(True, 1), (False, 2)])
 def test_rollouts_that_older_weights_drew_are_not_drawn_anew(
-    recipe: Make, opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, kept: int
+    recipe: Make, opened: Opened, tmp_path: Path, saved: bool, kept: int
 ) -> None:
     """An engine beside the trainer: those of step 3 fail while step 2 trains, and it is step 3 that finds out. A
     checkpoint of step 2 cannot hold them: one of step 1 stays the newest, and without any that of step 2 is written."""
-    make_engine = assemble.make_engine
-
-    def apart(*args: Any, **more: Any) -> Any:
-        engine = make_engine(*args, **more)
-        engine.apart = True
-        return engine
-
-    monkeypatch.setattr(assemble, "make_engine", apart)
     if saved:
         finished(opened, "run", recipe(**STALE, run={"steps": 1}))
     (tmp_path / "broken").touch()

@@ -127,10 +127,10 @@ def test_nothing_can_be_written_outside(tmp_path: Path) -> None:
             except OSError as error:
                 pass
         open("/tmp/x", "w").write("scratch")
-        print(open("/tmp/x").read(), *os.listdir("/tmp"))
+        print(open("/tmp/x").read(), *os.listdir("/tmp"), sep="\\n")
         """
     )
-    text, *files = done.stdout.split()
+    text, *files = done.stdout.splitlines()
     interpreter = {Path(sys.prefix).parts[2]} if Path(sys.prefix).parts[1] == "tmp" else set()
     assert text == "scratch" and set(files) - interpreter == {"main.py", "x"}
     assert outside.read_text() == "kept"
