@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.registry import register
 
 
-@register("controller", "adaptive_kl", paper="1909.08593", needs=("multiplies",))
+@register("controller", "adaptive_kl", paper="1909.08593", needs=("multiplies", "measured_kl"))
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveKl:
     """Raises the number while the measured KL is above `target` and lowers it below, by at most 20% * rows / horizon.

@@ -16,6 +16,7 @@ FACTORS = {"WARMUP": 1.5, "CLIMBING": 1.2, "CONVERGED": 1.0, "PLATEAU": 0.8}
 @register(
     "controller",
     "safe",
+    needs=("measured_kl",),
     note=(
         "In the released code the penalty is a plain number without a gradient and changes nothing but the logged loss."
         " Here its derivative by the KL is the coefficient of the differentiable KL term. The predictive check on a"

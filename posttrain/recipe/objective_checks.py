@@ -29,7 +29,7 @@ FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component mak
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with a slow copy of the policy
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
-    "multiplies",
+    *("multiplies", "measured_kl"),
 }
 WHY_NOT = {
     **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
@@ -66,6 +66,10 @@ def _needs(recipe: Any) -> Found:
         if "groups" in section.needs and recipe.rollout.group_size == 1:
             what = f"{name} compares the completions of one prompt, and there is only 1"
             yield "rollout.group_size", what, "write 2 or more"
+        if section.params.get("min_group", 0) > recipe.rollout.group_size:
+            least, size = section.params["min_group"], recipe.rollout.group_size
+            what = f"`{section.use}` gives less than {least} completions no advantage, and a prompt has {size}"
+            yield f"{key}.min_group", what, f"write {size} or less, or a `rollout.group_size` of {least}"
         if "several_updates" in section.needs and updates(recipe) == 1:
             what = f"`{section.use}` does nothing with one update a step: the policy is the one that sampled"
             yield f"{key}.use", what, "write `batch.minibatches` or `batch.epochs` of 2 or more"
@@ -195,6 +199,9 @@ def _controlled(recipe: Any) -> Found:
         elif "multiplies" in section.needs and known[key] == 0:
             what = f"multiplies the number of the recipe, and {key} is 0: it stays 0"
             yield f"controllers.{key}", what, f"write the `{key}` to start with"
+        if "measured_kl" in section.needs and all(name != "kl" for name, _ in used(recipe)):
+            what = f"`{section.use}` follows the KL to the reference, and nothing measures it: it never changes {key}"
+            yield f"controllers.{key}", what, "write `kl.coef`"
         largest = max(section.params.get("values", ()), default=0)
         if key == "rollout.max_new_tokens" and largest > known[key]:
             what = f"goes up to {largest:g}, and the engine starts for rollout.max_new_tokens {known[key]}"

@@ -189,15 +189,30 @@ class Objective:
     def less_kl(self, batch: RolloutBatch) -> RolloutBatch:
         """Step 3: reward - coef * (the old policy's KL to the reference, summed over trained tokens); by token as well,
         for advantages that read rewards by token."""
-        if self.kl is None or not self.kl_in_reward:
+        term = self.paid_kl(batch)
+        if self.kl is None or term is None:
             return batch
-        if batch.old_logp is None or batch.rewards is None:
-            raise ValueError("KL in the reward needs rewards, old_logp and ref_logp before advantages are assigned")
-        penalty = self.kl(batch, batch.old_logp).values.detach().to(batch.rewards) * self.kl.coef
+        if batch.rewards is None:
+            raise ValueError("KL in the reward needs rewards before advantages are assigned")
+        penalty = term.values.detach().to(batch.rewards) * self.kl.coef
         return batch.replace(
             rewards=batch.rewards - penalty.sum(-1),
             token_rewards=torch.where(batch.mask, token_rewards(batch) - penalty, 0.0),
         )
+
+    def paid_kl(self, batch: RolloutBatch) -> TokenLoss | None:
+        """The KL that comes off the reward, by token; None where there is none or it is in the loss."""
+        if self.kl is None or not self.kl_in_reward:
+            return None
+        if batch.old_logp is None:
+            raise ValueError("KL in the reward needs old_logp and ref_logp before advantages are assigned")
+        return self.kl(batch, batch.old_logp)
+
+    def paid_kl_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """What metrics say of it: means over all sampled tokens. A KL in the loss is among the statistics of `loss`."""
+        term = self.paid_kl(batch)
+        tokens = max(int(batch.mask.sum()), 1)
+        return {} if term is None else {k: float(token_sum(v, batch.mask)) / tokens for k, v in term.stats.items()}
 
     def selected(self, batch: RolloutBatch) -> RolloutBatch:
         """Steps 8 and 9: the mask, the selected tokens, and the rows that stay."""

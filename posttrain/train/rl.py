@@ -134,7 +134,8 @@ def step(
         scored = measure(p, scored, sequences, range(len(scored)), p.objective.needs_before_the_loss)
     batch = p.objective.assign(scored)
     state.memory = dict(batch.memory)
-    values = {**gathered, **rollout_metrics(rollouts, batch), "num_tokens": state.tokens}
+    values = {**gathered, **rollout_metrics(rollouts, batch), **p.objective.paid_kl_metrics(scored)}
+    values["num_tokens"] = state.tokens
 
     with p.watchdog.phase("update"), p.compiled():
         metrics, measured, logp = update(p, batch, sequences, state.step)

@@ -72,6 +72,16 @@ TWO = {"minibatches": 2}
         ({"kl": {"use": "k1"}, "controllers": {"kl.coef": "grpo_d"}}, "k1 in the loss", {"kl": {"use": "k2"}}),
         ({"controllers": {"kl.coef": "adaptive_kl"}}, "kl.coef is 0: it stays 0", {"kl": {"coef": 0.01}}),
         (
+            {"controllers": {"regularisers.0.coef": "safe"}, "regularisers": ["kl_old"], "batch": TWO},
+            "nothing measures it: it never changes regularisers.0.coef",
+            {"kl": {"coef": 0.01}},
+        ),
+        (
+            {"advantage": "per_turn", "scoring": {"split": "lines"}, "rollout": {"group_size": 4}},
+            "gives less than 5 completions no advantage, and a prompt has 4",
+            {"rollout": {"group_size": 5}},
+        ),
+        (
             {"advantage": {"use": "riskpo", "bundle_size": 4}, "keep": "dynamic_sampling"},
             "`riskpo` needs all groups of a step",
             {"rollout": {"max_gen_batches": 5}},

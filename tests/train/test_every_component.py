@@ -1,0 +1,299 @@
+"""Every component of the index that an `rl` recipe may name, through the command line on `tiny`.
+
+Two steps: the component is called, a step's loss or gradient is another than without it, its numbers are in the
+metrics, the weights move, and a run that goes on after the first step is the unbroken one. The recipe follows from what
+the component says that it needs; NUMBERS holds arguments without a default, and defaults that are for long answers.
+A component that a preset names trains in test_presets.py as well, so it is here with `make test-slow` only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.batch import Correction, GroupLoss, TokenLoss
+from posttrain.errors import RecipeError
+from posttrain.recipe import objective_checks, presets
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import RlRecipe
+from posttrain.train import rl
+from posttrain.train.parts import Part
+from posttrain.train.preset_recipe import preset_recipe
+
+Values = dict[str, Any]
+PLACES = {
+    **{"group_reward": "group_rewards", "keep": "keep", "advantage": "advantage", "factor": "factors"},
+    **{"bonus": "bonuses", "spread": "spread", "select": "select", "correction": "corrections", "loss": "loss"},
+    **{"group_loss": "loss", "kl": "kl", "regulariser": "regularisers", "controller": "controllers"},
+}
+LISTS = ("group_rewards", "factors", "bonuses", "select", "corrections", "regularisers")
+ENTRIES = {
+    (kind, name): entry for kind, all_ in registry.index().items() if kind in PLACES for name, entry in all_.items()
+}
+
+NUMBERS: dict[str, Values] = {
+    "channels": {"channels": [{"rewards": {"digits": 1.0}}, {"rewards": {"lower": 1.0}}]},
+    "gated": {"gate": {"on": "lower", "min": 1.0}},
+    "decs": {"max_length": 10.0},
+    "remaining_length": {"max_length": 10.0},
+    "truncation_tiers": {"target_lengths": [8.0, 4.0]},
+    "capo": {"learning_rate": 1e-2},
+    "d3s": {"n_query": 4, "token_frac": 0.5},
+    "stages": {"values": [0.3, 0.6], "until": [1]},
+    "equal_stages": {"values": [0.3, 0.6], "every": 1},
+    "cosine": {"low": 0.1, "high": 0.6},
+    "adaptive_kl": {"horizon": 24.0},
+    "redundancy": {"beta": 1.0, "necessary": "rewards/digits/mean", "solved": "rewards/lower/mean"},
+    "remix_convex": {"complement": True},
+    "riskpo": {"bundle_size": 3},
+    "per_turn": {"min_group": 2},
+    "difficulty_budget": {"easy_budget": 4.0, "hard_budget": 8.0},
+    "tis": {"clip_max": 1.0},
+    "engine_ratio": {"clip_max": 1.05},
+    "off_policy_seq_mask": {"threshold": 1e-3},
+    "k1": {"where": "reward"},
+}
+
+SCRIPT = '''
+import torch
+from posttrain.batch import TokenLoss
+from posttrain.verify.contract import per_turn
+
+def digits(completion, token_count):
+    """Share of tokens that are digits: it differs between the completions of an untrained model."""
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def lower(completion):
+    return float(completion[:1].islower())
+
+@per_turn
+def first_digits(completion, parts):
+    return [float(part[:1].isdigit()) for part in parts]
+
+def nothing(batch, logp):
+    return TokenLoss(torch.zeros_like(logp))
+
+class Echo:
+    """An environment of two turns that pays for digits."""
+    def reset(self, row): self.turn = 0
+    def step(self, text):
+        self.turn += 1
+        return "again", self.turn == 2, float(any(c.isdigit() for c in text))
+    def actions(self): return ["a", "7"]
+    def score(self): return 0.0
+    def close(self): pass
+'''
+
+
+def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
+    """What it needs and no recipe gives."""
+    checks = objective_checks
+    given = checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
+    return set(entry["needs"]) - given - checks.FROM_OPPONENT - {"mc_values"}
+
+
+def by_preset() -> set[tuple[str, str]]:
+    """What the presets of rl name."""
+    sections = [section for name in presets.names("rl") for _, section in preset_recipe(name).components()]
+    return {(registry.kind_of(section.kinds, section.use), section.use) for section in sections}
+
+
+COVERED = by_preset()
+REACHED = [
+    pytest.param(*key, id="-".join(key), marks=pytest.mark.slow if key in COVERED else ())
+    for key, entry in ENTRIES.items()
+    if not out_of_reach(entry)
+]
+
+
+def test_every_kind_has_its_place() -> None:
+    assert {*PLACES, "pair_loss", "token_weight", "merge"} == registry.index().keys()
+    assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
+
+
+def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
+    """Formulas for rollouts that posttrain does not make yet: refused with the reason."""
+    unreached = {key: out_of_reach(entry) for key, entry in ENTRIES.items() if out_of_reach(entry)}
+    assert unreached == {
+        ("advantage", "adhint"): {"hinted", "hint_mask"},
+        ("advantage", "agent"): {"agent_ids"},
+        ("loss", "rl_plus"): {"external"},
+        ("regulariser", "calibrl"): {"expert_logp"},
+    }
+    for (kind, name), needs in unreached.items():
+        with pytest.raises(RecipeError, match=f"`{name}` needs ({'|'.join(needs)}): rollouts"):
+            load_dict(recipe_with(kind, name), base_dir=tmp_path, where="test")
+
+
+def named_by(entry: Mapping[str, Any]) -> list[str]:
+    """The reward components and columns that it reads by default."""
+    texts = [described[1] for described in entry["params"].values() if described[0].startswith("str")][:9]
+    return [text for text in texts if text and text.replace("_", "").isalpha()]
+
+
+def base(entry: Mapping[str, Any]) -> Values:
+    """A recipe that gives what the component needs, without it."""
+    needs = set(entry["needs"])
+    values: Values = {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 6, "group_size": 4, "max_new_tokens": 10, "stop": ["e", "a", "o"]},
+        "rewards": [
+            {"use": "parts.py:digits", "correct": True},
+            {"use": "parts.py:lower", "weight": 0.1},
+            *({"use": "parts.py:lower", "name": name, "weight": 0} for name in named_by(entry)),
+        ],
+        "scoring": {"workers": 1, "correct_at": 0.15},
+        "advantage": "group",
+        "loss": "reinforce",
+        "kl": {"use": "k3", "coef": 0.05},
+        "batch": {"minibatches": 2},
+        "optim": {"lr": 1e-2, "max_grad_norm": None},
+        "run": {"steps": 2, "save_every": 1},
+    }
+    defaults = {str(described[1]) for described in entry["params"].values() if len(described) > 1}
+    if any("necessary_prefix" in text for text in defaults):
+        values["rewards"].append({"use": "efficiency.necessary_prefix", "weight": 0})
+    if needs & {"turn_states", "edge_ids", "mc_values"}:
+        values["environment"] = {"use": "parts.py:Echo", **({"simulations": 2} if "mc_values" in needs else {})}
+        values["rollout"] |= {"group_size": 8, "max_turns": 2, "turn_tokens": 1, "max_new_tokens": 60}
+        values["rollout"]["temperature"] = 0.3 if "edge_ids" in needs else 1.0  # some turns are alike
+        values["rewards"].append({"use": "environment.steps"})
+    elif needs & {"turn_ids", "token_rewards", "turn_scores"}:
+        values["scoring"]["split"] = "lines"
+        by_turn = [name for name in named_by(entry) if name.startswith("meta_")] or ["first_digits"]
+        values["rewards"] = [r for r in values["rewards"] if r.get("name") not in by_turn]
+        values["rewards"] += [{"use": "parts.py:first_digits", "name": name} for name in by_turn]
+    if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
+        values["rollout"]["staleness"] = 1
+        values["regularisers"] = [{"use": "parts.py:nothing", "coef": 0.0}]
+    if needs & objective_checks.FROM_OPPONENT:
+        values["opponent"] = {"ema": 0.5}
+    if "frozen_critic" in needs:
+        values["critic"] = {"path": "critic"}
+    for made in sorted(needs & {"channels", "returns"}):
+        maker = objective_checks.maker(made)
+        values["advantage"] = {"use": maker, **NUMBERS.get(maker, {})}
+    return values
+
+
+def recipe_with(kind: str, name: str) -> Values:
+    values, key = base(ENTRIES[kind, name]), PLACES[kind]
+    section = {"use": name, **NUMBERS.get(name, {})}
+    if key == "controllers":  # what one step measures, the next may remember, and the third be driven by
+        return {**values, key: {"kl.coef": section}, "run": {"steps": 3, "save_every": 1}}
+    if key == "kl":
+        section["coef"] = 0.5
+    return {**values, key: [section] if key in LISTS else section}
+
+
+def recipe_without(kind: str, name: str) -> Values:
+    """The same with nothing in its place, or something else where there must be one."""
+    values = base(ENTRIES[kind, name])
+    if kind == "kl":
+        values["kl"]["coef"] = 0.0
+    elif kind == "advantage":
+        values["advantage"] = "group" if name == "reward" else "reward"
+    elif (kind, name) == ("loss", "reinforce"):
+        values["loss"] = "cispo"
+    values.get("environment", {}).pop("simulations", None)
+    return {key: value for key, value in values.items() if key not in ("opponent", "critic")}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rewards, rows with columns of numbers, and a critic that was trained before."""
+    folder = tmp_path_factory.mktemp("parts")
+    (folder / "parts.py").write_text(SCRIPT)
+    columns = sorted({name for entry in ENTRIES.values() for name in named_by(entry)})
+    with (folder / "rows.jsonl").open("w") as file:
+        for i in range(24):
+            numbers = {name: 1.0 + (i + len(name)) % 5 for name in columns}
+            file.write(json.dumps({**numbers, "prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)}) + "\n")
+    return folder
+
+
+class Calls:
+    """The parts that were called since training began, and the names of the statistics that they gave."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.stats: dict[str, set[str]] = {}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    seen = Calls()
+    call, train = Part.__call__, rl.train
+
+    def recording(self: Part, *args: Any) -> Any:
+        result = call(self, *args)
+        seen.keys.add(self.key)
+        if isinstance(result, TokenLoss | GroupLoss | Correction):
+            seen.stats.setdefault(self.key, set()).update(result.stats)
+        return result
+
+    def from_here(*args: Any) -> Any:
+        seen.__init__()  # type: ignore[misc]
+        return train(*args)
+
+    monkeypatch.setattr(Part, "__call__", recording)
+    monkeypatch.setattr(rl, "train", from_here)
+    return seen
+
+
+def ran(cli: Any, folder: Path, values: Values, *options: str) -> list[Values]:
+    """The metrics of a run in `folder`, whose recipe stands beside it."""
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text(json.dumps(values))  # JSON is YAML
+    cli.run("rl", str(recipe), "--output", str(folder), *options)
+    return cli.rows_of(folder)
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, list[Values]]:
+    """Metrics of the runs without a component, by their recipes: many share one."""
+    return {}
+
+
+def weights(run: Path, step: int) -> dict[str, bytes]:
+    return {f.name: f.read_bytes() for f in (run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(("kind", "name"), REACHED)
+def test_it_does_what_it_is_for(
+    kind: str, name: str, cli: Any, home: Path, calls: Calls, without: dict[str, list[Values]]
+) -> None:
+    entry, run = ENTRIES[kind, name], home / f"{kind}-{name}"
+    lacks = [k for k, described in entry["params"].items() if len(described) == 1 and k not in NUMBERS.get(name, {})]
+    assert not lacks, f"NUMBERS in this file lacks {lacks} of {kind} `{name}`, which have no default"
+    if "frozen_critic" in entry["needs"] and not (home / "critic").exists():
+        ran(cli, home / "critic", {**base(ENTRIES["loss", "critic"]), "loss": "critic"})
+    rows = ran(cli, run, recipe_with(kind, name))
+
+    place = "controllers" if kind == "controller" else f"{PLACES[kind]}.0" if PLACES[kind] in LISTS else PLACES[kind]
+    assert kind == "controller" or place in calls.keys
+    shown = calls.stats.get(place, set()) | ({"control/kl.coef"} if kind == "controller" else set())
+    shown |= {f"rewards/{name}/mean"} if kind == "group_reward" else set()
+    assert all(shown <= row.keys() for row in rows), (shown, rows[0].keys())
+    assert all(math.isfinite(row["loss"]) and row["updates"] > 0 for row in rows)
+    last = len(rows)
+    assert weights(run, last - 1) != weights(run, last)
+
+    other = recipe_without(kind, name) | {"run": recipe_with(kind, name)["run"]}
+    if (text := json.dumps(other)) not in without:
+        without[text] = ran(cli, home / f"without-{len(without)}", other)
+    pairs = [(row[key], o[key]) for row, o in zip(rows, without[text], strict=True) for key in ("loss", "grad_norm")]
+    assert any(mine != pytest.approx(others, rel=1e-3, abs=1e-5) for mine, others in pairs)
+
+    shutil.rmtree(run / "checkpoints" / f"step-{last:08d}")
+    (run / "summary.json").unlink()
+    assert ran(cli, run, recipe_with(kind, name), "--resume") == rows
