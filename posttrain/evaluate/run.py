@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,8 @@ def grade(
 
 
 def _write_samples(directory: RunDirectory, records: Sequence[Record], count: int) -> None:
-    log = directory.samples(resume_after=None)
-    log.write(0, [{k: v for k, v in r.items() if k != "step"} for r in records if r["sample"] == 0][:count])
-    log.close()
+    with closing(directory.samples(resume_after=None)) as log:
+        log.write(0, [{k: v for k, v in r.items() if k != "step"} for r in records if r["sample"] == 0][:count])
 
 
 def show(summary: Mapping[str, Any]) -> None:

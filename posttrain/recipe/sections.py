@@ -107,7 +107,11 @@ class Run(Section):
         1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain whatif`"
     )
     samples_per_step: Annotated[int, Field(ge=0)] = Field(4, description="rollouts written to samples.jsonl a step")
-    max_minutes: Annotated[float, Field(gt=0)] | None = Field(None, description="stop cleanly after this much training")
+    max_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="stop cleanly after the step with which steps and saves have taken this long; time for the last "
+        "saves is kept free, as much as earlier ones took",
+    )
     hang_minutes: Annotated[float, Field(gt=0)] | None = Field(
         5.0,
         description="stop, with the stacks of all threads in logs/, when a phase of a step takes longer than this and "

@@ -16,6 +16,13 @@ class MetricsLog(StepLog):
         """Append one step's numbers. Steps of a run only grow; NaN and infinity are written as null."""
         self.append([{"step": step, **values}])
 
+    def fill(self, step: int, values: Mapping[str, float | int | None]) -> None:
+        """Write the row of `step` unless it is there: a run may have been killed between the save of a step, which
+        holds its numbers, and its row."""
+        rows = read_rows(self.path)
+        if not rows or rows[-1]["step"] < step:
+            self.write(step, values)
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, or of the one in a run directory; a torn last line is left out."""

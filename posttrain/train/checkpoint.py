@@ -35,11 +35,37 @@ class State:
     position: int = 0  # prompts drawn from the endless stream
     tokens: int = 0  # prompt + completion tokens sampled
     seconds: float = 0.0  # spent in steps
+    save_seconds: float = 0.0  # spent in saves behind earlier steps
+    longest_save: float = 0.0  # of these
+    own_save: float = 0.0  # spent in the save behind the newest step; in its checkpoint still 0
     first_metrics: dict[str, Any] | None = None  # of step 1, for the closing summary
     last_metrics: dict[str, Any] | None = None  # of the newest step
     controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
+
+    @property
+    def spent(self) -> float:
+        """Seconds that count towards `run.max_minutes`: steps, saves, and what the two saves at the end, of a
+        checkpoint and of the final model, will take: each as long as the longest so far, 0 before the first."""
+        return self.seconds + self.save_seconds + 2 * self.longest_save
+
+    def out_of_time(self, minutes: float | None) -> bool:
+        """Whether a limit of so many minutes, if there is one, is used up. What it says behind a step it says of that
+        step's checkpoint too."""
+        return minutes is not None and self.spent >= 60 * minutes
+
+    def count_step(self, seconds: float) -> None:
+        """A step is done; the save behind the one before counts from here on."""
+        self.step += 1
+        self.seconds += seconds
+        self.save_seconds += self.own_save
+        self.longest_save, self.own_save = max(self.longest_save, self.own_save), 0.0
+
+    def count_save(self, seconds: float) -> dict[str, float]:
+        """The newest step is saved; returns what that adds to its metrics."""
+        self.own_save = seconds
+        return {"time/save": seconds}
 
 
 def save(
@@ -53,7 +79,7 @@ def save(
     *,
     alone: bool = False,
 ) -> Path:
-    """Write, seal and verify `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
+    """Write and seal `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
 
     more: writes what else belongs into the folder.
 
@@ -76,7 +102,6 @@ def _save(
     more: Callable[[Path], None],
 ) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
-    folder = checkpoints.folder_for(root, state.step)
     with _told(root, state.step), checkpoints.saving(root, state.step) as unsealed:
         # PEFT would look on the hub whether the vocabulary was resized
         loaded.model.save_pretrained(unsealed, **({"save_embedding_layers": False} if loaded.is_lora else {}))
@@ -86,10 +111,8 @@ def _save(
         torch.save(moments, unsealed / "optimizer.pt")
         more(unsealed)
         (unsealed / "state.json").write_text(json.dumps(asdict(state), indent=1))
-    if not checkpoints.verify(folder):
-        raise RunError(f"the checkpoint {folder} does not read back as written", hint="check the disk")
     checkpoints.prune(root, keep)
-    return folder
+    return checkpoints.folder_for(root, state.step)
 
 
 @contextmanager

@@ -97,9 +97,7 @@ class Job:
     @property
     def finished(self) -> bool:
         """All steps are done, or the time is up."""
-        limit = self.recipe.run.max_minutes
-        out_of_time = limit is not None and self.state.seconds >= 60 * limit
-        return self.state.step >= self.plan.steps or out_of_time
+        return self.state.step >= self.plan.steps or self.state.out_of_time(self.recipe.run.max_minutes)
 
 
 class RowOrder(torch.utils.data.Sampler[int]):
@@ -203,7 +201,7 @@ class RunLoop(abc.ABC):
         return float(sharding.plain(super()._get_grad_norm(model, grad_norm)))  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """After every optimiser step: write its metrics, save when due, and decide whether to go on."""
+        """After every optimiser step: save when due, write its metrics, and decide whether to go on."""
         del start_time
         if "loss" not in logs:  # the trainer's closing summary: ours is `train`'s
             return
@@ -211,12 +209,15 @@ class RunLoop(abc.ABC):
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
         over = distributed.any_rank(self.stop.requested) or job.finished
-        if state.step % run.log_every == 0 or job.finished:
-            self.metrics.write(state.step, values)
-        self.progress.update(state.step, values, spent=state.seconds)
-        if over or (run.save_every and state.step % run.save_every == 0):
-            with self.watchdog.phase("save"):
-                checkpoint.save(job.directory.checkpoints, state, job.loaded, job.optimizer, run.keep_checkpoints)
+        self.progress.update(state.step, values, spent=state.spent)
+        try:
+            if over or (run.save_every and state.step % run.save_every == 0):
+                with self.watchdog.phase("save"):
+                    checkpoint.save(job.directory.checkpoints, state, job.loaded, job.optimizer, run.keep_checkpoints)
+                values |= state.count_save(distributed.from_main(self.watchdog.seconds["save"]))
+        finally:
+            if state.step % run.log_every == 0 or job.finished:
+                self.metrics.write(state.step, values)
         if over:
             self.control.should_training_stop = True  # type: ignore[attr-defined]
 
@@ -226,10 +227,9 @@ class RunLoop(abc.ABC):
         sums = distributed.total({"loss": loss, **{name: float(value) for name, value in self.sums.items()}})
         loss = sums.pop("loss")
         seconds = distributed.from_main(time.perf_counter() - self.started)
-        state.step += 1
+        state.count_step(seconds)
         state.position = min(state.step * planned.size, planned.rows)
         state.tokens += int(sums["tokens"])
-        state.seconds += seconds
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -281,13 +281,14 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     """
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
-    metrics = directory.metrics(resume_after=job.state.step)
     with (
-        contextlib.closing(metrics),
+        contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,
         GracefulStop() as stop,
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
+        if job.state.step and (job.finished or job.state.step % recipe.run.log_every == 0):
+            metrics.fill(job.state.step, job.state.last_metrics or {})
         for note in (*notes, checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)):
             if note:
                 progress.note(note)
@@ -300,14 +301,17 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
                 trainer.train()
     if not job.finished:
         raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
+    started = time.perf_counter()
+    report = distributed.on_main(saver, sharding.whole(job.loaded), directory.final)
     return {
         "steps": job.state.step,
         "train_seconds": job.state.seconds,
+        "save_seconds": job.state.save_seconds + job.state.own_save + time.perf_counter() - started,
         "loss_first": (job.state.first_metrics or {}).get("loss"),
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
         "model": str(directory.final),
-        "save": distributed.on_main(saver, sharding.whole(job.loaded), directory.final),
+        "save": report,
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from posttrain.batch import Rollout
@@ -16,26 +17,40 @@ from posttrain.train.rl_metrics import sample_records, signal_note
 
 
 class Record:
-    """The files of a run that grow with its steps, cut back to its `done` steps, and its progress display."""
+    """The files of a run that grow with its steps, cut back to those that `state` has behind it, and its progress
+    display. Close it."""
 
-    def __init__(self, p: Pieces, directory: RunDirectory, progress: Progress, *, done: int) -> None:
+    def __init__(self, p: Pieces, directory: RunDirectory, progress: Progress, state: State) -> None:
         self.settings, self.folder, self.progress = p.recipe.run, directory.path, progress
+        done = state.step
         self.metrics, self.samples = directory.metrics(resume_after=done), directory.samples(resume_after=done)
+        if done:
+            self.metrics.fill(done, state.last_metrics or {})
         saved_rollouts.cut(self.folder, done)
         self.canaries = canaries_of(p.recipe, directory, done)
         self.trained_rewards = any(reward.weight for reward in p.recipe.rewards)
 
+    def close(self) -> None:
+        self.metrics.close()
+        self.samples.close()
+
+    @contextmanager
     def add(
         self, state: State, values: dict[str, Any], rollouts: Sequence[Rollout], saved: saved_rollouts.Saved
-    ) -> None:
-        """Write the step that `state` stands behind, with its metrics in `values`; the canaries add theirs."""
+    ) -> Iterator[None]:
+        """Around the save of the step that `state` stands behind. All is written and shown before it but the row of
+        metrics, which is written behind it, also if it fails: the save adds its time to `values`, the canaries theirs.
+        """
         sung, alarms = self.canaries.add(state.step, values)
         values |= sung
-        self.metrics.write(state.step, values)
         saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
         self.samples.write(state.step, sample_records(rollouts, self.settings.samples_per_step))
-        self.progress.update(state.step, values, spent=state.seconds)
+        self.progress.update(state.step, values, spent=state.spent)
         if self.trained_rewards and (warning := signal_note(values)):
             self.progress.note(warning)
         for alarm in alarms:
             self.progress.note(alarm)
+        try:
+            yield
+        finally:
+            self.metrics.write(state.step, values)

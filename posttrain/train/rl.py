@@ -16,7 +16,7 @@ All randomness is derived from (seed, purpose, step): a resumed run draws what a
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,37 +82,38 @@ def train(
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
-    record = Record(p, directory, progress, done=state.step)
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
     drawing = partial(salvaged, p, state, directory, ahead, note=progress.note)
-    if state.step:
-        go_on(p, state, directory, ahead)
-        progress.note(f"resumed after step {state.step}")
-    else:
-        with explained():
-            prove(p)
-    if distributed.any_rank(stop.requested):  # there is nothing to save yet
-        raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=str(directory.path))
-    progress.ready(p.watchdog.seconds)
-    while not ended(p, state):
-        started = time.perf_counter()
-        p.watchdog.begin_step(state.step)
-        with drawing():
-            controllers, numbers, now = distributed.together(controlled, p, state)
-        with explained():
-            rollouts, values, saved = step(now, state, ahead, drawing())
-        values |= {f"control/{key}": number for key, number in numbers.items()}
-        values = finish_step(p, state, values, controllers, started)
-        record.add(state, values, rollouts, saved)
-        stopping = distributed.any_rank(stop.requested)
-        if stopping or ended(p, state) or due(p, state):
-            if ahead is not None:
-                with drawing():
-                    ahead.finish(p, state)
-            save_step(p, state, directory, ahead)
-        if stopping and not ended(p, state):
-            raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=str(directory.path))
-    return finish(p, state, directory, record)
+    with closing(Record(p, directory, progress, state)) as record:
+        if state.step:
+            go_on(p, state, directory, ahead)
+            progress.note(f"resumed after step {state.step}")
+        else:
+            with explained():
+                prove(p)
+        if distributed.any_rank(stop.requested):  # there is nothing to save yet
+            raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=str(directory.path))
+        progress.ready(p.watchdog.seconds)
+        while not ended(p, state):
+            started = time.perf_counter()
+            p.watchdog.begin_step(state.step)
+            with drawing():
+                controllers, numbers, now = distributed.together(controlled, p, state)
+            with explained():
+                rollouts, values, saved = step(now, state, ahead, drawing())
+            values |= {f"control/{key}": number for key, number in numbers.items()}
+            values = finish_step(p, state, values, controllers, started)
+            stopping = distributed.any_rank(stop.requested)
+            with record.add(state, values, rollouts, saved):
+                if stopping or ended(p, state) or due(p, state):
+                    if ahead is not None:
+                        with drawing():
+                            ahead.finish(p, state)
+                    save_step(p, state, directory, ahead)
+                    values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
+            if stopping and not ended(p, state):
+                raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=str(directory.path))
+        return finish(p, state, directory, record)
 
 
 def step(
@@ -187,16 +188,14 @@ def finish_step(
     values["time/step"] = time.perf_counter() - started
     values = distributed.from_main(values)
     state.controllers = controllers
-    state.step += 1
-    state.seconds += values["time/step"]
+    state.count_step(values["time/step"])
     state.first_metrics, state.last_metrics = state.first_metrics or values, values
     return values
 
 
 def ended(p: Pieces, state: checkpoint.State) -> bool:
     """Whether the steps or the minutes of the run are used up."""
-    minutes = p.recipe.run.max_minutes
-    return state.step >= p.steps or (minutes is not None and state.seconds >= 60 * minutes)
+    return state.step >= p.steps or state.out_of_time(p.recipe.run.max_minutes)
 
 
 def due(p: Pieces, state: checkpoint.State) -> bool:
@@ -207,6 +206,7 @@ def due(p: Pieces, state: checkpoint.State) -> bool:
 
 def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
     """Save the model that the run ends with; returns the summary."""
+    started = time.perf_counter()
     with p.watchdog.phase("final save"):
         report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
         if p.critic is not None and p.recipe.critic.path is None:
@@ -214,6 +214,7 @@ def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: 
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
+        "save_seconds": state.save_seconds + state.own_save + time.perf_counter() - started,
         "reward_first": (state.first_metrics or {}).get("reward"),
         "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
