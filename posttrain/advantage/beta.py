@@ -9,7 +9,10 @@ from torch import Tensor
 
 from posttrain.advantage.group import group_mean, group_sum, numbered, rewards_of
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.registry import register
+
+ROUNDING = 1e-6
 
 
 @register(
@@ -29,7 +32,8 @@ def beta_norm(
     `beta_normalised`.
 
     alpha = beta = 1 is plain centring, 3/2 is division by the std up to a constant; between them the spread of the pass
-    rates decides. Rewards are scaled by (R - reward_min) / (reward_max - reward_min). BNPO, not TRL's `bnpo`.
+    rates decides. Rewards are scaled by (R - reward_min) / (reward_max - reward_min); one outside of that range has no
+    place in a Beta density and is refused, so a penalty below 0 needs a lower reward_min. BNPO, not TRL's `bnpo`.
     """
     return beta_normalised(batch, reward_min=reward_min, reward_max=reward_max, weight_max=weight_max).advantages
 
@@ -56,8 +60,15 @@ def beta_normalised(
     rewards = (rewards_of(batch).detach() - reward_min) / (reward_max - reward_min)
     key = numbered(batch.group_ids)
     scored = ~rewards.isnan()
+    if bool(((rewards < -ROUNDING) | (rewards > 1 + ROUNDING)).any()):  # NaN is neither
+        seen = rewards_of(batch)[scored]
+        raise UserError(
+            f"beta_norm has rewards from {float(seen.min()):g} to {float(seen.max()):g}",
+            allowed=f"from advantage.reward_min {reward_min:g} to advantage.reward_max {reward_max:g}",
+            hint="write the range that the rewards have after group_rewards, weights and a KL in the reward",
+        )
     count = group_sum(scored.to(rewards.dtype), key)
-    p = torch.where(count > 1, group_mean(rewards, key), 0.0)
+    p = torch.where(count > 1, group_mean(rewards, key), 0.0).clamp(0, 1)  # a sum of weights is 1 but for rounding
     alpha, beta = _fit(p[count > 0])
     log_density = (alpha - 1) * _log(p, alpha) + (beta - 1) * _log(1 - p, beta)
     log_density = log_density + torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)

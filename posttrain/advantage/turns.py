@@ -13,6 +13,7 @@ from posttrain.advantage.group import centred_and_scaled, group_mean, joint, num
 from posttrain.advantage.steps import numbered_turns
 from posttrain.advantage.tokens import earned_by_turn, scored_mask, token_rewards
 from posttrain.batch import Credit, RolloutBatch
+from posttrain.errors import UserError
 from posttrain.registry import register
 
 Pools = Literal["separate", "joint", "none"]
@@ -31,6 +32,11 @@ def salt(batch: RolloutBatch) -> Tensor:
     trajectory's advantage. So steps that good and bad rollouts share are neither praised nor blamed.
     """
     advantages = required(batch.advantages, "advantages")
+    if advantages.dim() == 2:
+        raise UserError(
+            "salt divides the advantage of a row among its turns, and this one differs by token already",
+            allowed="an advantage by row, such as `group` or `rloo`",
+        )
     edge = required(batch.edge_ids, "edge_ids")[batch.mask]
     turn, rows, _ = numbered_turns(required(batch.turn_ids, "turn_ids"), batch.mask)
     member = joint(turn, edge)  # a turn counts once, however long it is

@@ -173,6 +173,33 @@ def _is_group_loss(recipe: RlRecipe) -> bool:
     return recipe.loss.use in registry.index().get("group_loss", {})
 
 
+def _channels(recipe: Any) -> Found:
+    """Every channel of an advantage is in one loss, once, and what changes their sum alone changes nothing there."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
+    clips = {n: r.params["channel"] for n, r in enumerate(recipe.regularisers) if r.use == "channel_clip"}
+    apart = [number for number in range(1, len(parts)) if advantage.params.get("separate")]
+    if recipe.loss.use == "clip_channels":
+        for key, value in (("bonuses", recipe.bonuses), ("spread", recipe.spread)):
+            if value:
+                what = "changes the sum of the channels, and loss `clip_channels` reads each by itself"
+                yield key, what, "remove it, or write `loss: clip`"
+        apart = []
+    elif advantage.use == "channels":
+        for number in sorted({*apart} - {*clips.values()}):
+            what = f"channel {number} stands apart from the advantage, and no loss has it"
+            right = f"write `regularisers: [{{use: channel_clip, channel: {number}}}]`"
+            yield "advantage.separate", what, f"{right}, or `separate: false`"
+    if advantage.use in ("channels", "copo"):
+        for n, channel in clips.items():
+            if channel not in apart:
+                what = f"`advantage: {advantage.use}` leaves no channel {channel} apart"
+                known = ", ".join(map(str, apart))
+                right = f"one of {known}" if known else "remove it: its channels are in the loss already"
+                yield f"regularisers.{n}.channel", what, right
+
+
 def _sequence_clip(recipe: Any) -> Found:
     """A ratio of whole sequences stays within a few thousandths of 1: a token's clip range never clips."""
     if not isinstance(recipe, RlRecipe) or recipe.loss.use != "gspo":
@@ -324,6 +351,7 @@ CHECKS = (
     _filtered_away,
     _every_group,
     _whole_groups,
+    _channels,
     _sequence_clip,
     _controlled,
     _stale,

@@ -6,7 +6,7 @@ The order is fixed:
  2. keep           rows that stay (dynamic sampling); dropped ones leave the batch and its denominators
  3. KL             with `kl.where: reward`: coef * the row's summed KL comes off its reward
  4. advantage      from the rewards of the kept rows, over the whole step
- 5. factors        multiply the advantages of a row
+ 5. factors        multiply the advantages of a row, those of its channels too
  6. bonuses        change the advantages, one after the other
  7. spread         divides a row's advantage among its turns or tokens
  8. mask edits     completions that hit the limit, if `loss.mask_truncated` (these stay in the row count)
@@ -180,7 +180,11 @@ class Objective:
         for part in self.factors:
             factor, paid = part.remembering(paid)
             assert paid.advantages is not None
-            paid = paid.replace(advantages=paid.advantages * like_rows(factor.detach(), paid.advantages))
+            factor = factor.detach()
+            paid = paid.replace(
+                advantages=paid.advantages * like_rows(factor, paid.advantages),
+                channels={name: value * like_rows(factor, value) for name, value in paid.channels.items()},
+            )
         for part in (*self.bonuses, *self.spread):
             result, paid = part.remembering(paid)
             paid = credited(paid, result)

@@ -11,6 +11,7 @@ from posttrain.advantage.beta import beta_norm, beta_normalised
 from posttrain.advantage.episodes import step_gae, step_terms
 from posttrain.advantage.group import rloo
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 
 F64 = torch.float64
 
@@ -23,6 +24,17 @@ def batch(rewards: list[list[float]]) -> RolloutBatch:
 
 def test_one_prompt_is_plain_centring() -> None:
     assert beta_norm(batch([[1.0, 0.0, 1.0, 0.0]])).tolist() == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_rewards_outside_of_the_range_are_refused() -> None:
+    """They gave NaN. A sum of weights that is 1 but for rounding is 1, and a row without a score is none."""
+    penalised = batch([[1.0, -0.5, -0.5, -0.5], [1.0, 0.0, 1.0, math.nan]])
+    with pytest.raises(UserError, match=r"rewards from -0\.5 to 1"):
+        beta_norm(penalised)
+    wide = beta_norm(penalised, reward_min=-0.5)
+    assert wide.isfinite().all() and wide[7] == 0 and wide[0] > 0
+    above = 0.1 + 0.2 + 0.7  # 1 and a last digit
+    assert beta_norm(batch([[above, above], [1.0, 0.0]])).isfinite().all()
 
 
 def test_symmetric_pass_rates() -> None:

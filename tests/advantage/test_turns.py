@@ -18,6 +18,7 @@ from posttrain.advantage.turns import (
     salt,
 )
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 
 
 def column(*values: float) -> torch.Tensor:
@@ -71,6 +72,8 @@ def test_salt_by_token_is_salt_by_step() -> None:
     edges = torch.tensor([[0, 0, 1, 1, 1], [0, 2, 2, 3, 3]])
     found = salt(turns(edge_ids=edges, advantages=column(1, -0.5)))
     assert found.tolist() == [[0.25, 0.25, 0, 1, 1], [0.25, 0, -0.5, -0.5, 0]]
+    with pytest.raises(UserError, match="differs by token already"):
+        salt(turns(edge_ids=edges, advantages=column(1, -0.5)[:, None].expand(2, 5)))
 
 
 def test_gains_are_differences_and_the_last_turn_has_the_outcome() -> None:

@@ -30,6 +30,8 @@ def problems(**changes: Any) -> str:
 
 
 TWO = {"minibatches": 2}
+PARTED = {"use": "channels", "channels": [{"rewards": {"a": 1.0}}, {"rewards": {"b": 1.0}}], "separate": True}
+SUMMED = {**PARTED, "separate": False}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,15 @@ TWO = {"minibatches": 2}
             {"advantage": "per_turn", "scoring": {"split": "lines"}, "rollout": {"group_size": 4}},
             "gives less than 5 completions no advantage, and a prompt has 4",
             {"rollout": {"group_size": 5}},
+        ),
+        ({"advantage": PARTED}, "channel 1 stands apart", {"regularisers": ["channel_clip"]}),
+        ({"advantage": PARTED}, "no loss has it", {"loss": "clip_channels"}),
+        ({"advantage": SUMMED, "regularisers": ["channel_clip"]}, "in the loss already", {"regularisers": []}),
+        ({"advantage": "copo", "regularisers": ["channel_clip"]}, "leaves no channel 1", {"regularisers": []}),
+        (
+            {"advantage": "copo", "loss": "clip_channels", "bonuses": ["novelty"]},
+            "reads each by itself",
+            {"loss": "clip"},
         ),
         (
             {"advantage": {"use": "riskpo", "bundle_size": 4}, "keep": "dynamic_sampling"},

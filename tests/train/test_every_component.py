@@ -187,6 +187,8 @@ def base(entry: Mapping[str, Any]) -> Values:
 
 def recipe_with(kind: str, name: str) -> Values:
     values, key = base(ENTRIES[kind, name]), PLACES[kind]
+    if name == "channel_clip":
+        values["advantage"]["separate"] = True
     section = {"use": name, **NUMBERS.get(name, {})}
     if key == "controllers":  # what one step measures, the next may remember, and the third be driven by
         return {**values, key: {"kl.coef": section}, "run": {"steps": 3, "save_every": 1}}

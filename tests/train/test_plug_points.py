@@ -20,7 +20,7 @@ F64 = torch.float64
 
 PARTS = """
 import torch
-from posttrain.batch import Correction, Credit, GroupLoss, Remembered, Selection, TokenLoss
+from posttrain.batch import ChannelAdvantages, Correction, Credit, GroupLoss, Remembered, Selection, TokenLoss
 
 def note(batch, word):
     return {**batch.memory, "calls": [*batch.memory.get("calls", []), word]}
@@ -33,6 +33,10 @@ def first_two(batch):
 
 def as_rewards(batch):
     return batch.rewards
+
+def parted(batch):
+    one = torch.ones_like(batch.rewards)
+    return ChannelAdvantages(3 * one, {"a": one, "b": 2 * one})
 
 def half(batch, *, by: float = 0.5):
     return torch.full_like(batch.advantages, by)
@@ -119,6 +123,16 @@ def test_the_order_from_rewards_to_tokens(objective: Any) -> None:
     assert assigned.keep.tolist() == [True, True, False, False]
     assert assigned.advantages.tolist() == [[2, 0], [3, 0], [0, 0], [0, 0]]
     torch.testing.assert_close(found, -assigned.advantages / 3)
+
+
+def test_a_factor_weighs_every_channel(objective: Any) -> None:
+    """-A logp of each of two channels, 1 and 2 a row, all halved: -1.5 a token of 7."""
+    made = objective(
+        advantage="mine.py:parted", factors=["mine.py:half"], loss={"use": "clip_channels", "aggregation": "token_mean"}
+    )
+    assigned, found = gradient(made)
+    assert assigned.advantages.tolist() == [1.5] * 4
+    torch.testing.assert_close(found, -1.5 * rows()[0].mask.to(F64) / 7)
 
 
 @pytest.mark.parametrize(("denominator", "tokens"), [("all", 7), ("kept", 4)])
