@@ -214,9 +214,9 @@ class VllmCore:
             return
         with contextlib.suppress(Exception):  # no room, say
             self.wake()  # asleep, vLLM would give back once more what it has given back
-        core = self.llm.llm_engine.engine_core
-        self.llm = self.adapter = None
-        core.shutdown()
+        llm, self.llm, self.adapter = self.llm, None, None
+        llm.llm_engine.engine_core.shutdown()
+        del llm  # what vLLM still holds goes when garbage is collected: its objects know each other
         leave_process_groups(everything=not self.had_process_group)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,9 @@ def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Pat
         with pytest.raises(DataError, match=r"row long .*window of 64"):
             engine.generate([Prompt("long", {}, "", tuple([10] * 60))], 1, GREEDY, seed=0)
         assert torch.equal(torch.get_rng_state(), state), "generating moved the global random state"
+        worker = weakref.ref(engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker)
+        assert worker() is not None
+    assert worker() is None, "closing left vLLM's worker, which holds weights and cache, to a later collection"
     engine.close()  # twice is fine
 
 
