@@ -135,7 +135,7 @@ def test_a_stored_copy_of_a_tied_embedding_is_written_once(models: Path, merge: 
     assert "lm_head.weight" not in weights(models / "run" / "final")
 
 
-def refused(root: Path, merge: Merge, error: type[Exception], match: str, **values: Any) -> None:
+def assert_refused(root: Path, merge: Merge, error: type[Exception], match: str, **values: Any) -> None:
     """It raises, and leaves neither a model nor half of one."""
     with pytest.raises(error, match=match):
         merge(**{**LINEAR, **values})
@@ -150,72 +150,74 @@ def test_other_vocabulary(models: Path, merge: Merge) -> None:
     document = json.loads(text)
     document["model"]["vocab"] = {**vocabulary, "1": vocabulary["2"], "2": vocabulary["1"]}
     path.write_text(json.dumps(document))
-    refused(models, merge, MergeError, r"2 tokens with another id in b than in a: '1' is id \d+ in a and id \d+ in b")
+    assert_refused(
+        models, merge, MergeError, r"2 tokens with another id in b than in a: '1' is id \d+ in a and id \d+ in b"
+    )
 
 
 def test_other_shapes_are_all_listed(models: Path, merge: Merge) -> None:
     edit(models / "b", lambda t: t.update({"model.norm.weight": torch.ones(32)}))
-    refused(models, merge, MergeError, r"model\.norm\.weight \[32\] against \[64\]")
+    assert_refused(models, merge, MergeError, r"model\.norm\.weight \[32\] against \[64\]")
 
 
 def test_missing_and_extra_tensors(models: Path, merge: Merge) -> None:
     edit(models / "b", lambda t: t.update({"extra": t.pop("model.norm.weight")}))
-    refused(models, merge, MergeError, r"b lacks model\.norm\.weight; b has extra, which a has not")
+    assert_refused(models, merge, MergeError, r"b lacks model\.norm\.weight; b has extra, which a has not")
 
 
 def test_other_architecture(models: Path, merge: Merge) -> None:
     edit_config(models / "b", architectures=["MistralForCausalLM"], model_type="mistral")
-    refused(models, merge, MergeError, "different architectures: LlamaForCausalLM, MistralForCausalLM")
+    assert_refused(models, merge, MergeError, "different architectures: LlamaForCausalLM, MistralForCausalLM")
 
 
 def test_tied_and_untied(models: Path, merge: Merge) -> None:
     edit_config(models / "b", tie_word_embeddings=False)
     edit(models / "b", lambda t: t.update({"lm_head.weight": t[EMBEDDING].clone()}))
-    refused(models, merge, MergeError, "tied in some models and not in others")
+    assert_refused(models, merge, MergeError, "tied in some models and not in others")
 
 
 def test_nan_in_an_input(models: Path, merge: Merge) -> None:
     edit(models / "b", lambda t: t["model.norm.weight"].__setitem__(3, float("nan")))
-    refused(models, merge, MergeError, r"^b  model\.norm\.weight holds 1 NaN or infinite values")
+    assert_refused(models, merge, MergeError, r"^b  model\.norm\.weight holds 1 NaN or infinite values")
 
 
 def test_overflow_of_the_output_dtype(models: Path, merge: Merge) -> None:
     for name in ("a", "b"):
         edit(models / name, lambda t, name=name: t["model.norm.weight"].fill_(1e5 + (name == "b")))
-    refused(models, merge, MergeError, r"model\.norm\.weight overflows float16", dtype="float16")
+    assert_refused(models, merge, MergeError, r"model\.norm\.weight overflows float16", dtype="float16")
 
 
 def test_truncated_shard(models: Path, merge: Merge) -> None:
     file = models / "b" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    refused(models, merge, MergeError, "truncated shard")
+    assert_refused(models, merge, MergeError, "truncated shard")
 
 
 def test_missing_shard(models: Path, merge: Merge) -> None:
     shutil.rmtree(models / "b")
     save_tiny(models / "b", 2, shard="100KB")
     next((models / "b").glob("model-00002*")).unlink()
-    refused(models, merge, MergeError, "missing shards: model-00002")
+    assert_refused(models, merge, MergeError, "missing shards: model-00002")
 
 
 def test_pickled_weights(models: Path, merge: Merge) -> None:
     (models / "b" / "model.safetensors").rename(models / "b" / "pytorch_model.bin")
-    refused(models, merge, MergeError, r"pickled \.bin")
+    assert_refused(models, merge, MergeError, r"pickled \.bin")
 
 
 def test_quantised_weights(models: Path, merge: Merge) -> None:
     edit_config(models / "b", quantization_config={"quant_method": "bitsandbytes"})
-    refused(models, merge, MergeError, "quantised")
+    assert_refused(models, merge, MergeError, "quantised")
 
 
 def test_weights_that_cancel(models: Path, merge: Merge) -> None:
     pair = [{"model": "a"}, {"model": "b", "parameters": {"weight": -1.0}}]
-    refused(models, merge, MergeError, "cannot be normalised", models=pair)
+    assert_refused(models, merge, MergeError, "cannot be normalised", models=pair)
 
 
 def test_a_model_that_cancels_itself(models: Path, merge: Merge) -> None:
     pair = [{"model": "a"}, {"model": "a", "parameters": {"weight": -1.0}}]
-    refused(
+    assert_refused(
         models,
         merge,
         MergeError,
@@ -231,7 +233,7 @@ def test_differences_that_the_dtype_cannot_hold(models: Path, merge: Merge) -> N
     edit(models / "a", lambda t: t.update({n: v.bfloat16().float() for n, v in t.items()}))
     shutil.copytree(models / "a", models / "c")
     edit(models / "c", lambda t: t.update({n: v * (1 + 1e-5) for n, v in t.items()}))
-    refused(
+    assert_refused(
         models,
         merge,
         MergeError,
@@ -251,12 +253,12 @@ def test_differences_that_the_dtype_cannot_hold(models: Path, merge: Merge) -> N
     ],
 )
 def test_recipes_that_make_no_sense(models: Path, merge: Merge, values: dict[str, Any], match: str) -> None:
-    refused(models, merge, MergeError, match, **values)
+    assert_refused(models, merge, MergeError, match, **values)
 
 
 @pytest.mark.parametrize("name", ["run", "./nowhere", "nowhere.gguf"])
 def test_no_model_there(models: Path, merge: Merge, name: str) -> None:
-    refused(models, merge, ModelError, name.strip("./"), models=[{"model": "a"}, {"model": name}])
+    assert_refused(models, merge, ModelError, name.strip("./"), models=[{"model": "a"}, {"model": name}])
 
 
 def test_output_over_an_input(models: Path, merge: Merge) -> None:
@@ -273,7 +275,7 @@ def test_output_over_an_input(models: Path, merge: Merge) -> None:
 def test_no_space(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(models)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    refused(models, merge, RunError, "not enough disk space")
+    assert_refused(models, merge, RunError, "not enough disk space")
 
 
 def test_a_disk_that_fills_up_while_writing_destroys_nothing(
@@ -315,7 +317,7 @@ def test_what_the_disk_gives_back_otherwise_is_noticed(
         return found
 
     monkeypatch.setattr(disk, "write", then_flip)
-    refused(models, merge, RunError, "not written as they were merged: model.norm.weight")
+    assert_refused(models, merge, RunError, "not written as they were merged: model.norm.weight")
 
 
 def test_a_sync_that_fails_fails_the_merge(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +327,7 @@ def test_a_sync_that_fails_fails_the_merge(models: Path, merge: Merge, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(durable, "sync_file", full)
-    refused(models, merge, RunError, "no space left")
+    assert_refused(models, merge, RunError, "no space left")
 
 
 def test_an_input_that_shrinks_while_it_is_read(models: Path, merge: Merge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +342,7 @@ def test_an_input_that_shrinks_while_it_is_read(models: Path, merge: Merge, monk
             stream.truncate(file.stat().st_size - 100)
 
     monkeypatch.setattr(stage, "check", then_cut)
-    refused(models, merge, MergeError, "became shorter")
+    assert_refused(models, merge, MergeError, "became shorter")
 
 
 def test_ctrl_c_leaves_nothing_half_written_and_a_resume_succeeds(
@@ -350,7 +352,7 @@ def test_ctrl_c_leaves_nothing_half_written_and_a_resume_succeeds(
 
     with monkeypatch.context() as patch:
         patch.setattr(GracefulStop, "__enter__", lambda self: setattr(self, "requested", True) or self)
-        refused(models, merge, Interrupted, "before tensor 1 of")
+        assert_refused(models, merge, Interrupted, "before tensor 1 of")
     merge(resume=True, **LINEAR)
     assert weights(models / "run" / "final")
 
