@@ -16,7 +16,7 @@ from posttrain.cli.help import App, Group
 LAZY = {
     "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
     "tool": ("posttrain.cli.tool", "Try tools before a model calls them."),
-    "data": ("posttrain.cli.data", "See rows as the model sees them; `data pairs` prints preference pairs."),
+    "data": ("posttrain.cli.data", "See rows as the model sees them."),
 }
 
 PANELS = {

@@ -1,10 +1,8 @@
-"""`posttrain data`: rows as the model sees them, and preference pairs from graded completions."""
+"""`posttrain data`: rows as the model sees them."""
 
 from __future__ import annotations
 
-import json
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,19 +11,17 @@ import typer
 
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
-from posttrain.errors import UserError, counted, did_you_mean
+from posttrain.errors import UserError, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from posttrain.recipe.building import Builder
 
 app = App()
 
 
 @app.callback()
 def root() -> None:
-    """See rows as the model sees them; make preference pairs."""
+    """See rows as the model sees them."""
 
 
 @app.command()
@@ -94,75 +90,14 @@ def _inspect_recipe(
         show(report)
 
 
-@app.command("pairs")
-def make_pairs(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The eval recipe that the completions are of.")],
-    completions: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, metavar="FILE", help="completions.jsonl of its run.")
-    ],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values to change.")] = None,
-    builder: Annotated[
-        str, typer.Option("--builder", metavar="NAME", help="right_wrong, short_long, best_worst, ...")
-    ] = "right_wrong",
-    max_pairs: Annotated[int, typer.Option("--max-pairs", min=1, metavar="N", help="Pairs a prompt at most.")] = 10,
-    balance: Annotated[
-        bool, typer.Option("--balance-lengths", help="As many pairs with a longer chosen side as with a shorter one.")
-    ] = False,
-    max_gap: Annotated[
-        float | None,
-        typer.Option("--max-gap", min=1, metavar="X", help="Leave out pairs with a side X times as long as the other."),
-    ] = None,
-    earlier: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--not-in", exists=True, dir_okay=False, metavar="FILE", help="Pairs of an earlier round, not made again."
-        ),
-    ] = None,
-) -> None:
-    """Preference pairs from the completions of `posttrain eval`, as JSON lines on stdout.
-
-    right_wrong: right answers over wrong ones of similar length. short_long: the shortest right answer over the
-    longest. best_worst: the best reward over the worst. Prompts whose completions are all alike make no pair. What was
-    left out is told on stderr. Train on them with the same `data.system` and `data.prompt_template` as the recipe.
-    `posttrain pairs` makes the same from a recipe, as a stage of a pipeline too, and with completions of other models.
-    """
-    from posttrain.cli import packages, preflight
-    from posttrain.data.account import told
-    from posttrain.data.pair_builders import Options
-    from posttrain.data.pair_rows import pair_rows
-    from posttrain.data.rows import load_rows
-    from posttrain.recipe.stages import EvalRecipe
-    from posttrain.run.jsonl import read_rows
-
-    chosen = _builder(builder)
-    checked = preflight.load(recipe, overrides or [], stage="eval", without=["model", "run"])
-    packages.require(checked, packages.of_rows)
-    given = checked.require(EvalRecipe)
-    records = read_rows(completions)
-    found = pair_rows(
-        {row["uid"]: row for row in load_rows(given.data, given.base_dir)},
-        records,
-        chosen,
-        options=Options(max_pairs=max_pairs),
-        balance_lengths=balance,
-        max_gap=max_gap,
-        earlier=[row for path in earlier or [] for row in read_rows(path)],
+@app.command("pairs", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def moved_pairs() -> None:
+    """Says where the making of pairs is."""
+    raise UserError(
+        "preference pairs are made by `posttrain pairs`, from a recipe",
+        hint="write `stage: pairs` and `completions: EVAL_RUN` into pairs.yaml, then `posttrain pairs pairs.yaml`. "
+        "The builder and what bounds the pairs are keys: `posttrain recipe keys pairs`",
     )
-    for row in found.rows:
-        typer.echo(json.dumps(row, ensure_ascii=False))
-    left = f"; left out: {told(found.dropped)}" if found.dropped else ""
-    counts = f"{counted(len(found.rows), 'pair')} from {counted(len(records), 'completion')}"
-    typer.echo(f"{counts}, {found.longer_chosen:.0%} with a longer chosen side{left}", err=True)
-
-
-def _builder(name: str) -> Builder:
-    from posttrain.recipe.building import Builder
-
-    known = typing.get_args(Builder)
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise UserError(f"no builder `{name}`", allowed=f"known: {', '.join(known)}", hint=hint)
-    return typing.cast("Builder", name)
 
 
 def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:

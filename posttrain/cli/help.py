@@ -34,7 +34,8 @@ class Group(TyperGroup):
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         for heading, names in (self.headings or {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=WHOLE)) for name in names])
+                shown = [(name, self.commands[name]) for name in names if not self.commands[name].hidden]
+                formatter.write_dl([(name, command.get_short_help_str(limit=WHOLE)) for name, command in shown])
 
 
 class App(typer.Typer):

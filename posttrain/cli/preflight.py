@@ -79,6 +79,8 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
     found.at(loaded.resolved)
     if not found.problems:
         _check_turns(loaded, found)
+    if elsewhere is not None and not found.problems:
+        _check_first_rows(loaded, found)
     if told := found.told(elsewhere):
         raise UserError.of(told)
     return list(dict.fromkeys(reward.name for rewards in found.rewards.values() for reward in rewards))
@@ -320,6 +322,25 @@ def _check_turns(loaded: Loaded, found: _Look) -> None:
             path = (*place, *(int(part) if part.isdigit() else part for part in key.split(".")))
             mark = found.mark(path) or str(loaded.path)
             found.problems.append(Problem(mark, f"{dotted(path)}: {what}", hint=right))
+
+
+def _check_first_rows(loaded: Loaded, found: _Look) -> None:
+    """The first rows of local files have what their stage reads."""
+    from posttrain.cli import first_rows
+    from posttrain.recipe import named
+    from posttrain.recipe.sections import Data
+
+    for place, model, section in named.stages(loaded.resolved, found.verb):
+        if "data" not in model.model_fields or not (data := as_far_as_right(Data, section.get("data"))):
+            continue
+        for key, look in first_rows.checks(section, data, found.base_dir, found.rewards[place]):
+            path = (*place, *key)
+            try:
+                look()
+            except PosttrainError as error:
+                for told in error.problems:
+                    where, what = found.mark(path), f"{'.'.join(map(str, path))}: {told.where}: {told.what}"
+                    found.problems.append(dataclasses.replace(told, where=where, what=what))
 
 
 def _chosen(section: Values) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""`posttrain recipe`: list, show, validate, copy, schema. None of these loads torch."""
+"""`posttrain recipe`: list, show, validate, keys, copy, schema. None of these loads torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe, tell_notes
-from posttrain.errors import Problem, UserError
+from posttrain.errors import Problem, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
@@ -101,6 +101,33 @@ def _tell_notes(notes: Sequence[Problem]) -> None:
         say(f"note: {note}")
     if notes:
         say("(notes are no mistakes: what is not on this machine may be where the recipe will run)\n")
+
+
+@app.command()
+def keys(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="What a recipe's `stage` says: sft, rl, merge, ...")],
+    as_json: Json = False,
+) -> None:
+    """Every key that a stage takes, a line each: key, type, default, meaning. For `grep`.
+
+    N stands for a place in a list, NAME for a name of your own. What a loss or another method takes beside `use` is in
+    `posttrain methods show NAME`.
+    """
+    from posttrain.recipe import key_list
+    from posttrain.recipe.keys import BY_NAME
+
+    model = BY_NAME.get(stage.replace("-", "_"))
+    if model is None:
+        raise UserError(
+            f"no stage `{stage}`", allowed=f"stages: {', '.join(BY_NAME)}", hint=did_you_mean(stage, BY_NAME)
+        )
+    listed = list(key_list.listed(model))
+    if as_json:
+        print_json([key._asdict() for key in listed])
+        return
+    wide = [min(max(len(text) for text in column), 40) for column in zip(*listed, strict=True)]
+    for key in listed:
+        typer.echo("  ".join(f"{text:<{width}}" for text, width in zip(key[:3], wide, strict=False)) + f"  {key.about}")
 
 
 @app.command()

@@ -19,11 +19,12 @@ def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     model says of it measures how far it is from its reference. Raises DataError where there is none, or a row has
     neither form.
     """
-    answers = [answer for row in rows for answer in _answers(row)]
+    answers = [answer for row in rows for answer in answers_of(row)]
     return [{**answer, "rejected": _mismatched(answers, place)} for place, answer in enumerate(answers)]
 
 
-def _answers(row: Mapping[str, Any]) -> Iterator[Row]:
+def answers_of(row: Mapping[str, Any]) -> Iterator[Row]:
+    """The answers of one row, each with its label. Raises DataError where it has neither form."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         for side, label in (("chosen", 1), ("rejected", 0)):
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}

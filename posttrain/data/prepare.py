@@ -34,6 +34,7 @@ NO_TURN = "no assistant turn"
 PROMPT_CUT = "prompt cut to max_length"
 SAME_SIDES = "chosen and rejected are the same"
 TOO_FAR_APART = "one side longer than the other by more than pairs.max_gap"
+CONTRADICTS = "LOOK: says the opposite of another row about the same prompt"
 KEPT_LONG = "kept although longer than max_length"
 EARLIER_TURNS = "earlier assistant turns are read, not trained on (data.train_on: assistant trains on all)"
 
@@ -98,7 +99,8 @@ def prepare_pairs(
     """Preference pairs; `max_length` is that of prompt and longer side together. Raises DataError if none is left.
 
     single: rows are answers with labels, and the rejected side is an answer of another row. rules: what becomes of rows
-    from which nothing can be learned; texts are compared without outer white space.
+    from which nothing can be learned; texts are compared without outer white space. Rows that contradict each other
+    stay, and are noted.
     """
     rules = rules or PairRules()
     rows = load_rows(section, base_dir)
@@ -119,7 +121,31 @@ def prepare_pairs(
     prepared.trained_ratio = _ratio(
         (len(side), len(p.prompt_ids) + len(side)) for p in prepared.items for side in (p.chosen_ids, p.rejected_ids)
     )
+    if against := _contradictions(prepared, single):
+        prepared.noted[CONTRADICTS] = against
     return _checked(prepared)
+
+
+def _contradictions(prepared: Prepared[Pair], single: bool) -> list[str]:
+    """The kept rows whose sides another one has the other way round (single: whose answer has the other label there),
+    each with the first that contradicts it behind it."""
+    rows = {str(row["uid"]): row for row in prepared.rows}
+    said = {pair.uid: _said(rows[pair.uid], single) for pair in prepared.items}
+    first: dict[tuple[str, ...], str] = {}
+    for uid, own in said.items():
+        first.setdefault(own, uid)
+    found: dict[str, None] = {}
+    for uid, (prompt, one, other) in said.items():
+        opposite = (prompt, one, "0" if other == "1" else "1") if single else (prompt, other, one)
+        if opposite in first:
+            found |= dict.fromkeys((uid, first[opposite]))
+    return list(found)
+
+
+def _said(row: Row, single: bool) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of a row, or (prompt, answer, label), without outer white space."""
+    prompt = row["prompt"] if row.get("prompt") is not None else row.get("messages")
+    return str(prompt).strip(), str(row["chosen"]).strip(), str(row["label" if single else "rejected"]).strip()
 
 
 def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: Any) -> Prompt | None:

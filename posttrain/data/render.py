@@ -105,7 +105,7 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
 def prompt_text(row: Row, tokenizer: Any, section: Data) -> str:
     """The prompt as the engine gets it, generation prompt included; without a chat template the prompt's own text."""
     if not section.chat:
-        return _plain(row, "prompt", section)
+        return plain(row, "prompt", section)
     messages = prompt_messages(row, section)
     return _rendered(str(row["uid"]), tokenizer, messages, tools=tools(row), generation_prompt=True)
 
@@ -116,7 +116,7 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     if row.get("messages") is None and row.get("prompt") is None:
         return [_text_only(uid, row, tokenizer, section)]
     if not section.chat:
-        text = _plain_text(uid, _plain(row, "prompt", section), _plain(row, "completion", section), tokenizer)
+        text = _plain_text(uid, plain(row, "prompt", section), plain(row, "completion", section), tokenizer)
         return [_everything(text) if section.train_on == "all" else text]
     messages = conversation(row, section)
     # `train: false` on a message: the model reads this turn and is not trained to write it
@@ -134,18 +134,23 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
 
 def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     """[chosen, rejected] in pieces."""
+    check_sides(row)
     uid = str(row["uid"])
-    if row.get("chosen") is None:
-        raise DataError(
-            "no `chosen` and `rejected`", where=whereabouts.row(uid), hint="preference stages need both columns"
-        )
     if not section.chat:
-        prompt = _plain(row, "prompt", section)
-        return [_plain_text(uid, prompt, _plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
+        prompt = plain(row, "prompt", section)
+        return [_plain_text(uid, prompt, plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
     before = prompt_messages(row, section)
     sides = [[*before, {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
     prompt = _rendered(uid, tokenizer, before, tools=tools(row), generation_prompt=True)
     return [_last_turn(uid, messages, tokenizer, tools(row), prompt) for messages in sides]
+
+
+def check_sides(row: Row) -> None:
+    """Raises DataError for a row that is no pair."""
+    if row.get("chosen") is None:
+        raise DataError(
+            "no `chosen` and `rejected`", where=whereabouts.row(row["uid"]), hint="preference stages need both columns"
+        )
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
@@ -204,7 +209,7 @@ def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
     return Text(uid, (Piece(row["text"], True),), _eos(tokenizer))
 
 
-def _plain(row: Row, column: str, section: Data) -> str:
+def plain(row: Row, column: str, section: Data) -> str:
     """A column as plain text (`chat: false`)."""
     value = row.get(column)
     if value is None:

@@ -26,16 +26,17 @@ def load_rows(section: Data, base_dir: Path) -> list[Row]:
     is the sampler's. Raises DataError.
     """
     if section.mix is None:
-        return _rows(section, section, base_dir)
+        return source_rows(section, section, base_dir)
     written = [k for k in _SOURCE_KEYS if k in section.model_fields_set]
     if written:
         raise DataError(f"data.{written[0]} belongs to one source: write it inside data.mix")
-    parts = [_rows(source, section, base_dir) for source in section.mix]
+    parts = [source_rows(source, section, base_dir) for source in section.mix]
     names = [str(source.source) for source in section.mix]
     return mix(parts, [source.weight for source in section.mix], names, section.size)
 
 
-def _rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
+def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
+    """The rows of one source, as `load_rows` gives them."""
     rows = []
     for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
         row = shapes.normalise(_renamed(record, source.columns, where), where, section.prompt_template)

@@ -208,6 +208,7 @@ _CONFLICTS = {
     "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
     "every_group": "keep without rollout.max_gen_batches above 1: it puts the step's groups together",
     "multiplies": "a number of 0: it multiplies what the recipe has there",
+    "measured_kl": "a `kl.coef` of 0 that stays 0: it follows the KL to the reference",
 }
 
 
@@ -248,7 +249,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         if need in FROM_COMPONENTS - {"advantages"} and (made_by := maker(need)):
             found = registry.index()["advantage"][made_by]["params"]
             required = {k: _example("advantage", made_by, k, v[0]) for k, v in found.items() if len(v) == 1}
-            shaped = {"advantage": {"use": made_by, **required}, **shaped}
+            apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}  # no other loss has it
+            shaped = {"advantage": {"use": made_by, **required, **apart}, **shaped}
     return shaped
 
 

@@ -65,7 +65,7 @@ class Search(Section):
         default_factory=lambda: ["\n\n"], min_length=1, description="texts that end a step, besides EOS"
     )
     step_tokens: Positive = Field(256, description="longest step")
-    max_steps: Positive = 32
+    max_steps: Positive = Field(32, description="steps of an answer at most")
     mean: bool = Field(False, description="compare traces by the mean of their steps' rewards instead of the sum")
     sigmoid: bool = Field(False, description="a step's reward is the sigmoid of the score, e.g. of a reward model")
     rewards: list[Reward] = Field(min_length=1, description="what scores a trace so far, e.g. a reward_model")

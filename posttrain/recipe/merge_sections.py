@@ -13,7 +13,7 @@ class Filtered(Section):
     """A value for the tensors whose name holds `filter`; without one, for all that no filter before it took."""
 
     filter: str | None = Field(None, description="part of a tensor's name, e.g. mlp")
-    value: float | list[float]
+    value: float | list[float] = Field(description="a number, or a list that runs over the layers")
 
 
 Setting = float | list[float] | list[Filtered]
@@ -49,5 +49,5 @@ class MergeParameters(Section):
 class MergeModel(Section):
     """One input of a merge."""
 
-    model: ModelName
+    model: ModelName = Field(description="a directory, a hub id, or `stage:NAME` in a pipeline")
     parameters: MergeParameters = Field(default_factory=MergeParameters)

@@ -66,7 +66,7 @@ class Loss(ComponentSection):
 
     kinds: ClassVar = ("loss", "group_loss")
     use: str = "clip"
-    aggregation: Aggregation = "seq_mean_token_mean"
+    aggregation: Aggregation = Field("seq_mean_token_mean", description="how much tokens and rows weigh in the mean")
     norm_len: Positive | None = Field(None, description="constant length of `fixed`; default: max_new_tokens")
     count_empty_rows: bool = Field(True, description="rows without trained tokens stay in the row count")
     mask_truncated: bool = Field(False, description="completions that hit the limit carry no loss")
@@ -77,8 +77,8 @@ class Kl(ComponentSection):
 
     kinds: ClassVar = ("kl",)
     use: str = "k3"
-    coef: NonNegative = 0.0
-    where: Literal["loss", "reward"] = "loss"
+    coef: NonNegative = Field(0.0, description="what it is multiplied by; 0 = no reference model")
+    where: Literal["loss", "reward"] = Field("loss", description="added to the loss, or taken off the reward")
     reference: ModelName | None = Field(
         None, description="a model to measure against, such as a teacher; default: the policy that training starts from"
     )

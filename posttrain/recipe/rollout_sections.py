@@ -21,9 +21,11 @@ class Sampling(Section):
     """How completions are drawn."""
 
     temperature: NonNegative = Field(1.0, description="0 = greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="the likeliest tokens that have this share; 1 = all"
+    )
     top_k: Annotated[int, Field(ge=0)] = Field(0, description="0 = all tokens")
-    max_new_tokens: Positive = 512
+    max_new_tokens: Positive = Field(512, description="longest completion")
     stop: list[str] = Field(default_factory=list, description="texts that end a completion, besides EOS")
     max_turns: Positive = Field(8, description="with tools or an environment: turns of the model at most")
     turn_tokens: Positive | None = Field(
@@ -148,7 +150,7 @@ class Vllm(Section):
 class EngineSection(Section):
     """What generates."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="what generates")
     batch_size: Positive = Field(512, description="sequences generated together (transformers)")
     vllm: Vllm = Field(default_factory=Vllm)
 
@@ -171,7 +173,7 @@ class Rollout(EngineSection, Sampling):
     engine: Literal["transformers", "vllm", "stored"] = Field(  # type: ignore[assignment]
         "transformers", description="stored: nothing is sampled; the rows' own completions are trained on"
     )
-    prompts_per_step: Positive = 32
+    prompts_per_step: Positive = Field(32, description="prompts that a step draws")
     group_size: Positive = Field(8, description="completions of one prompt, the group of group-relative methods")
     max_gen_batches: Positive = Field(
         1,

@@ -16,9 +16,9 @@ from posttrain.recipe.section import DataName, ModelName, Positive, Section, Sha
 class Lora(Section):
     """A low-rank adapter; the base stays frozen and serves as the reference policy."""
 
-    rank: Positive = 16
+    rank: Positive = Field(16, description="width of the two factors")
     alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
-    dropout: Share = 0.0
+    dropout: Share = Field(0.0, description="share of an adapter's inputs that are 0 while training")
     targets: str | list[str] = Field("all-linear", description="module names, or all-linear")
 
 
@@ -32,10 +32,12 @@ class Model(Section):
         description="of products and of frozen weights; auto: bfloat16 on a GPU, float32 on a CPU;"
         " float16 (rl): trainer and vLLM agree better",
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     lora: Lora | None = Field(None, description="train a LoRA adapter instead of all weights")
     quantize: Literal["nf4"] | None = Field(None, description="4-bit weights (bitsandbytes); training them needs lora")
-    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
+        "auto", description="how attention is computed; auto: what transformers takes"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     shard: bool = Field(
         False,
@@ -57,7 +59,7 @@ class Source(Section):
         description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, file.py:function, or "
         "accepted:EVAL_RUN (its right completions)",
     )
-    split: str = "train"
+    split: str = Field("train", description="of a hub id or a datasets directory")
     config: str | None = Field(None, description="hub configuration name")
     size: Positive | None = Field(None, description="rows to take (gym and functions: rows to make)")
     skip: Annotated[int, Field(ge=0)] = Field(0, description="rows to leave out first, e.g. those trained on elsewhere")
@@ -84,7 +86,7 @@ class Data(Source):
     overlong: Literal["drop", "truncate_prompt", "error", "keep"] = Field(
         "drop", description="what happens to rows over max_length"
     )
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="another order of the rows in every epoch; false: theirs")
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:
@@ -97,12 +99,12 @@ class Run(Section):
     """How long, where to, and what is kept."""
 
     output: str | None = Field(None, description="run directory; default: runs/RECIPE/TIME-HASH")
-    seed: int = 0
+    seed: int = Field(0, description="all random draws of the run follow from it")
     steps: Positive | None = Field(None, description="optimiser steps (RL: rollout batches)")
     epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
     save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_checkpoints: Positive = Field(2, description="complete checkpoints to keep")
-    log_every: Positive = 1
+    log_every: Positive = Field(1, description="steps between lines of metrics")
     keep_rollouts: Annotated[int, Field(ge=0)] = Field(
         1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain whatif`"
     )

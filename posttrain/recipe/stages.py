@@ -267,7 +267,9 @@ class MergeRecipe(Stage):
         description="see `posttrain methods list`"
     )
     models: list[MergeModel] = Field(min_length=1)
-    base_model: ModelName | None = None
+    base_model: ModelName | None = Field(
+        None, description="what the models were made from: differences are taken from it"
+    )
     parameters: MergeParameters = Field(default_factory=MergeParameters)
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the first model's")
     tokenizer_source: str | None = Field(None, description="base, or one of the models; default: base or the first")

@@ -30,6 +30,9 @@ class SftObjective(ComponentSection):
         return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
 
 
+LR = "learning rate, after the warm-up"
+
+
 class Optim(Section):
     """Optimiser and learning rate. Warm-up is linear, counted in optimiser steps."""
 
@@ -37,10 +40,12 @@ class Optim(Section):
         "adamw",
         description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
     )
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    betas: list[float] = Field(default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: NonNegative = 0.0
+    lr: Annotated[float, Field(gt=0)] = Field(1e-6, description=LR)
+    betas: list[float] = Field(
+        default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2, description="decay of Adam's two moments"
+    )
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
+    weight_decay: NonNegative = Field(0.0, description="share of a weight, times lr, that a step takes off")
     schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
         "constant", description="stable_decay: constant, then down to min_lr in the last decay_steps"
     )
@@ -48,26 +53,28 @@ class Optim(Section):
         None, description="stable_decay: default a tenth of the steps"
     )
     min_lr: NonNegative | None = Field(None, description="stable_decay: the last learning rate; default lr / 10")
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps over which lr rises from 0")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="longer gradients are made this long; null = never"
+    )
 
 
 class SftOptim(Optim):
     """The optimiser, with the usual learning rate of supervised fine-tuning."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description=LR)
 
 
 class DpoOptim(Optim):
     """The optimiser, with the usual learning rate of preference optimisation."""
 
-    lr: Annotated[float, Field(gt=0)] = 5e-7
+    lr: Annotated[float, Field(gt=0)] = Field(5e-7, description=LR)
 
 
 class RewardOptim(Optim):
     """The optimiser, with the usual learning rate of a full reward model (LoRA: 1e-4)."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description=LR)
 
 
 class TrainBatch(Section):

@@ -126,12 +126,7 @@ def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[.
     for arguments, what, hint in (
         (("generate", "tiny"), "`tiny` is a model, and no prompt is given", '--prompt "..."'),
         (("reward", "test", "mathh"), "no reward script `mathh`", "did you mean `math`?"),
-        (("data", "pairs", "debug/eval", "rows.jsonl"), "completion 1 has no uid, completion", "completions.jsonl"),
-        (
-            ("data", "pairs", "debug/eval", "rows.jsonl", "--builder", "righ_wrong"),
-            "no builder `righ_wrong`",
-            "`right_wrong`",
-        ),
+        (("data", "pairs", "debug/eval", "rows.jsonl", "--max-pairs", "1"), "by `posttrain pairs`", "`stage: pairs`"),
         (("data", "inspect", "quickstart"), "a recipe for `posttrain run` has no data", "a stage of the pipeline"),
         (("recipe", "validate", "debug/rl", "algorithm=dapoo"), "unknown algorithm `dapoo`", "did you mean `dapo`?"),
     ):

@@ -44,6 +44,8 @@ def _things(folder: Path) -> None:
     (folder / "my models" / "first" / "config.json").write_text("{}", encoding="utf-8")
     (folder / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "/gone"}', encoding="utf-8")
     (folder / "run" / "completions.jsonl").write_text("", encoding="utf-8")
+    row = {"prompt": "a", "completion": "b", "answer": "b", "chosen": "b", "rejected": "c"}  # for every stage
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
 
 
 def _write(folder: Path, verb: str, extra: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from posttrain import registry
 from posttrain.cli import doctor, methods
 from posttrain.errors import RecipeError
 from posttrain.places import shipped
-from posttrain.recipe import catalogue, presets
+from posttrain.recipe import catalogue, keys, presets
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
@@ -189,3 +190,70 @@ def test_doctor_gives_advice() -> None:
     ):
         assert part in told
     assert "does not import" in doctor.advice({**well, "gpus": [], "torch_error": "OSError: libcudart"})[0]
+
+
+@pytest.mark.parametrize("stage", sorted(keys.BY_NAME))
+def test_the_keys_of_a_stage(call: Call, stage: str) -> None:
+    """Those of the schema, a line each, with the default that a recipe gets and a meaning."""
+    model = keys.BY_NAME[stage]
+    found = json.loads(call("recipe", "keys", stage, "--json").stdout)
+    plain_keys = [".".join(part for part in key["key"].split(".") if part not in ("N", "NAME")) for key in found]
+    assert plain_keys == list(dict.fromkeys(keys.all_paths(model)))  # keep: one or a list
+    assert [key["key"] for key in found if not (key["type"] and key["default"] and key["about"])] == []
+    lines = call("recipe", "keys", stage).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [key["key"] for key in found]
+
+
+def test_keys_say_type_and_default(call: Call) -> None:
+    lines = {line.split()[0]: re.split("  +", line) for line in call("recipe", "keys", "rl").stdout.splitlines()}
+    assert lines["optim.lr"][1:3] == ["float > 0", "1e-06"]
+    assert lines["kl.where"][1:3] == ["loss | reward", "loss"]
+    assert lines["rewards"][1:3] == ["list of section", "(required)"]
+    assert "rewards.N.weight" in lines and "controllers.NAME.use" in lines
+    unknown = call("recipe", "keys", "reward")
+    assert unknown.exit_code == 2 and "stages: sft, dpo, reward_model, rl" in unknown.stderr
+    assert call("recipe", "keys", "reward-model").exit_code == 0
+
+
+COLUMNS_WRONG = [  # stage and its sections, a row, what is told
+    ("dpo", "", {"question": "1+1", "good": "2", "bad": "3"}, "data.source: d.jsonl:1: no shape that is known"),
+    ("dpo", "", {"prompt": "1+1", "completion": "2"}, "data.source: d.jsonl:1 .*: no `chosen` and `rejected`"),
+    ("dpo", "loss: kto", {"prompt": "1+1", "completion": "2"}, "d.jsonl:1 .*: `label` is None"),
+    ("dpo", "loss: kto", {"prompt": "1+1", "completion": "2", "label": 1}, ""),
+    ("sft", "", {"prompt": "1+1", "answer": "2"}, "d.jsonl:1 .*: no `completion` to train on"),
+    ("sft", "", {"prompt": "1+1", "answer": "2", "columns": "{completion: answer}"}, ""),
+    ("reward_model", "", {"prompt": "1+1", "completion": "2"}, "no `chosen` and `rejected`"),
+    ("rl", "rewards: [{use: math.accuracy}]", {"prompt": "1+1", "solution": "2"}, "no column `answer`"),
+    ("rl", "rewards: [{use: math.accuracy}]", {"prompt": "1+1", "answer": "2"}, ""),
+    ("eval", "rewards: [{use: math.accuracy}]", {"text": "1+1", "answer": "2"}, "the prompt is empty"),
+]
+
+
+@pytest.mark.parametrize(("stage", "sections", "row", "told"), COLUMNS_WRONG)
+def test_validate_reads_the_first_rows(
+    call: Call, folder: Path, stage: str, sections: str, row: dict[str, Any], told: str
+) -> None:
+    row = dict(row)
+    columns = row.pop("columns", "{}")
+    (folder / "d.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    steps = "" if stage == "eval" else "run: {steps: 1}\n"
+    (folder / "first.yaml").write_text(
+        f"stage: {stage}\nmodel: {{path: tiny}}\ndata: {{source: d.jsonl, columns: {columns}}}\n{steps}{sections}\n",
+        encoding="utf-8",
+    )
+    result = call("recipe", "validate", "first.yaml")
+    assert result.exit_code == (2 if told else 0), result.stderr
+    assert re.search(told, " ".join(result.stderr.split())), result.stderr
+    assert not told or "first.yaml:" in result.stderr
+
+
+def test_validate_reads_the_first_rows_of_a_pipeline(call: Call, folder: Path) -> None:
+    (folder / "d.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n', encoding="utf-8")
+    (folder / "p.yaml").write_text(
+        "stage: pipeline\ndefaults: {model: {path: tiny}, data: {source: d.jsonl}}\nstages:\n"
+        "  - {name: a, stage: eval, rewards: [{use: math.accuracy}]}\n  - {name: b, stage: sft, run: {steps: 1}}\n",
+        encoding="utf-8",
+    )
+    result = call("recipe", "validate", "p.yaml")
+    assert result.exit_code == 2 and "stages.1.data.source: d.jsonl:1" in result.stderr
+    assert "stages.0" not in result.stderr

@@ -1,19 +1,13 @@
-"""Preference rows from graded completions, and the command that makes them."""
+"""Preference rows from graded completions."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from posttrain.cli.app import app
 from posttrain.data.pair_rows import pair_rows
-from posttrain.data.rows import load_rows
 from posttrain.errors import DataError
-from posttrain.recipe.sections import Data
 
 SOURCES = {"1": {"uid": "1", "prompt": "1+1", "answer": "2"}, "2": {"uid": "2", "prompt": "2+2", "answer": "4"}}
 
@@ -70,21 +64,3 @@ def test_rules() -> None:
 def test_what_makes_no_pairs(records: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         pair_rows(SOURCES, records)
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
-    (tmp_path / "r.yaml").write_text(
-        "stage: eval\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrewards: [{use: math.accuracy}]\n"
-    )
-    uid = load_rows(Data(source="rows.jsonl"), tmp_path)[0]["uid"]
-    (tmp_path / "completions.jsonl").write_text(
-        "".join(json.dumps({**row, "uid": uid}) + "\n" for row in GRADED if row["uid"] == "1")
-    )
-    result = CliRunner().invoke(app, ["data", "pairs", "r.yaml", "completions.jsonl", "--max-pairs", "1"])
-    assert result.exit_code == 0, result.stderr
-    assert [json.loads(line)["chosen"] for line in result.stdout.splitlines()] == ["2"]
-    assert result.stderr.strip() == "1 pair from 4 completions, 0% with a longer chosen side"
-    refused = CliRunner().invoke(app, ["data", "pairs", "r.yaml", "completions.jsonl", "--builder", "best"])
-    assert (refused.exit_code, "right_wrong, short_long, best_worst" in refused.stderr) == (2, True)

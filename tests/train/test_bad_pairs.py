@@ -69,6 +69,31 @@ def test_it_is_an_error_where_the_recipe_says_so(name: str, tmp_path: Path, tiny
         prepare_pairs(section, tiny, tmp_path, rules=PairRules(bad="error", max_gap=10))
 
 
+def test_contradicting_pairs_are_told_by_row(tmp_path: Path, tiny: Any) -> None:
+    """2 over 3 and 3 over 2, but for white space; of another prompt it is no contradiction."""
+    turned = {"chosen": " 3", "rejected": "2\n"}
+    rows = [
+        GOOD,
+        {**GOOD, "rejected": "4", "name": "b"},
+        {**GOOD, **turned, "name": "c"},
+        {**GOOD, **turned, "prompt": "2+1", "name": "d"},
+    ]
+    prepared = prepare_pairs(data(tmp_path, *rows), tiny, tmp_path)
+    assert prepared.noted == {prepare.CONTRADICTS: ["good", "c"]} and len(prepared) == 4
+    told = hf_trainer.rows_note(prepared, "pair")
+    assert told.endswith(f"; {prepare.CONTRADICTS}: 2 ({tmp_path}/pairs.jsonl:1, 3)")
+
+
+def test_answers_with_both_labels_are_told_by_row(tmp_path: Path, tiny: Any) -> None:
+    def rated(name: str, prompt: str, completion: str, label: bool) -> dict[str, Any]:
+        return {"name": name, "prompt": prompt, "completion": completion, "label": label}
+
+    rows = [rated("a", "1+1", "2", True), rated("b", "2+2", "4", True), rated("c", "1+1", "2", False)]
+    prepared = prepare_pairs(data(tmp_path, *rows), tiny, tmp_path, single=True)
+    assert prepared.noted == {prepare.CONTRADICTS: ["a", "c"]}
+    assert not prepare_pairs(data(tmp_path, *rows[:2]), tiny, tmp_path, single=True).noted
+
+
 def test_too_long_is_an_error_where_the_recipe_says_so(tmp_path: Path, tiny: Any) -> None:
     section = data(tmp_path, GOOD, {**GOOD, "chosen": "2" * 200, "name": "long"}).model_copy(
         update={"overlong": "error"}

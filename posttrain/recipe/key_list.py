@@ -1,0 +1,101 @@
+"""Every key that a stage takes, as people read it: type, default, and one line of what it means."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from posttrain.recipe import keys
+from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.stages import Stage
+
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+REQUIRED = "(required)"
+
+
+class Key(NamedTuple):
+    """A key of a recipe; `N` in it is a place in a list, `NAME` one that the recipe gives. A section has no default."""
+
+    key: str
+    type: str
+    default: str
+    about: str
+
+
+def listed(stage: type[Stage]) -> Iterator[Key]:
+    """The keys of a stage in the order of its schema, those of sections behind the section."""
+    yield from _below(stage, stage, "")
+
+
+def _below(stage: type[Stage], model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    for name, field in keys.own_keys(model).items():
+        key = f"{prefix}{name}"
+        if key in stage.unused:
+            continue
+        inner = keys.models(field.annotation)
+        about = field.description or (_first_sentence(inner[0]) if inner else "")
+        if name == "use" and issubclass(model, ComponentSection):
+            about = f"which one, and its arguments beside it: `posttrain methods list --kind {model.kinds[0]}`"
+        if model is stage and name == "stage":
+            about = "which of the verbs the recipe is for"
+        yield Key(key, _type(field), _default(field, section=bool(inner)), " ".join(about.split()))
+        for one in inner[:1]:
+            yield from _below(stage, one, f"{key}.{_step(field.annotation)}")
+
+
+def _step(annotation: Any) -> str:
+    """What stands between a section's key and the keys in it."""
+    kinds = {typing.get_origin(one) for one in (annotation, *typing.get_args(annotation))}
+    return "N." if list in kinds else "NAME." if dict in kinds else ""
+
+
+def _first_sentence(model: type[BaseModel]) -> str:
+    return (inspect.getdoc(model) or "").partition(". ")[0].partition("\n\n")[0].rstrip(".")
+
+
+def _type(field: FieldInfo) -> str:
+    limits = "".join(
+        f" {sign} {getattr(mark, name):g}"
+        for mark in field.metadata
+        for name, sign in SIGNS.items()
+        if hasattr(mark, name)
+    )
+    return f"{_written(field.annotation)}{limits}"
+
+
+def _written(annotation: Any) -> str:
+    """A type as a recipe's author knows it."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(FieldInfo.from_annotation(annotation))
+    if origin is typing.Literal:
+        return " | ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_written(one) for one in arguments))
+    if origin is list:
+        return f"list of {_written(arguments[0])}"
+    if origin is dict:
+        return f"mapping to {_written(arguments[1])}"
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    return {str: "text", bool: "true | false", Any: "anything"}.get(
+        annotation, getattr(annotation, "__name__", "anything")
+    )
+
+
+def _default(field: FieldInfo, *, section: bool) -> str:
+    if field.is_required():
+        return REQUIRED
+    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    if section and value is not None and value != []:
+        return "{}"
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else value or '""'
