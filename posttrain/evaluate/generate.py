@@ -32,7 +32,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Sample, write completions.jsonl (one object a completion) and return counts."""
     prepared = prepare(recipe)
     with contextlib.ExitStack() as open_scorer:
-        scored = _scoring(recipe, open_scorer, {column for row in prepared.rows for column in row})
+        scored = _scoring(recipe, open_scorer, len(prepared.items), {column for row in prepared.rows for column in row})
         around = _searching(recipe, open_scorer, {column for row in prepared.rows for column in row})
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around)
     rows = [
@@ -54,14 +54,14 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _scoring(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: set[str]) -> Grade:
+def _scoring(recipe: GenerateRecipe, opened: contextlib.ExitStack, prompts: int, columns: set[str]) -> Grade:
     """What is added to each record: nothing, or scores."""
     if recipe.best_of is None:
         return lambda rollouts: [{"search": r.scores} if r.scores else {} for r in rollouts]
     scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir))
     check_columns(scorer.rewards, columns)
-    kept = ("scores", "reward")
-    return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts)]
+    kept, failures = ("scores", "reward"), scorer.failures(enough=prompts, unit="chunk")
+    return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts, failures)]
 
 
 def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: set[str]) -> Around | None:
@@ -71,9 +71,10 @@ def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: se
         return None
     scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir))
     check_columns(scorer.rewards, columns)
+    failures = scorer.failures(unit="round")
 
     def judge(traces: Sequence[Rollout]) -> list[float]:
-        found = [one["reward"] for one in grade(scorer, traces)]
+        found = [one["reward"] for one in grade(scorer, traces, failures)]
         return [0.0 if r is None else sigmoid(r) if settings.sigmoid else r for r in found]
 
     return lambda engine, loaded: SearchEngine(

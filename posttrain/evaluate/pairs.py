@@ -102,6 +102,7 @@ def graded(records: Sequence[Row], rows: Mapping[str, Row], recipe: PairsRecipe)
     ]
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
         scores = scorer.score(samples)
+        scorer.failures(enough=scores.calls.prompts, unit="pass").add(scores.calls)
     return [
         {
             **record,

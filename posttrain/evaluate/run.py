@@ -30,6 +30,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
 from posttrain.verify.extract import Extractor
+from posttrain.verify.failures import Failures
 from posttrain.verify.load import check_columns, load_reward
 from posttrain.verify.score import Sample, Scorer
 
@@ -53,9 +54,10 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
     order = vote_order(recipe.rewards, rewards)
     baseline = located(settings.baseline, recipe.base_dir) if settings.baseline else None
     with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
+        failures = scorer.failures(enough=len(prepared.items), unit="chunk")
 
         def graded(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-            return grade(scorer, rollouts, order)
+            return grade(scorer, rollouts, failures, order)
 
         records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
         probe = settings.contamination
@@ -99,9 +101,10 @@ def against_baseline(
 
 
 def grade(
-    scorer: Scorer, rollouts: Sequence[Rollout], order: Sequence[Extractor] | None = None
+    scorer: Scorer, rollouts: Sequence[Rollout], failures: Failures, order: Sequence[Extractor] | None = None
 ) -> list[dict[str, Any]]:
-    """Scores, reward, correctness and the answer that is voted for (found by `order`), of each rollout."""
+    """Scores, reward, correctness and the answer that is voted for (found by `order`), of each rollout. Raises RunError
+    if too many calls of a reward have failed, these and earlier ones."""
     scores = scorer.score(
         [
             Sample(
@@ -117,6 +120,7 @@ def grade(
             for r in rollouts
         ]
     )
+    failures.add(scores.calls._replace(step=failures.history[-1].step + 1 if failures.history else 0))
     for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):
         for name, count in found.items():
             if count:

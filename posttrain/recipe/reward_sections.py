@@ -43,7 +43,9 @@ class Scoring(Section):
     workers: Positive = Field(2, description="worker processes")
     correct_at: float = Field(1.0, description="an answer is right when the correctness component is at least this")
     max_error_rate: Share = Field(
-        0.1, description="stop when more calls of a component than this fail or time out in a step"
+        0.1,
+        description="stop when more calls of a component than this fail or time out, over the newest 400 prompts; "
+        "at once when all do",
     )
     max_bad_gold: Share = Field(
         0.05, description="refuse to start when gold does not score best on more rows than this"

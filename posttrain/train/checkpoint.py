@@ -43,6 +43,7 @@ class State:
     controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
+    calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`
 
     @property
     def spent(self) -> float:

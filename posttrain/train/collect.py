@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.batch import Rollout, RolloutBatch
@@ -24,6 +24,7 @@ from posttrain.train.pieces import Pieces
 from posttrain.train.refill import Accumulator
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
+from posttrain.verify.failures import Calls, together
 
 WATCHED = 4  # prompts a generation whose engine log-probs are compared, where no component reads those of all
 
@@ -39,7 +40,9 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
         state.position += len(drawn)
         mine = distributed.tried(share_of, p, state, drawn, accumulator.batches, gathered)
         with p.watchdog.phase("gather"):  # which waits for the slowest rank
-            fresh = sorted(itertools.chain(*distributed.all_of(mine)), key=lambda r: r.group)
+            found = distributed.all_of(mine)
+        fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
+        state.calls = distributed.together(counted_in, p, state, [calls for share in found for calls in share.calls])
         kept = distributed.all_of(distributed.tried(groups_kept, p, state, accumulator, fresh))[0]
         rollouts += [r for r in fresh if r.group in kept]
         if accumulator.full:
@@ -48,9 +51,23 @@ def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str
             return rollouts, gathered
 
 
-def share_of(
-    p: Pieces, state: checkpoint.State, drawn: Sequence[int], batches: int, gathered: dict[str, Any]
-) -> list[Rollout]:
+@dataclass(frozen=True)
+class Share:
+    """The scored rollouts of one rank, and the calls that scored them."""
+
+    rollouts: list[Rollout]
+    calls: list[Calls]
+
+
+def counted_in(p: Pieces, state: checkpoint.State, calls: Sequence[Calls]) -> list[Calls]:
+    """`State.calls` with these, of all ranks. Raises RunError if too many calls of a reward have failed."""
+    failures = p.scorer.failures(history=state.calls)
+    if calls:
+        failures.add(together(calls))
+    return failures.history
+
+
+def share_of(p: Pieces, state: checkpoint.State, drawn: Sequence[int], batches: int, gathered: dict[str, Any]) -> Share:
     """This rank's share of the rollouts of prompts `drawn`, scored, without a word to the others. Adds counts to
     `gathered`.
 
@@ -70,11 +87,10 @@ def share_of(
             **scored.heard,
         )
     with p.watchdog.phase("score"):
-        if fresh:  # a rank without a share has none
-            scored.finish(fresh, gathered)
+        calls = [scored.finish(fresh, gathered)] if fresh else []  # a rank without a share has none
     if p.opponent is not None:
-        play(p, state, drawn, fresh, p.opponent, first_group=first_group)
-    return fresh
+        calls += play(p, state, drawn, fresh, p.opponent, first_group=first_group)
+    return Share(fresh, calls)
 
 
 def groups_kept(p: Pieces, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]) -> set[int]:
@@ -102,8 +118,9 @@ def with_samples(p: Pieces, error: RunError, rollouts: Sequence[Rollout], step: 
 
 def play(
     p: Pieces, state: checkpoint.State, drawn: Sequence[int], fresh: list[Rollout], opponent: Opponent, first_group: int
-) -> None:
-    """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them."""
+) -> list[Calls]:
+    """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them.
+    Returns the calls that scored them."""
     settings = p.recipe.rollout
     with p.watchdog.phase("opponent"), scoring(p, state.step) as scored:
         with opponent.in_place(p.loaded.model) as model:
@@ -118,13 +135,13 @@ def play(
                 share=distributed.share(len(drawn)),
             )
         p.engine.sync(p.loaded.model, state.step)
-        if answers:
-            scored.finish(answers, {})
+        calls = [scored.finish(answers, {})] if answers else []
     theirs: dict[int, list[float | None]] = {}
     for answer in answers:
         theirs.setdefault(answer.group, []).append(answer.reward)
     for rollout in fresh:
         rollout.against = tuple(theirs[rollout.group])
+    return calls
 
 
 def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:

@@ -45,6 +45,7 @@ class Drawn:
     rollouts: list[Rollout]
     gathered: dict[str, Any]
     position: int  # prompts drawn from the endless stream, these included
+    calls: list[Any]  # `State.calls` with those that scored these
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
@@ -112,7 +113,7 @@ class Ahead:
             self._draw = self._begin(p, state)
         self._renew(p, state)
         drawn = self._wait(p)
-        state.position = drawn.position
+        state.position, state.calls = drawn.position, drawn.calls
         oldest = min((r.version for r in drawn.rollouts), default=state.step)
         if oldest < state.step - 1:
             raise EngineError(f"step {state.step + 1} was given rollouts of version {oldest}: more than a step old")
@@ -143,7 +144,7 @@ class Ahead:
         def work() -> Drawn:
             with distributed.over(self._line):
                 rollouts, gathered = self._collect(dataclasses.replace(p, watchdog=clock), mine)
-            return Drawn(rollouts, gathered, mine.position, clock.seconds)
+            return Drawn(rollouts, gathered, mine.position, mine.calls, clock.seconds)
 
         if p.engine.apart:
             return _Draw(work, here=False)
@@ -187,7 +188,7 @@ def as_json(drawn: Drawn) -> dict[str, Any]:
             "segments": [dataclasses.asdict(s) for s in r.segments],
             "turns": [dataclasses.asdict(t) for t in r.turns],
         }
-    return {"rollouts": rows, "gathered": drawn.gathered, "position": drawn.position}
+    return {"rollouts": rows, "gathered": drawn.gathered, "position": drawn.position, "calls": drawn.calls}
 
 
 def from_json(values: Mapping[str, Any], prompts: Sequence[Prompt]) -> Drawn:
@@ -208,7 +209,7 @@ def from_json(values: Mapping[str, Any], prompts: Sequence[Prompt]) -> Drawn:
         )
         for row in values["rollouts"]
     ]
-    return Drawn(rollouts, dict(values["gathered"]), values["position"])
+    return Drawn(rollouts, dict(values["gathered"]), values["position"], values.get("calls", []))
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:

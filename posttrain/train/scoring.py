@@ -15,6 +15,7 @@ from posttrain.rollout.engine import token_ends
 from posttrain.rollout.told import told
 from posttrain.train.pieces import Pieces
 from posttrain.verify.early import Early, Results
+from posttrain.verify.failures import Calls
 from posttrain.verify.parts import Split, ends_of, problem
 from posttrain.verify.score import Sample, Scorer
 
@@ -43,8 +44,9 @@ class Scoring:
             self._made[group] = self._samples(rollouts)
             self._early.add(group, self._made[group])
 
-    def finish(self, rollouts: Sequence[Rollout], gathered: dict[str, Any]) -> None:
-        """Fill in scores, reward and correctness of each rollout, group-major; add counts to `gathered`."""
+    def finish(self, rollouts: Sequence[Rollout], gathered: dict[str, Any]) -> Calls:
+        """Fill in scores, reward and correctness of each rollout, group-major; add counts to `gathered`. Returns how
+        many calls there were, and which failed."""
         samples: list[Sample] = []
         for group, rows in itertools.groupby(rollouts, key=lambda r: r.group):
             samples += self._made.get(group) or self._samples(list(rows))
@@ -66,6 +68,7 @@ class Scoring:
             _add(gathered, f"{TIMES}/{name}", seconds * len(rollouts))
         _add(gathered, TIMES, self._p.scorer.busy_seconds - self._busy_before)
         _add(gathered, f"{TIMES}/rows", len(rollouts))
+        return scores.calls
 
     def _results(self, rollouts: Sequence[Rollout], samples: Sequence[Sample]) -> Results | None:
         """Of all rollouts, if calls were made early; those of the groups that were not told are made now, together."""

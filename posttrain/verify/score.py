@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from posttrain import whereabouts
-from posttrain.errors import RewardError, RunError, counted, did_you_mean
+from posttrain.errors import RewardError, did_you_mean
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.combine import by_turn, closed, combine
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
+from posttrain.verify.failures import ENOUGH, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.parts import parts_of
 from posttrain.verify.pool import Pool
@@ -44,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of N samples, in their order. errors, timeouts and abstained count calls by component.
+    """Scores of N samples, in their order. calls, with what failed, and abstained count calls by component.
 
     components: name -> [N], None where a component does not apply or failed; parts of a component that returns several
     numbers are there as `name/part`. rewards: the weighted sum, None = not scored. correct: what the correctness
@@ -54,8 +55,7 @@ class Scores:
     components: dict[str, list[float | None]]
     rewards: list[float | None]
     correct: list[bool | None]
-    errors: dict[str, int]
-    timeouts: dict[str, int]
+    calls: Calls
     abstained: dict[str, int]
     first_traceback: str | None
     seconds: float
@@ -64,6 +64,14 @@ class Scores:
     # part of `rewards` that is earned in a turn.
     turn_scores: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
     turn_rewards: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        return self.calls.errors
+
+    @property
+    def timeouts(self) -> dict[str, int]:
+        return self.calls.timeouts
 
 
 class Scorer:
@@ -105,11 +113,10 @@ class Scorer:
     def score(self, samples: Sequence[Sample], step: int = 0, results: list[list[Result]] | None = None) -> Scores:
         """Score all samples; results: of their calls, where they were made before.
 
-        Raises RewardError when a script breaks its contract or `on_none: error` is met, RunError when more calls of a
-        component than scoring.max_error_rate failed or timed out."""
+        Raises RewardError when a script breaks its contract or `on_none: error` is met. Calls that failed are counted;
+        `failures` says when they are too many."""
         started = time.monotonic()
         results = self.results(samples, step) if results is None else results
-        self._limit_failures(samples, results)
         components = {
             name: values
             for reward, column in zip(self.rewards, results, strict=True)
@@ -121,8 +128,14 @@ class Scorer:
             components=components,
             rewards=rewards,
             correct=self._correct(results[self.correctness]),
-            errors=_count(names, results, "error"),
-            timeouts=_count(names, results, "timeout"),
+            calls=Calls(
+                step=step,
+                prompts=len({s.group for s in samples}),
+                calls=len(samples),
+                errors=_count(names, results, "error"),
+                timeouts=_count(names, results, "timeout"),
+                first={n: told for n, column in zip(names, results, strict=True) if (told := _first(samples, column))},
+            ),
             abstained={
                 name: sum(r.kind == "value" and score_of(r) is None for r in column)
                 for name, column in zip(names, results, strict=True)
@@ -250,11 +263,10 @@ class Scorer:
         scores = [score_of(r) for r in results]
         return [None if x is None else x >= self.scoring.correct_at for x in scores]
 
-    def _limit_failures(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> None:
-        limit = self.scoring.max_error_rate
-        for reward, column in zip(self.rewards, results, strict=True):
-            if sum(r.kind != "value" for r in column) > limit * len(column):
-                raise _too_many(reward, samples, column, limit)
+    def failures(self, *, enough: int = ENOUGH, unit: str = "step", history: Iterable[Any] = ()) -> Failures:
+        """What stops a run when too many calls of a reward fail (`failures.Failures`)."""
+        targets = {reward.name: reward.target for reward in self.rewards}
+        return Failures(targets, self.scoring.max_error_rate, enough=enough, unit=unit, history=history)
 
 
 def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | None) -> dict[str, Any]:
@@ -384,16 +396,10 @@ def _first_failure(samples: Sequence[Sample], column: Sequence[Result], kind: st
     return f"on {where}:\n{column[place].value}" if kind == "error" else f"on {where}"
 
 
-def _too_many(reward: LoadedReward, samples: Sequence[Sample], column: Sequence[Result], limit: float) -> RunError:
-    errors, timeouts = (sum(r.kind == kind for r in column) for kind in ("error", "timeout"))
+def _first(samples: Sequence[Sample], column: Sequence[Result]) -> str:
+    """What a person is told of a reward's first failure; empty where there was none."""
     trace, late = (_first_failure(samples, column, kind) for kind in ("error", "timeout"))
-    return RunError(
-        f"reward {reward.name}: {counted(errors, 'error')} and {counted(timeouts, 'time-out')} in "
-        f"{counted(len(column), 'call')}, more than scoring.max_error_rate {limit:g}",
-        where=reward.target,
-        allowed=f"the first error, {trace}" if trace else f"the first time-out, {late}" if late else "",
-        hint="try it with `posttrain reward test`" if errors else "raise `timeout_s` of this reward or make it faster",
-    )
+    return f"the first error, {trace}" if trace else f"the first time-out, {late}" if late else ""
 
 
 def _uid(sample: Sample, index: int) -> str:

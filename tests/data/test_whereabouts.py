@@ -81,7 +81,7 @@ def test_when_gold_or_a_reward_fails(jsonl: JSONL, tmp_path: Path, scorer: Calla
         audit_gold(one, rows)
     body = "return 1.0 if answer == '1' else 1 / 0"
     with scorer("own.py:score", body, max_error_rate=0.1) as one, pytest.raises(RunError) as told:
-        one.score(samples(rows))
+        one.failures(enough=2).add(one.score(samples(rows)).calls)
     assert f"the first error, on rows.jsonl:2 (row {rows[1]['uid']}):\nTraceback" in str(told.value)
     with scorer("own.py:score", "return 1.0 if answer == '1' else 'yes'") as one, pytest.raises(RewardError) as broken:
         one.score(samples(rows))

@@ -26,6 +26,7 @@ from posttrain.run.metrics import read_metrics
 from posttrain.train import distributed
 from posttrain.train.distributed import divided
 from posttrain.train.hf_trainer import micro_size
+from posttrain.verify.failures import Calls
 
 Values = dict[str, Any]
 Train = Callable[..., list[int]]
@@ -33,6 +34,9 @@ Train = Callable[..., list[int]]
 DIGITS = """
 def digits(completion, token_count):
     return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def moody(completion):
+    return 1 / (len(completion) % 7)
 """
 # Three prompts for two ranks; groups that are refilled; statistics over the batch; two updates a step, which need
 # old_logp; a reference; a controller that reads the metrics.
@@ -42,7 +46,7 @@ RL: Values = {
     "model": {"path": "tiny", "lora": {"rank": 4}},
     "data": {"source": "pairs.jsonl"},
     "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 10, "max_gen_batches": 20},
-    "rewards": [{"use": "digits.py:digits"}],
+    "rewards": [{"use": "digits.py:digits"}, {"use": "digits.py:moody", "weight": 0}],
     "scoring": {"workers": 1, "correct_at": 0.15},
     "advantage": {"use": "group", "scale": "batch"},
     "kl": {"coef": 0.05},
@@ -133,7 +137,13 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
     assert train(upto[3], folder / "two", ranks=1, resume=True) == [0]
     assert train(upto[4], folder / "two", ranks=2, resume=True) == [0, 0]
     assert_same(rows_of(folder / "two"), expected)
-    assert checkpoints.latest(folder / "two" / "checkpoints", hashes=True) is not None
+    newest = [checkpoints.latest(folder / name / "checkpoints", hashes=True) for name in ("one", "two")]
+    states = [json.loads((path / "state.json").read_text()) for path in newest if path]
+    if recipe is RL:  # failing calls are counted once, whoever made them
+        assert (
+            states[0]["calls"] == states[1]["calls"]
+            and sum(Calls._make(c).errors["moody"] for c in states[0]["calls"]) > 0
+        )
     summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("one", "two")]
     assert summaries[0]["num_tokens"] == summaries[1]["num_tokens"]
     assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"

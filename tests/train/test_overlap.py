@@ -23,6 +23,7 @@ from posttrain.rollout import client
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import overlap, rl
+from posttrain.verify.failures import Calls
 
 Opened = Callable[..., AbstractContextManager[Any]]
 Make = Callable[..., Stage]
@@ -272,10 +273,10 @@ def test_a_reward_that_fails_ahead_ends_the_run(serving: ModuleType, recipe: Mak
     with (
         serving.served() as one,
         opened() as directory,
-        pytest.raises(RunError, match=r"time-outs in 4 calls(.|\n)*timeout_s"),
+        pytest.raises(RunError, match=r"8 of 8 calls failed in this step(.|\n)*timeout_s"),
     ):
         settings = {"rewards": rewards, "run": {"save_every": 1}}
-        rl.run(recipe(**settings, **at(one.url, prompts_per_step=2, group_size=2)), directory)
+        rl.run(recipe(**settings, **at(one.url, prompts_per_step=4, group_size=2)), directory)
     assert len(read_metrics(directory.path)) == 1
     newest = checkpoints.latest(directory.checkpoints)
     assert newest is not None and checkpoints.step_of(newest) == 1
@@ -317,8 +318,9 @@ def test_rollouts_read_back_as_they_were() -> None:
         Rollout(prompts[1], 3, segments, "text\n\u00e9", "length", 7, {"r": 0.1, "s": None}, 0.1, None, **told),
         Rollout(prompts[0], 4, (Segment("model", (), ()),), "", "stop", 8, {"r": None}, None, True),
     ]
-    drawn = overlap.Drawn(rollouts, {"rewards/r/errors": 2}, 12)
+    drawn = overlap.Drawn(rollouts, {"rewards/r/errors": 2}, 12, [Calls(7, 2, 2, {"r": 2}, {}, {})])
     back = overlap.from_json(json.loads(json.dumps(overlap.as_json(drawn))), prompts)
+    back.calls[:] = map(Calls._make, back.calls)
     assert back == drawn and back.rollouts[0].prompt is prompts[1]
 
 

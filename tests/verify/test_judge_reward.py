@@ -53,9 +53,9 @@ def test_scores_counts_and_what_is_remembered(stub: Stub, scorer: Any, tmp_path:
 def test_a_server_that_stays_away_stops_the_run(scorer: Any, tmp_path: Path) -> None:
     with (
         scorer(judge("http://127.0.0.1:9/v1", tmp_path), max_error_rate=0.1) as s,
-        pytest.raises(RunError, match=r"(?s)rating: 2 errors.*gave no reply in 1 tries"),
+        pytest.raises(RunError, match=r"(?s)rating: 2 of 2 calls failed.*gave no reply in 1 tries"),
     ):
-        s.score(samples("1", "2"))
+        s.failures().add(s.score(samples("1", "2")).calls)
 
 
 def test_samples_have_their_own_seeds_and_are_averaged(stub: Stub, scorer: Any, tmp_path: Path) -> None:

@@ -128,9 +128,9 @@ def test_one_in_ten_raises(samples: Samples, faulty: Any) -> None:
 def test_over_the_error_rate_the_run_stops_with_the_first_traceback(samples: Samples, faulty: Any) -> None:
     rows = [{"what": "raise" if i % 10 == 3 else "ok"} for i in range(20)]
     with faulty(max_error_rate=0.1) as s:
-        assert s.score(samples(rows)).errors == {"score": 2}  # exactly at the rate
-        with pytest.raises(RunError, match=r"(?s)score: 3 errors and 0 time-outs in 21 calls.*ValueError: boom"):
-            s.score(samples([*rows, {"what": "raise"}]))
+        s.failures(enough=5).add(s.score(samples(rows)).calls)  # exactly at the rate
+        with pytest.raises(RunError, match=r"(?s)score: 3 of 21 calls failed in .*on row r3:.*ValueError: boom"):
+            s.failures(enough=6).add(s.score(samples([*rows, {"what": "raise"}])).calls)
 
 
 @pytest.mark.parametrize(("value", "shown"), [("text", "'text'"), (float("nan"), "nan"), ([1.0], "list")])

@@ -1,0 +1,120 @@
+"""When so many calls of a reward fail (raise, or take too long) that the run stops.
+
+Few calls say little of a rate, so it is taken over the newest steps that hold ENOUGH prompts, and before there are so
+many the missing ones count as calls that went well. Prompts and not calls: what breaks a reward is mostly a row, and
+then all its completions fail together. A reward that fails on 5% of its rows thus never comes near a limit of 10%.
+
+A reward all of whose calls fail is stopped sooner: in its first step, or later after DEAD prompts in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from posttrain.errors import RunError, counted
+
+ENOUGH = 400  # prompts; a true rate of half the limit is then over it about once in 100,000 windows (limit 0.1)
+DEAD = 4  # prompts
+
+
+class Calls(NamedTuple):
+    """The calls of one batch of completions; every reward is called once for each. errors, timeouts and first, what a
+    person is told of the first failure, are by name of the reward."""
+
+    step: int
+    prompts: int
+    calls: int
+    errors: dict[str, int]
+    timeouts: dict[str, int]
+    first: dict[str, str]
+
+    def failed(self, name: str) -> int:
+        return self.errors.get(name, 0) + self.timeouts.get(name, 0)
+
+
+def together(parts: Iterable[Calls]) -> Calls:
+    """The calls of several ranks in one step."""
+    found = list(parts)
+
+    def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        return {name: sum(c.get(name, 0) for c in counts) for name in dict.fromkeys(n for c in counts for n in c)}
+
+    return Calls(
+        step=max(p.step for p in found),
+        prompts=sum(p.prompts for p in found),
+        calls=sum(p.calls for p in found),
+        errors=summed([p.errors for p in found]),
+        timeouts=summed([p.timeouts for p in found]),
+        first={name: text for p in reversed(found) for name, text in p.first.items()},
+    )
+
+
+class Failures:
+    """The newest calls of all rewards. `add` raises RunError when too many of one have failed.
+
+    targets: where each reward is, by name. enough: prompts over which the rate is taken; all, where they are fewer than
+    ENOUGH. unit: what people call a batch. history: of an earlier `Failures`, as it is or read back from JSON.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, str],
+        limit: float,
+        *,
+        enough: int = ENOUGH,
+        unit: str = "step",
+        history: Iterable[Sequence[object]] = (),
+    ) -> None:
+        self.targets, self.limit, self.unit = targets, limit, unit
+        self.enough = min(enough, ENOUGH)
+        self.history = [Calls._make(entry) for entry in history]
+
+    def add(self, now: Calls) -> None:
+        """Count what was called now, and forget what lies further back than the rate is taken over."""
+        self.history = _newest([*self.history, now._replace(first={})], self.enough)
+        for name in self.targets:
+            if now.failed(name):
+                self._check(name, now)
+
+    def _check(self, name: str, now: Calls) -> None:
+        dead = _dead(self.history, name)
+        if self.limit < 1 and (dead == self.history or sum(c.prompts for c in dead) >= DEAD):
+            raise self._error(name, dead, now, "no call succeeded")
+        prompts, calls = sum(c.prompts for c in self.history), sum(c.calls for c in self.history)
+        failed = sum(c.failed(name) for c in self.history)
+        if failed * prompts > self.limit * calls * max(prompts, self.enough):
+            allowed = f"scoring.max_error_rate {self.limit:g}"
+            why = f"more than {allowed}" if prompts >= self.enough else f"more than {allowed} of {self.enough} prompts"
+            raise self._error(name, self.history, now, why)
+
+    def _error(self, name: str, over: Sequence[Calls], now: Calls, why: str) -> RunError:
+        errors, timeouts = sum(c.errors.get(name, 0) for c in over), sum(c.timeouts.get(name, 0) for c in over)
+        calls, prompts = sum(c.calls for c in over), sum(c.prompts for c in over)
+        steps = len({c.step for c in over})
+        where = f"the last {counted(steps, self.unit)}" if steps > 1 else f"this {self.unit}"
+        return RunError(
+            f"reward {name}: {errors + timeouts} of {counted(calls, 'call')} failed in {where}"
+            f" ({counted(errors, 'error')}, {counted(timeouts, 'time-out')}, {counted(prompts, 'prompt')}): {why}",
+            where=self.targets[name],
+            allowed=now.first.get(name, ""),
+            hint="try it with `posttrain reward test`"
+            if errors
+            else "raise `timeout_s` of this reward or make it faster",
+        )
+
+
+def _newest(history: Sequence[Calls], enough: int) -> list[Calls]:
+    """As few of the newest entries as hold so many prompts; all, if all do not."""
+    prompts = 0
+    for place in reversed(range(len(history))):
+        prompts += history[place].prompts
+        if prompts >= enough:
+            return list(history[place:])
+    return list(history)
+
+
+def _dead(history: Sequence[Calls], name: str) -> list[Calls]:
+    """The newest entries in which every call of this reward failed."""
+    alive = [place for place, entry in enumerate(history) if entry.failed(name) < entry.calls]
+    return list(history[alive[-1] + 1 :] if alive else history)
