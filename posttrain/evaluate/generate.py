@@ -16,13 +16,14 @@ from posttrain.batch import Rollout
 from posttrain.data.render import asked
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.run import grade
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Around, Grade, Record, prepare, sample
+from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Around, Grade, Record, prepare, printed, sample
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.search import SearchEngine
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
 from posttrain.verify.load import check_columns
+from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
 BEST = "best.jsonl"
@@ -32,8 +33,11 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Sample, write completions.jsonl (one object a completion) and return counts."""
     prepared = prepare(recipe)
     with contextlib.ExitStack() as open_scorer:
-        scored = _scoring(recipe, open_scorer, len(prepared.items), {column for row in prepared.rows for column in row})
-        around = _searching(recipe, open_scorer, {column for row in prepared.rows for column in row})
+        log = printed(directory, "rewards")
+        scored = _scoring(
+            recipe, open_scorer, log, len(prepared.items), {column for row in prepared.rows for column in row}
+        )
+        around = _searching(recipe, open_scorer, log, {column for row in prepared.rows for column in row})
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around)
     rows = [
         {"uid": p.uid, "prompt": asked(p.row, p.text, recipe.data), "row": json.loads(json.dumps(p.row, default=str))}
@@ -54,22 +58,24 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _scoring(recipe: GenerateRecipe, opened: contextlib.ExitStack, prompts: int, columns: set[str]) -> Grade:
+def _scoring(
+    recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, prompts: int, columns: set[str]
+) -> Grade:
     """What is added to each record: nothing, or scores."""
     if recipe.best_of is None:
         return lambda rollouts: [{"search": r.scores} if r.scores else {} for r in rollouts]
-    scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir))
+    scorer = opened.enter_context(Scorer(recipe.best_of.rewards, recipe.best_of.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
     kept, failures = ("scores", "reward"), scorer.failures(enough=prompts, unit="chunk")
     return lambda rollouts: [{k: found[k] for k in kept} for found in grade(scorer, rollouts, failures)]
 
 
-def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, columns: set[str]) -> Around | None:
+def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printed, columns: set[str]) -> Around | None:
     """The search around the engine, with its judge."""
     settings = recipe.search
     if settings is None:
         return None
-    scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir))
+    scorer = opened.enter_context(Scorer(settings.rewards, settings.scoring, recipe.base_dir, log))
     check_columns(scorer.rewards, columns)
     failures = scorer.failures(unit="round")
 

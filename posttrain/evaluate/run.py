@@ -22,7 +22,7 @@ from posttrain.evaluate.best_of import SUM, best_of, check_name
 from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.probe import contamination
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, sample
+from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, printed, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.rollout.told import told
@@ -53,7 +53,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         check_name(settings.best_of, [reward.name for reward in rewards])
     order = vote_order(recipe.rewards, rewards)
     baseline = located(settings.baseline, recipe.base_dir) if settings.baseline else None
-    with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer:
+    with Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed(directory, "rewards")) as scorer:
         failures = scorer.failures(enough=len(prepared.items), unit="chunk")
 
         def graded(rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from posttrain import whereabouts
@@ -29,6 +30,7 @@ from posttrain.run.jsonl import StepLog, read_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 from posttrain.tools.offer import offer_of
+from posttrain.verify.printed import Printed
 
 COMPLETIONS = "completions.jsonl"
 PROBLEMS = "problems.jsonl"
@@ -103,6 +105,11 @@ def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Re
     return found
 
 
+def printed(directory: RunDirectory, what: str) -> Printed:
+    """The run's log of what rewards or tools print."""
+    return Printed(directory.logs, what, lambda line: print(line, file=sys.stderr))
+
+
 @contextmanager
 def _engine(
     recipe: EvalRecipe | GenerateRecipe, directory: RunDirectory, prompts: Sequence[Prompt], around: Around | None
@@ -110,6 +117,7 @@ def _engine(
     """The model loaded, and what it is asked through; closed at the end of the block."""
     loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
+    offer = replace(offer, printed=printed(directory, "tools")) if offer else None
     sampling = turns.with_room(recipe.sampling) if offer else recipe.sampling
     longest = needed_length(prompts, sampling)
     if note := start_note(recipe.engine):

@@ -14,6 +14,7 @@ from posttrain.tools.formats import Call
 from posttrain.tools.load import LoadedTool
 from posttrain.tools.worker import ERROR_CHARS, MARK
 from posttrain.verify import pool
+from posttrain.verify.printed import Printed
 from posttrain.verify.worker import Call as Work
 from posttrain.verify.worker import Result, Target
 
@@ -21,7 +22,7 @@ from posttrain.verify.worker import Result, Target
 class Caller:
     """A context manager that holds the workers. `run` answers calls in their order; it never raises for a tool."""
 
-    def __init__(self, tools: Sequence[LoadedTool], workers: int) -> None:
+    def __init__(self, tools: Sequence[LoadedTool], workers: int, printed: Printed | None = None) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self._numbers = {tool.name: n for n, tool in enumerate(tools)}
         targets = [
@@ -35,7 +36,7 @@ class Caller:
             )
             for tool in tools
         ]
-        self.pool = pool.Pool(targets, workers)
+        self.pool = pool.Pool(targets, workers, printed=printed)
 
     def __enter__(self) -> Self:
         self.pool.start()

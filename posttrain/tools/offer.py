@@ -12,6 +12,7 @@ from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, detect, explained, template_knows_tools
 from posttrain.tools.load import LoadedTool, environment_class, load_tools
 from posttrain.tools.worlds import Environments, Simulations, Tools, World
+from posttrain.verify.printed import Printed
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Offer:
     shown: bool  # prompts tell of the tools
     given_system: str | None = None  # the recipe's system message, which that text stands behind
     simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
+    printed: Printed | None = None  # where what tools print goes, else to stderr
 
     @property
     def reply_role(self) -> Literal["tool", "user"]:
@@ -37,7 +39,7 @@ class Offer:
         """Started: workers run until it is closed."""
         if self.make is not None:
             return Environments(self.make, self.workers, self.timeout_s, self.simulations)
-        return Tools(Caller(self.tools, self.workers), self.form)
+        return Tools(Caller(self.tools, self.workers, self.printed), self.form)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The data row as it is rendered: with the tools."""

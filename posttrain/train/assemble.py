@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -37,6 +37,7 @@ from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.scoring import check_turns
 from posttrain.verify.audit import audit_gold
+from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
 PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"
@@ -172,7 +173,8 @@ def engine_of(
         else:
             max_len = needed_length(work.prompts, sampling)
             inner = make_engine(recipe.rollout, sampled_model(recipe, loaded), scratch=scratch, max_len=max_len)
-        engine = turns.turning(inner, work.offer, loaded)
+        offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
+        engine = turns.turning(inner, offer, loaded)
         if route := getattr(inner, "route", ""):
             note(route)
     return engine

@@ -47,6 +47,7 @@ from posttrain.train.rl_metrics import age_metrics, rollout_metrics
 from posttrain.train.salvage import salvaged, save_step
 from posttrain.train.start import check_start
 from posttrain.train.update import update
+from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
 COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
@@ -58,7 +59,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     work = prepared(recipe)
     with (
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
-        Scorer(recipe.rewards, recipe.scoring, recipe.base_dir) as scorer,
+        Scorer(
+            recipe.rewards, recipe.scoring, recipe.base_dir, Printed(directory.logs, "rewards", progress.note)
+        ) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
         audited(recipe, work, scorer, progress.note)
@@ -69,6 +72,12 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             # until here there is nothing to finish, and Ctrl-C ends the run at once
             with GracefulStop() as stop, drawn_ahead(pieces) as ahead:
                 return train(pieces, directory, progress, stop, ahead)
+
+
+def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
+    """The rewards, whose prints go to a log of the run."""
+    printed = Printed(directory.logs, "rewards", progress.note)
+    return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed)
 
 
 def drawn_ahead(p: Pieces) -> AbstractContextManager[Ahead | None]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError, RunError
+from posttrain.verify.printed import Ear, Printed
 from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
 
 CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
@@ -37,8 +38,9 @@ _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker im
 class Worker:
     """One process, its connection, and the calls that it has not yet answered."""
 
-    def __init__(self, targets: Sequence[Target], memory_mb: int | None = None) -> None:
+    def __init__(self, targets: Sequence[Target], memory_mb: int | None = None, printed: Printed | None = None) -> None:
         ours, theirs = Pipe()
+        self._ear = Ear(printed) if printed else None
         with tempfile.TemporaryFile() as page, theirs:
             page.truncate(SLOT_BYTES)
             self.slot = mmap.mmap(page.fileno(), SLOT_BYTES)
@@ -49,10 +51,13 @@ class Worker:
                 [sys.executable, "-P", "-c", entry],  # -P: the working directory stays off sys.path
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a script prints is talk, not our data
+                stdout=self._ear.fd if self._ear else 2,  # what a script prints is talk, not our data
+                stderr=self._ear.fd if self._ear else None,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
+        if self._ear:
+            self._ear.started()
         self.connection: Connection = ours
         self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
         self.ready = False
@@ -102,15 +107,23 @@ class Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
+    @property
+    def last_words(self) -> str:
+        """What the ended process printed last, as a part of a sentence; empty where people have seen it on stderr."""
+        said = self._ear.last() if self._ear else ""
+        return f"; it printed last:\n{said}" if said else ""
+
 
 class Pool:
     """`workers` processes that know `targets`, each with at most memory_mb of data.
 
-    Started by `start` or the first `run`, reused until `close`.
+    Started by `start` or the first `run`, reused until `close`. printed: where what they print goes, else to stderr.
     """
 
-    def __init__(self, targets: Sequence[Target], workers: int, memory_mb: int | None = None) -> None:
-        self.targets, self.size, self.memory_mb = list(targets), workers, memory_mb
+    def __init__(
+        self, targets: Sequence[Target], workers: int, memory_mb: int | None = None, printed: Printed | None = None
+    ) -> None:
+        self.targets, self.size, self.memory_mb, self.printed = list(targets), workers, memory_mb, printed
         self.workers: list[Worker] = []
         self.call_seconds = CHUNK_SECONDS / 4  # moving average, for the size of chunks
         self.startless_deaths = 0
@@ -122,7 +135,7 @@ class Pool:
             worker.connection.close()
             self.workers.remove(worker)
         while len(self.workers) < self.size:
-            self.workers.append(Worker(self.targets, self.memory_mb))
+            self.workers.append(Worker(self.targets, self.memory_mb, self.printed))
 
     def close(self) -> None:
         """End all workers. Safe to call twice."""
@@ -208,11 +221,11 @@ class Pool:
         if number == CONCURRENT:
             number = next(iter(left), None)
         if number is None:
-            self._count_startless(code, bool(left) or not worker.ready)
+            self._count_startless(worker, code, bool(left) or not worker.ready)
         elif not overdue or killed_at >= self._deadline(worker):  # else it had gone on to the next call in time
             call = left.pop(number)
             late = overdue or code == -signal.SIGALRM
-            cause = None if late else f"the worker process ended: {_cause(code)}"
+            cause = None if late else f"the worker process ended: {_cause(code)}{worker.last_words}"
             work.finish(Result(number, "timeout" if late else "error", cause, self._limit(call) if late else 0.0))
         work.requeue(left.values())
 
@@ -222,10 +235,10 @@ class Pool:
             while True:
                 self._take_in(worker, work, *worker.connection.recv())
 
-    def _count_startless(self, code: int, counts: bool) -> None:
+    def _count_startless(self, worker: Worker, code: int, counts: bool) -> None:
         self.startless_deaths += counts
         if self.startless_deaths > STARTLESS_DEATHS * self.size:
-            raise RunError(f"reward workers end before they begin a call: {_cause(code)}")
+            raise RunError(f"reward workers end before they begin a call: {_cause(code)}{worker.last_words}")
 
 
 class _Work:

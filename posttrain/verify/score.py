@@ -19,6 +19,7 @@ from posttrain.verify.failures import ENOUGH, Calls, Failures
 from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.parts import parts_of
 from posttrain.verify.pool import Pool
+from posttrain.verify.printed import Printed
 from posttrain.verify.worker import Call, Result
 
 
@@ -75,9 +76,13 @@ class Scores:
 
 
 class Scorer:
-    """A context manager that holds the worker processes. Scripts are loaded, and their parameters checked, at once."""
+    """A context manager that holds the worker processes. Scripts are loaded, and their parameters checked, at once.
 
-    def __init__(self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None) -> None:
+    printed: where what they print goes, else to stderr."""
+
+    def __init__(
+        self, rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, printed: Printed | None = None
+    ) -> None:
         self.sections, self.scoring = list(rewards), scoring
         self.rewards = [load_reward(section, base_dir) for section in rewards]
         self.per_turn = [i for i, reward in enumerate(self.rewards) if reward.per_turn]
@@ -87,6 +92,7 @@ class Scorer:
             [target_of(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
             scoring.workers,
             scoring.memory_mb,
+            printed,
         )
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # number of a reward -> its number in the pool

@@ -70,6 +70,7 @@ def main(connection_fd: int, slot_fd: int) -> None:
     """Serve calls until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a process that dies has said what it said
     connection = Connection(connection_fd)
     slot = mmap.mmap(slot_fd, SLOT_BYTES)
     try:

@@ -50,6 +50,10 @@ def many(completions):
 def text(completion):
     return "no number" if completion == "bad" else 1.0
 
+def talks(completion, prompt):
+    print("about", prompt)
+    return 1.0
+
 def seen(completion, folder):
     pathlib.Path(folder, "called").touch()
     return 1.0
@@ -129,6 +133,17 @@ def test_one_reward_that_hangs_costs_its_own_rows(recipe: Any, opened: Opened) -
     counts = [row["rewards/one_hangs/timeouts"] for row in rows]
     assert len(rows) == 2 and 0 < sum(counts) <= 4
     assert all(row["signal/share"] >= 5 / 6 for row in rows)
+
+
+def test_what_rewards_print_goes_to_a_log_of_the_run(
+    recipe: Any, opened: Opened, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with opened("run") as directory:
+        rl.run(recipe([{"use": "rewards.py:talks"}]), directory)
+    log = directory.logs / "rewards.log"
+    assert len(log.read_text().splitlines()) == 2 * 24
+    said = "".join(capfd.readouterr())
+    assert said.count("about") == 1 and f"see {log}" in said
 
 
 def test_what_rewards_cost_is_told(recipe: Any, opened: Opened) -> None:
