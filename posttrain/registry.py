@@ -113,7 +113,8 @@ def register(
     load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one
     completion a prompt), `several_updates` (more than one a step), `all_correct` (groups that are all right must not be
     filtered out), `every_group` (of a step: none may be filtered out), `every_row` (a gradient where the advantage is
-    0), `own_mean` (of a loss: it says by `counted` what its mean is over), `frozen_critic` (its `values` are those of
+    0), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit` (of a loss: it reads rewards or
+    correctness and no advantages), `frozen_critic` (its `values` are those of
     `critic.path`), `multiplies` (a controller: the recipe's number must not be 0), `measured_kl` (a controller: it
     follows the metric `kl`). note: where this reading departs from its source. exclusive: what it does that no second
     component of a recipe may do, e.g. `correct the ratio to the engine`.

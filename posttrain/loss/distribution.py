@@ -72,7 +72,7 @@ def pseudo_rewards(log_t: Tensor, divergence: Divergence) -> Tensor:
     "group_loss",
     "gdc",
     paper="2205.11275",
-    needs=("groups", "ref_logp", "every_row"),
+    needs=("groups", "ref_logp", "every_row", "own_credit"),
     note="The loss is that of the authors' toolkit for f-DPG; a fixed baseline stands for its moving average.",
 )
 def gdc(

@@ -16,7 +16,7 @@ from posttrain.registry import register
     "group_loss",
     "drpo",
     paper="2510.04474",
-    needs=("groups", "correct"),
+    needs=("groups", "correct", "own_credit"),
     note=(
         "The KL is measured over the groups of one forward pass. The released code's loss differs by a constant; the"
         " gradient is the same."

@@ -20,7 +20,7 @@ from posttrain.registry import register
     "group_loss",
     "copg",
     paper="2406.19185",
-    needs=("groups", "ref_logp", "every_row"),
+    needs=("groups", "ref_logp", "every_row", "own_credit"),
     note=(
         "Read through summaries of the paper and derived again. The paper does not state beta; another model's report"
         " divides by group size - 1 instead of taking the mean over pairs."
@@ -45,7 +45,7 @@ def copg(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1) -> GroupLoss:
     "group_loss",
     "p3o",
     paper="2310.00212",
-    needs=("groups", "ref_logp", "every_row"),
+    needs=("groups", "ref_logp", "every_row", "own_credit"),
     note=("The two clipped forms are rebuilt from the paper's description. The paper does not state beta."),
 )
 def p3o(
@@ -81,7 +81,7 @@ def p3o(
     "group_loss",
     "trpa",
     paper="2504.04524",
-    needs=("groups", "ref_logp", "every_row"),
+    needs=("groups", "ref_logp", "every_row", "own_credit"),
     note=(
         "The trust region is the regulariser `kl_old`. Without a single pair in the batch the authors' code takes a"
         " loss without beta; so does this."

@@ -23,7 +23,7 @@ Score = Literal["logL", "Lratio"]
     "group_loss",
     "disco",
     paper="2505.12366",
-    needs=("groups", "correct", "every_row"),
+    needs=("groups", "correct", "every_row", "own_credit"),
     note=(
         "The penalty's gradient is that of the released code, half of what the paper prints. The released code takes"
         " disco_b for `disco` with Lratio; the formula is built here. The KL is measured over the groups of one forward"
@@ -78,7 +78,7 @@ def kl_to_old(batch: RolloutBatch, logp: Tensor, *, kl_type: Literal["k1", "k3"]
     return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum().clamp(min=1)
 
 
-@register("group_loss", "pacs", needs=("groups", "correct", "every_row"))
+@register("group_loss", "pacs", needs=("groups", "correct", "every_row", "own_credit"))
 def pacs(
     batch: RolloutBatch,
     logp: Tensor,

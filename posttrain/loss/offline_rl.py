@@ -58,7 +58,7 @@ def oreo_response(
     "loss",
     "oreo",
     paper="2412.16145",
-    needs=("rewards", "ref_logp", "new_values", "every_row"),
+    needs=("rewards", "ref_logp", "new_values", "every_row", "own_credit"),
     note=(
         "The authors' code adds 0.01 times a KL over the whole vocabulary; here that is `kl`, by sampled token. The"
         " critic is a head on the policy's features, not a second model."
@@ -87,7 +87,12 @@ def oreo_loss(
     return _both(batch, fixed, own, values, mask, _margin(batch, logp, beta))
 
 
-@register("loss", "oreo_step", paper="2412.16145", needs=("rewards", "ref_logp", "new_values", "turn_ids", "every_row"))
+@register(
+    "loss",
+    "oreo_step",
+    paper="2412.16145",
+    needs=("rewards", "ref_logp", "new_values", "turn_ids", "every_row", "own_credit"),
+)
 def oreo_step(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.03) -> TokenLoss:
     """`oreo` with states where steps begin (`scoring.split`) or turns: an action is all tokens of its step.
 
@@ -223,7 +228,7 @@ def advantage_gaps(
     "loss",
     "direct_advantage",
     paper="2412.18279",
-    needs=("rewards", "ref_logp", "values", "turn_ids", "every_row", "own_mean", "frozen_critic"),
+    needs=("rewards", "ref_logp", "values", "turn_ids", "every_row", "own_mean", "frozen_critic", "own_credit"),
     note=(
         "The paper calls it DAPO; it is not DAPO's clip. Its scaling and what a step is are this project's reading of"
         " summaries. beta is not stated."
@@ -254,7 +259,7 @@ def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.
     return TokenLoss(steps.back(gap.square() / 2), stats, counted=steps.starts)
 
 
-@register("loss", "critic", paper="2412.18279", needs=("rewards", "new_values", "every_row"))
+@register("loss", "critic", paper="2412.18279", needs=("rewards", "new_values", "every_row", "own_credit"))
 def critic(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """Trains the value head alone: cross-entropy of sigmoid(V) at every state with the outcome (the reward, 0 to 1).
 

@@ -166,7 +166,9 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         "paper": described["paper"],
         "text": described["doc"],
         "keys": keys,
-        "needs": [need for need in described["needs"] if need not in ("every_row", "own_mean")],
+        "needs": [
+            need for need in described["needs"] if need not in ("every_row", "own_mean", "own_credit", "measured_kl")
+        ],
         "conflicts": list(_conflicts(kind, name, described)),
         "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge", "token_weight") else "",
         "not_stated": described["note"],
@@ -207,6 +209,7 @@ _CONFLICTS = {
     "turn_scores": "only rewards that know no turns: it needs those that its keys name, marked @per_turn",
     "all_correct": "keep `mixed`, or `dynamic_sampling` by correctness: they drop the groups that it is about",
     "every_group": "keep without rollout.max_gen_batches above 1: it puts the step's groups together",
+    "own_credit": "`factors`, `bonuses`, `spread` and a KL in the reward: it reads no advantages",
     "multiplies": "a number of 0: it multiplies what the recipe has there",
     "measured_kl": "a `kl.coef` of 0 that stays 0: it follows the KL to the reference",
 }

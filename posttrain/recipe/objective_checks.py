@@ -29,7 +29,7 @@ FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component mak
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with a slow copy of the policy
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
-    *("multiplies", "measured_kl"),
+    *("multiplies", "measured_kl", "own_credit"),
 }
 WHY_NOT = {
     **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
@@ -173,18 +173,40 @@ def _is_group_loss(recipe: RlRecipe) -> bool:
     return recipe.loss.use in registry.index().get("group_loss", {})
 
 
+def _own_credit(recipe: Any) -> Found:
+    """What goes into advantages, beside a loss that reads none; what goes into rewards, where only components count."""
+    if not isinstance(recipe, RlRecipe):
+        return
+    loss, own = recipe.loss.use, "own_credit" in recipe.loss.needs
+    reads = "rewards or correctness" if own else "each channel by itself"
+    late = {"bonuses": recipe.bonuses, "spread": recipe.spread, **({"factors": recipe.factors} if own else {})}
+    if own or loss == "clip_channels":
+        for key in (key for key, value in late.items() if value):
+            yield key, f"changes advantages, and loss `{loss}` reads {reads}", "remove it, or write `loss: clip`"
+    others = recipe.regularisers or recipe.select  # some of them read advantages
+    if own and recipe.advantage.use not in ("group", "reward") and not others:
+        yield "advantage", f"does nothing: loss `{loss}` reads {reads}", "remove it"
+    if recipe.kl.where == "reward" and any(key == "kl" for key, _ in used(recipe)):
+        right = "write `kl.where: loss`"
+        if own:
+            yield "kl.where", f"it comes off the reward of an advantage, and loss `{loss}` reads none", right
+        elif "components" in recipe.advantage.needs:
+            what = f"it comes off the sum of the rewards, and advantage `{recipe.advantage.use}` reads them one by one"
+            yield "kl.where", what, right
+    by_correctness = own and "correct" in recipe.loss.needs
+    filters = any(keep.params.get("metric") == "reward" or ":" in keep.use for keep in recipe.keeps)
+    if by_correctness and recipe.group_rewards and not filters and not others:
+        yield "group_rewards", f"change rewards, and loss `{loss}` reads correctness alone", "remove them"
+
+
 def _channels(recipe: Any) -> Found:
-    """Every channel of an advantage is in one loss, once, and what changes their sum alone changes nothing there."""
+    """Every channel of an advantage is in one loss, once."""
     if not isinstance(recipe, RlRecipe):
         return
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
     clips = {n: r.params["channel"] for n, r in enumerate(recipe.regularisers) if r.use == "channel_clip"}
     apart = [number for number in range(1, len(parts)) if advantage.params.get("separate")]
     if recipe.loss.use == "clip_channels":
-        for key, value in (("bonuses", recipe.bonuses), ("spread", recipe.spread)):
-            if value:
-                what = "changes the sum of the channels, and loss `clip_channels` reads each by itself"
-                yield key, what, "remove it, or write `loss: clip`"
         apart = []
     elif advantage.use == "channels":
         for number in sorted({*apart} - {*clips.values()}):
@@ -351,6 +373,7 @@ CHECKS = (
     _filtered_away,
     _every_group,
     _whole_groups,
+    _own_credit,
     _channels,
     _sequence_clip,
     _controlled,

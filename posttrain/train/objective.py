@@ -32,6 +32,7 @@ from torch import Tensor
 
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss
+from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
 from posttrain.recipe.objective_checks import used
 from posttrain.recipe.stages import RlRecipe
@@ -231,6 +232,12 @@ class Objective:
                 stay = left.any(-1) | ~batch.mask.any(-1)
                 keep = stay if batch.keep is None else batch.keep & stay
                 batch = batch.replace(mask=left, keep=keep)
+            elif self.whole_groups:
+                what = f"{part.key} `{part.name}` takes tokens out of a loss by token"
+                raise UserError(
+                    f"{what}, and loss `{self.surrogate.name}` has one value a group",
+                    hint="remove it, or take a selection whose tokens leave the denominators too",
+                )
             else:
                 before = batch.mask if batch.selected is None else batch.selected
                 batch = batch.replace(selected=before & chosen.mask)

@@ -30,6 +30,7 @@ def problems(**changes: Any) -> str:
 
 
 TWO = {"minibatches": 2}
+IN_REWARD = {"use": "k1", "coef": 0.1, "where": "reward"}
 PARTED = {"use": "channels", "channels": [{"rewards": {"a": 1.0}}, {"rewards": {"b": 1.0}}], "separate": True}
 SUMMED = {**PARTED, "separate": False}
 
@@ -83,13 +84,19 @@ SUMMED = {**PARTED, "separate": False}
             "gives less than 5 completions no advantage, and a prompt has 4",
             {"rollout": {"group_size": 5}},
         ),
+        ({"loss": "copg", "factors": ["adora"]}, "reads rewards or correctness", {"loss": "clip"}),
+        ({"loss": "oreo", "bonuses": ["novelty"]}, "reads rewards or correctness", {"bonuses": []}),
+        ({"loss": "pacs", "advantage": "rloo"}, "advantage: does nothing", {"advantage": "group"}),
+        ({"loss": "gdc", "kl": IN_REWARD}, "reads none", {"kl": {"coef": 0.1}}),
+        ({"advantage": "gdpo", "kl": IN_REWARD}, "reads them one by one", {"advantage": "group"}),
+        ({"loss": "disco", "group_rewards": ["kimi_length"]}, "reads correctness alone", {"loss": "copg"}),
         ({"advantage": PARTED}, "channel 1 stands apart", {"regularisers": ["channel_clip"]}),
         ({"advantage": PARTED}, "no loss has it", {"loss": "clip_channels"}),
         ({"advantage": SUMMED, "regularisers": ["channel_clip"]}, "in the loss already", {"regularisers": []}),
         ({"advantage": "copo", "regularisers": ["channel_clip"]}, "leaves no channel 1", {"regularisers": []}),
         (
             {"advantage": "copo", "loss": "clip_channels", "bonuses": ["novelty"]},
-            "reads each by itself",
+            "reads each channel by itself",
             {"loss": "clip"},
         ),
         (

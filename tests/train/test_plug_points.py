@@ -236,6 +236,14 @@ def test_a_controlled_coefficient_of_0_keeps_its_term() -> None:
     assert controls.numbers(controls.start(), 10) == {"kl.coef": 0.02}
 
 
+def test_a_token_mask_beside_a_loss_over_groups_is_refused() -> None:
+    """It would do nothing."""
+    batch, _ = rows()
+    objective = Objective.from_preset("copg", select=[{"use": "high_entropy_tokens"}])
+    with pytest.raises(UserError, match="`copg` has one value a group"):
+        objective.assign(batch.replace(entropy=torch.zeros(4, 2)))
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain import registry
 from posttrain.batch import RolloutBatch
 from posttrain.recipe import presets
+from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
 
 NAMES = presets.names("rl")
@@ -179,3 +181,41 @@ def test_it_states_what_it_chooses(name: str) -> None:
     found = presets.preset(name)
     assert found.title and found.purpose and found.not_stated and found.stage == "rl"
     assert {"loss", "kl"} <= found.choices.keys() | {"kl"}
+
+
+def parts_objective(**sections: Any) -> Objective:
+    values = {"model": {"path": "tiny"}, "data": {"source": "x"}, "rewards": [{"use": "x"}]}
+    return Objective.from_recipe(RlRecipe.model_validate({**values, "rollout": {"max_new_tokens": 6}, **sections}))
+
+
+LOSSES = [
+    (name, entry["needs"])
+    for kind in ("loss", "group_loss")
+    for name, entry in registry.index()[kind].items()
+    if "external" not in entry["needs"]
+]
+
+
+@pytest.mark.parametrize(("name", "needs"), LOSSES, ids=[name for name, _ in LOSSES])
+def test_a_loss_says_that_it_reads_no_advantages(name: str, needs: list[str]) -> None:
+    """`own_credit`: others beside it are then refused as idle (recipe/objective_checks.py)."""
+    rows = batch("grpo").replace(turn_ids=torch.arange(6).expand(15, 6) // 2, opponent_logp=-torch.rand(15, 6).double())
+    advantage = torch.linspace(-1, 1, 15, dtype=F64)
+    found = []
+    for factor in (1.0, 3.0):
+        given = rows.replace(advantages=factor * advantage, channels={"0": factor * advantage})
+        logp = policy()
+        values = registry.get("group_loss" if name in registry.index()["group_loss"] else "loss", name).function(
+            given.replace(new_values=given.new_values.clone().requires_grad_()), logp
+        )
+        found.append(values.values.sum().detach())
+    assert bool(found[0] == found[1]) == ("own_credit" in needs)
+
+
+@pytest.mark.parametrize("name", [n for n, e in registry.index()["advantage"].items() if "components" in e["needs"]])
+def test_an_advantage_of_components_does_not_see_a_kl_in_the_reward(name: str) -> None:
+    given = {"channels": {"channels": [{"rewards": {"reward": 1.0}}]}, "decs": {"max_length": 6.0}}.get(name, {})
+    rows = batch("decs").replace(components={**batch("decs").components, "reward": MIXED})
+    kl = {"use": "k1", "coef": 0.5, "where": "reward"}
+    plain, less = (parts_objective(advantage={"use": name, **given}, **k).assign(rows) for k in ({}, {"kl": kl}))
+    torch.testing.assert_close(less.advantages, plain.advantages)
