@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -53,6 +53,7 @@ class Progress:
         self._first: tuple[int, float] | None = None  # step and time of the first update, for the time left
         self._printed = float("-inf")
         self._history: deque[float] = deque(maxlen=200)
+        self._noted: Counter[str] = Counter()
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -93,7 +94,14 @@ class Progress:
         return max(0.0, min(by_steps, by_time))
 
     def note(self, text: str) -> None:
-        """One line that stays, above the live display."""
+        """One line that stays, above the live display. What is noted again and again, as a step without a signal is,
+        is shown the first, second, fourth, eighth ... time."""
+        self._noted[text] += 1
+        times = self._noted[text]
+        if times & (times - 1):  # no power of two
+            return
+        if times > 1:
+            text += f" ({times} times so far)"
         if self._live is not None:
             self._live.console.print(Text(text))
         else:

@@ -34,6 +34,16 @@ def test_the_time_left_of_a_resumed_run_counts_what_was_spent_before(monkeypatch
     assert out.file.getvalue().splitlines()[-1].endswith("left 9:54")
 
 
+def test_a_note_that_comes_again_and_again_is_shown_ever_more_rarely():
+    out = console()
+    with Progress("rl", 20, [], console=out) as progress:
+        for _ in range(9):
+            progress.note("no signal")
+        progress.note("another")
+    shown = ["no signal", *(f"no signal ({n} times so far)" for n in (2, 4, 8)), "another"]
+    assert out.file.getvalue().splitlines() == shown
+
+
 def test_a_terminal_gets_a_live_display_with_a_curve():
     out = console(force_terminal=True)
     with Progress("rl", 3, ["reward"], console=out) as progress:
