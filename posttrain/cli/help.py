@@ -8,11 +8,27 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+OVERRIDES = "KEY.PATH=VALUE"  # how the argument is named that takes values of a recipe
 WHOLE = 200  # characters of a command's sentence in a list: all of it
 
 
 class Command(TyperCommand):
-    """A command whose arguments are shown as `NAME`, `[NAME]` or `[NAME]...`, without Python types."""
+    """A command whose arguments are shown as `NAME`, `[NAME]` or `[NAME]...`, without Python types. An option that it
+    does not have is answered with what to write, where the command takes values of a recipe."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return list(super().parse_args(ctx, args))
+        except Exception as error:
+            option = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
+            if option is None or not any(one.metavar == OVERRIDES for one in _arguments(self, ctx)):
+                raise
+            from posttrain.cli.slips import no_such_option
+
+            named = ctx.command_path.partition(" ")[2]
+            options = [one.opts[-1] for one in self.get_params(ctx) if one.param_type_name == "option"]
+            raise no_such_option(option, words, named, options) from None
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(_written(argument) for argument in _arguments(self, ctx))]

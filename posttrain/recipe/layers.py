@@ -12,7 +12,7 @@ from pathlib import Path
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.places import known_files
-from posttrain.recipe import keys
+from posttrain.recipe import keys, slips
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.tree import Node, Origin, child, dotted
 from posttrain.recipe.yaml import Document, parse_value, read, shown
@@ -185,7 +185,11 @@ def _position(node: Node, part: str, origin: Origin, above: tuple[str | int, ...
 
 def apply(tree: Node, overrides: Sequence[str], problems: list[Problem]) -> Node:
     """All overrides in order; those that cannot be applied are added to `problems`."""
-    for text in overrides:
+    for text, form in slips.joined(overrides):
+        if form:
+            what = f"`{text}`: {slips.FORM}"
+            problems.append(Problem("command line", what, hint="" if form == slips.FORM else form))
+            continue
         try:
             tree = override(tree, text)
         except RecipeError as error:

@@ -13,6 +13,7 @@ from posttrain.errors import Problem, did_you_mean, nearest
 from posttrain.recipe import keys
 from posttrain.recipe.removed import sentence
 from posttrain.recipe.section import ComponentSection
+from posttrain.recipe.slips import form_for
 from posttrain.recipe.stages import TAGS, Stage
 from posttrain.recipe.tree import Node, dotted, follow
 
@@ -188,8 +189,14 @@ def _unknown_key(node: Node, path: Sequence[str | int], stage: type[Stage], tree
     parent, _ = follow(tree, parent_path)
     known = keys.known_at(stage, parent_path, parent)
     what = f"{shown_path}: unknown key"
-    hint = _hint_for(key, parent_path, parent, known, stage)
+    hint = _of_another_tool(node, path, stage) or _hint_for(key, parent_path, parent, known, stage)
     return Problem(node.at_key.mark, what, f"known here: {', '.join(known)}" if known else "", hint)
+
+
+def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) -> str:
+    """For an override whose first section is not ours, as in `trainer.total_epochs=2`: ours that is meant."""
+    typed, _, value = node.at_key.where.partition("=") if node.at_key.kind == "command line" else ("", "", "")
+    return form_for(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
 
 
 def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:

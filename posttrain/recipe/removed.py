@@ -41,7 +41,9 @@ _DTYPE = "write `model.dtype` (auto, float32, bfloat16 or float16)"
 _FOUR_BIT = "write `model.quantize: nf4` beside `model.lora`"
 _EVALUATION = "evaluation is a stage of its own: `posttrain eval`, or an eval stage in a pipeline"
 _TRACKING = "remove it; every run writes metrics.jsonl, samples.jsonl and report.html into its directory"
-_DISTRIBUTED = "remove it; posttrain runs on one device and takes no launcher settings"
+_DISTRIBUTED = (
+    "remove it; `--gpus N` on the command line starts a process a GPU, `model.shard` divides the model among them"
+)
 _CLIP = "write `loss.clip_low` and `loss.clip_high` (offsets: the ratio stays within 1 - low and 1 + high)"
 _WARMUP = "write `optim.warmup_steps` (counted in optimiser steps)"
 
@@ -198,6 +200,8 @@ REMOVED: dict[str, str | dict[str, str]] = {
     "fsdp": _DISTRIBUTED,
     "fsdp_config": _DISTRIBUTED,
     "ddp_timeout": _DISTRIBUTED,
+    "n_gpus_per_node": _DISTRIBUTED,
+    "num_processes": _DISTRIBUTED,
     "remove_unused_columns": "remove it; rewards get every column that they name",
     "dataset_num_proc": "remove it; rows are prepared in the main process",
     "dataloader_num_workers": "remove it; there is no data loader process",

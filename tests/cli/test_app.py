@@ -78,7 +78,7 @@ def test_version(call: Callable[..., Any]) -> None:
 def test_a_mistyped_verb_is_corrected(call: Callable[..., Any]) -> None:
     result = call("evl", "r.yaml")
     assert result.exit_code == 2
-    assert "Did you mean 'eval'?" in result.stderr
+    assert "did you mean `posttrain eval`?" in result.stderr
 
 
 def test_the_module_runs() -> None:

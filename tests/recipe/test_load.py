@@ -111,6 +111,7 @@ def test_overrides_that_do_not_fit_are_told_together(errors: Errors) -> None:
     assert errors(RL, "run.steps", "seed.x=1", "model.path.x=1", "rewards.3.weight=1", "run.seed=") == "\n".join(
         [
             "command line  `run.steps`: an override is written key.path=value",
+            "  hint: write run.steps=VALUE",
             "command line  model.path.x: `model.path` is a single value and has no keys",
             "command line  rewards has no entry `3`",
             "  entries: 0 to 0",
