@@ -55,7 +55,8 @@ def beta_normalised(
 
     Over the groups mu = mean(p), var = var(p), unbiased; s = mu (1 - mu) / var - 1; alpha = max(1 + s mu / 3, 1), beta
     = max(1 + s (1 - mu) / 3, 1). Weight = min(1 / f(p), weight_max); 1 for one group, or without variance. Unscored
-    rows are left out and get 0. A group of one row has p = 0, as in the authors' code: its advantage is R / f(0).
+    rows are left out and get 0, and so does a row whose group has no other scored one. A group of one row has p = 0, as
+    in the authors' code: its advantage is R / f(0).
     """
     rewards = (rewards_of(batch).detach() - reward_min) / (reward_max - reward_min)
     key = numbered(batch.group_ids)
@@ -67,8 +68,8 @@ def beta_normalised(
             allowed=f"from advantage.reward_min {reward_min:g} to advantage.reward_max {reward_max:g}",
             hint="write the range that the rewards have after group_rewards, weights and a KL in the reward",
         )
-    count = group_sum(scored.to(rewards.dtype), key)
-    p = torch.where(count > 1, group_mean(rewards, key), 0.0).clamp(0, 1)  # a sum of weights is 1 but for rounding
+    count, size = (group_sum(rows.to(rewards.dtype), key) for rows in (scored, torch.ones_like(scored)))
+    p = torch.where(size > 1, group_mean(rewards, key), 0.0).clamp(0, 1)  # a sum of weights is 1 but for rounding
     alpha, beta = _fit(p[count > 0])
     log_density = (alpha - 1) * _log(p, alpha) + (beta - 1) * _log(1 - p, beta)
     log_density = log_density + torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)

@@ -37,6 +37,12 @@ def test_rewards_outside_of_the_range_are_refused() -> None:
     assert beta_norm(batch([[above, above], [1.0, 0.0]])).isfinite().all()
 
 
+def test_the_only_scored_row_of_a_group_has_no_advantage() -> None:
+    """It had that of a group of one, R / f(0): up to weight_max."""
+    found = beta_norm(batch([[1.0, math.nan, math.nan], [1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
+    assert found[:3].tolist() == [0, 0, 0] and float(found.abs().max()) < 2
+
+
 def test_symmetric_pass_rates() -> None:
     """p = (1/4, 3/4): mu 1/2, var 1/8, s = 1/4 / (1/8) - 1 = 1, a = b = 1/2, alpha = beta = 7/6."""
     found = beta_normalised(batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
