@@ -257,8 +257,13 @@ def any_rank(flag: bool) -> bool:
 
 def total(numbers: Mapping[str, float]) -> dict[str, float]:
     """Sums over ranks by name; a rank that lacks a name adds nothing."""
+    return added(gather(dict(numbers)))
+
+
+def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name of what ranks have told."""
     sums: dict[str, float] = {}
-    for found in gather(dict(numbers)):
+    for found in parts:
         for name, number in found.items():
             sums[name] = sums.get(name, 0) + number
     return sums

@@ -40,6 +40,7 @@ from posttrain.train import checkpoint, compiled, distributed, optim, sharding
 from posttrain.train.dealing import StepOrder
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
+from posttrain.train.salvage import rescue
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 Saver = Callable[[LoadedModel, Path], dict[str, Any]]
@@ -85,6 +86,7 @@ class Job:
     longest: int = 0  # tokens of the longest row
     order: StepOrder | None = None  # of the rows within a step; None: as they are drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
+    saving: bool = False  # within a save, or behind one that failed
 
     @classmethod
     def of(
@@ -98,6 +100,13 @@ class Job:
     def finished(self) -> bool:
         """All steps are done, or the time is up."""
         return self.state.step >= self.plan.steps or self.state.out_of_time(self.recipe.run.max_minutes)
+
+    def save(self, *, alone: bool = False) -> None:
+        """A checkpoint of the steps that are done."""
+        self.saving = True
+        root, keep = self.directory.checkpoints, self.recipe.run.keep_checkpoints
+        checkpoint.save(root, self.state, self.loaded, self.optimizer, keep, alone=alone)
+        self.saving = False
 
 
 class RowOrder(torch.utils.data.Sampler[int]):
@@ -131,6 +140,7 @@ class RunLoop(abc.ABC):
     stop: GracefulStop
     watchdog: Watchdog
     sums: dict[str, Any]
+    failed: Exception | None  # of this rank, in the passes of this step
 
     def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
         self.metrics, self.progress, self.stop, self.watchdog = metrics, progress, stop, watchdog
@@ -157,7 +167,7 @@ class RunLoop(abc.ABC):
         """An optimiser step's micro-batches and its denominator; its learning rate and random numbers are set here."""
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        self.micro_batches, self.done, self.sums = batches, 0, {}
+        self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
         self.idle = sharding.idle(len(distributed.share(len(batches))), self.job.loaded)
         step = self.job.state.step
         self.watchdog.begin_step(step)
@@ -175,20 +185,30 @@ class RunLoop(abc.ABC):
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch, if it is ours; after the last, the gradient of all ranks.
 
-        Raises NonFiniteError before an optimiser step could use a NaN.
+        Raises NonFiniteError before an optimiser step could use a NaN. Several ranks: an error of one is told to all
+        behind the last micro-batch, where they would wait for its gradient.
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
-        if self.done in distributed.share(len(self.micro_batches)):
-            loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        if self.failed is None and self.done in distributed.share(len(self.micro_batches)):
+            tried = distributed.tried(self._pass, model, inputs, num_items_in_batch)
+            loss, self.failed = (loss, tried.error) if tried.error else (tried.value, None)
         self.done += 1
-        if not torch.isfinite(loss):
-            raise non_finite(self.job, self.micro_batches, "the loss")
-        if self.done == len(self.micro_batches):
+        last = self.done == len(self.micro_batches)
+        if last and self.failed is None:
             for _ in range(self.idle):
                 self._idle_pass(model, inputs, num_items_in_batch)
+        if last or distributed.world() == 1:
+            distributed.all_of(distributed.Tried(None, self.failed))
+        if last:
             distributed.sum_gradients(model)
             if name := bad_gradient(model):
                 raise non_finite(self.job, self.micro_batches, f"the gradient of {name}")
+        return loss
+
+    def _pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        if not torch.isfinite(loss):
+            raise non_finite(self.job, self.micro_batches, "the loss")
         return loss
 
     def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], like: Tensor) -> None:
@@ -213,7 +233,7 @@ class RunLoop(abc.ABC):
         try:
             if over or (run.save_every and state.step % run.save_every == 0):
                 with self.watchdog.phase("save"):
-                    checkpoint.save(job.directory.checkpoints, state, job.loaded, job.optimizer, run.keep_checkpoints)
+                    job.save()
                 values |= state.count_save(distributed.from_main(self.watchdog.seconds["save"]))
         finally:
             if state.step % run.log_every == 0 or job.finished:
@@ -272,6 +292,21 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
     )
 
 
+@contextlib.contextmanager
+def salvaged(job: Job, note: Callable[[str], None]) -> Iterator[None]:
+    """Around the steps: an error in one that has not yet changed the weights leaves a checkpoint of those before."""
+    before = job.state.step
+    with optim.begun(job.optimizer) as begun:
+        try:
+            yield
+        except Exception as error:
+            done = job.state.step
+            if done and not job.saving:
+                whole = begun() == done - before
+                rescue(error, done, job.directory, [job.loaded.model], job.save, whole=whole, note=note)
+            raise
+
+
 @distributed.alarmed()
 def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], saver: Saver = save) -> dict[str, Any]:
     """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
@@ -297,7 +332,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
             explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
-            with explained, compiled.compiled(job.loaded.model, recipe.model)():
+            with explained, salvaged(job, progress.note), compiled.compiled(job.loaded.model, recipe.model)():
                 trainer.train()
     if not job.finished:
         raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -92,6 +94,17 @@ def loss_scaler(loaded: LoadedModel) -> GradScaler:
     """Scales the loss up before the backward pass and gradients down after it, where products are float16, so that
     small gradients do not vanish; halves the scale when one overflows. Elsewhere it hands everything on as it is."""
     return GradScaler(loaded.device.type, enabled=loaded.half == torch.float16)
+
+
+@contextlib.contextmanager
+def begun(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
+    """Gives a function that says how many updates of the weights the optimiser has begun since the block began."""
+    updates = list[None]()
+    hook = optimizer.register_step_pre_hook(lambda *_: updates.append(None))
+    try:
+        yield lambda: len(updates)
+    finally:
+        hook.remove()
 
 
 def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:

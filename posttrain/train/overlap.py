@@ -94,6 +94,7 @@ class Ahead:
     def __init__(self, collect: Collect, engine: Any) -> None:
         self._collect, self._engine = collect, engine
         self._draw: _Draw | None = None
+        self._taken: tuple[int, Drawn] | None = None  # the step that trains, and what it trains on
         self._line = distributed.new_line()  # what ranks tell each other meanwhile must not meet what the update does
 
     def __enter__(self) -> Self:
@@ -119,6 +120,7 @@ class Ahead:
             raise EngineError(f"step {state.step + 1} was given rollouts of version {oldest}: more than a step old")
         p.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in drawn.seconds.items()}
         p.sync(state.step)
+        self._taken = state.step, drawn
         more = state.step + 1 < p.steps
         self._draw = self._begin(p, dataclasses.replace(state, step=state.step + 1)) if more else None
         return drawn.rollouts, drawn.gathered
@@ -153,10 +155,12 @@ class Ahead:
 
     # --- in checkpoints ---
 
-    def complete(self) -> bool:
-        """After an error between two updates: whether `write` has all that a checkpoint of the step before holds, what
-        is under way included, which is waited for. It has not if the step's own rollouts failed, which older weights
-        drew."""
+    def complete(self, done: int) -> bool:
+        """After an error before an update: whether `write` has all that a checkpoint of the `done` steps before holds,
+        what is under way included, which is waited for. It has not if the step's own rollouts failed, which older
+        weights drew."""
+        if self._of(done) is not None:
+            return True
         if self._draw is not None:
             self._draw.wait(PATIENCE_S)
         return self._draw is None or not (self._draw.under_way or self._draw.failed)
@@ -167,10 +171,15 @@ class Ahead:
             self._renew(p, state)
             self._wait(p)
 
-    def write(self, folder: Path) -> None:
-        """What was drawn for the next step, if it is not the last."""
-        if self._draw is not None:
-            (folder / FILE).write_text(json.dumps(as_json(self._draw.result())))
+    def write(self, folder: Path, done: int) -> None:
+        """What was drawn for the step behind the `done` ones, if those are not all."""
+        drawn = self._of(done) or (self._draw.result() if self._draw is not None else None)
+        if drawn is not None:
+            (folder / FILE).write_text(json.dumps(as_json(drawn)))
+
+    def _of(self, step: int) -> Drawn | None:
+        """The rollouts of step 0, 1, ..., if it is the one that has taken its own."""
+        return self._taken[1] if self._taken is not None and self._taken[0] == step else None
 
     def read(self, folder: Path, prompts: Sequence[Prompt]) -> None:
         """What `write` wrote; nothing where it wrote nothing."""

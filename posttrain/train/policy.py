@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -150,12 +151,26 @@ def _in_parts(
 ) -> dict[str, Tensor]:
     """What `run` gives for `rows` in micro-batches, at their places among all rows; 0 elsewhere.
 
-    Ranks divide the rows, if there is one for each, and all of them get all.
+    Ranks divide the rows, if there is one for each, and all of them get all, or the error of one.
     """
-    out: dict[str, Tensor] = {}
     divided = len(rows) >= distributed.world()
-    if divided:
-        rows = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows])]
+    if not divided:
+        return _passed(p, sequences, rows, run, divided=False)
+    mine = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows])]
+    out = distributed.together(partial(_passed, divided=True), p, sequences, mine, run)
+    return {name: distributed.add_up(value) for name, value in out.items()}
+
+
+def _passed(
+    p: Pieces,
+    sequences: Sequences,
+    rows: Sequence[int],
+    run: Callable[[Sequences, list[int]], dict[str, Tensor]],
+    *,
+    divided: bool,
+) -> dict[str, Tensor]:
+    """What `run` gives for `rows`; those are not all where ranks have divided them."""
+    out: dict[str, Tensor] = {}
     lengths = [len(sequences.ids[r]) for r in rows]
     parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed)
     idle = sharding.idle(len(parts), p.loaded) if divided else 0
@@ -169,7 +184,7 @@ def _in_parts(
     for _ in range(idle):
         shortest = [min(rows, key=lambda r: len(sequences.ids[r]))]
         run(sequences.select(shortest), shortest)
-    return {name: distributed.add_up(value) for name, value in out.items()} if divided else out
+    return out
 
 
 def _top_k(p: Pieces) -> int:

@@ -3,7 +3,7 @@
 engine sync -> prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser.
 
 The sync brings the weights of the step before; the engine starts with those of the first. An error in it, or up to the
-advantages, finds that step finished and loses nothing (`salvage`).
+first optimiser update, finds that step finished and loses nothing (`salvage`).
 
 With `rollout.staleness: 1` prompts and rollouts are those of the next step, and run while this one trains (`overlap`).
 
@@ -92,7 +92,7 @@ def train(
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
-    drawing = partial(salvaged, p, state, directory, ahead, note=progress.note)
+    salvage = partial(salvaged, p, state, directory, ahead, note=progress.note)
     with closing(Record(p, directory, progress, state)) as record:
         if state.step:
             go_on(p, state, directory, ahead)
@@ -106,17 +106,17 @@ def train(
         while not ended(p, state):
             started = time.perf_counter()
             p.watchdog.begin_step(state.step)
-            with drawing():
+            with salvage():
                 controllers, numbers, now = distributed.together(controlled, p, state)
-            with explained():
-                rollouts, values, saved = step(now, state, ahead, drawing())
+            with explained(), salvage():
+                rollouts, values, saved = step(now, state, ahead)
             values |= {f"control/{key}": number for key, number in numbers.items()}
             values = finish_step(p, state, values, controllers, started)
             stopping = distributed.any_rank(stop.requested)
             with record.add(state, values, rollouts, saved):
                 if stopping or ended(p, state) or due(p, state):
                     if ahead is not None:
-                        with drawing():
+                        with salvage():
                             ahead.finish(p, state)
                     save_step(p, state, directory, ahead)
                     values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
@@ -126,15 +126,13 @@ def train(
 
 
 def step(
-    p: Pieces, state: checkpoint.State, ahead: Ahead | None, drawing: AbstractContextManager[None]
+    p: Pieces, state: checkpoint.State, ahead: Ahead | None
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step, on its own rollouts or on those drawn ahead. Returns the scored rollouts, the step's metrics, and
-    what `whatif` needs of the rollouts; moves `state` past the prompts that it drew. drawing: around what comes before
-    any weight changes."""
-    with drawing:
-        if ahead is None:
-            p.sync(state.step)
-        rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
+    what `whatif` needs of the rollouts; moves `state` past the prompts that it drew."""
+    if ahead is None:
+        p.sync(state.step)
+    rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
     if ahead is None:
         p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the next sync
     sequences = sequences_of(rollouts)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch, on_device
 from posttrain.errors import NonFiniteError
+from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import distributed, optim, sharding
 from posttrain.train.logprobs import Sequences, micro_batches
@@ -81,7 +82,8 @@ def moves(p: Pieces) -> bool:
 def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> None:
     """One optimiser update on `rows`; none, if no row has a signal. The gradient norm is that before clipping.
 
-    Every rank has all rows of the update and runs forward and backward on its part of them.
+    Every rank has all rows of the update and runs forward and backward on its part of them. An error of one in that is
+    told to all, where they would wait for its gradient.
     """
     minibatch = batch.select(rows)
     active = [rows[n] for n in with_signal(p, minibatch)]
@@ -89,21 +91,9 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         return
     totals = p.objective.totals(minibatch)
     tally.logp[active] = 0.0
-    sums = Sums()
-    for chosen in my_micro_batches(p, batch, sequences, active):
-        if not chosen:
-            idle_pass(p, batch, sequences, active)
-            continue
-        logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
-        tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
-        if batch.old_logp is None:
-            tally.mismatch.add(logp, part.rollout_logp, part.mask)
-        loss, stats = p.objective.loss(part, logp, totals)
-        p.scaler.scale(loss).backward()
-        sums.add(stats)
-        sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
+    sums = distributed.all_of(distributed.tried(passes, p, batch, sequences, active, totals, tally))
     distributed.sum_gradients(p.loaded.model, p.critic)
-    tally.sums.add(distributed.total(sums.numbers()))
+    tally.sums.add(distributed.added(sums))
     p.scaler.unscale_(p.optimizer)
     trained = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
     norm, *others = [float(optim.clip_gradients(module, p.recipe.optim.max_grad_norm)) for module in trained]
@@ -118,6 +108,26 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         tally.sums.add({"skipped": 1.0})
     else:
         tally.norms.append(norm)
+
+
+def passes(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], totals: Totals, tally: Tally
+) -> dict[str, float]:
+    """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens."""
+    sums = Sums()
+    for chosen in my_micro_batches(p, batch, sequences, active):
+        if not chosen:
+            idle_pass(p, batch, sequences, active)
+            continue
+        logp, entropy, part = current(p, batch.select(chosen), sequences.select(chosen))
+        tally.logp.index_copy_(0, on_device(chosen, tally.logp.device), logp.detach().float())
+        if batch.old_logp is None:
+            tally.mismatch.add(logp, part.rollout_logp, part.mask)
+        loss, stats = p.objective.loss(part, logp, totals)
+        p.scaler.scale(loss).backward()
+        sums.add(stats)
+        sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
+    return sums.numbers()
 
 
 def idle_pass(p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:

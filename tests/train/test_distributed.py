@@ -394,6 +394,49 @@ def test_a_sync_that_fails_on_one_rank_loses_no_step(train: Train, folder: Path)
     assert rows_of(folder / "broken") == rows_of(folder / "straight")
 
 
+LOSSES = """
+import os, pathlib
+from posttrain.loss.pair import dpo
+from posttrain.loss.clip import clip
+
+passes = 0
+
+def breaking(step):
+    if step == 2 and os.environ.get("RANK") == "1" and pathlib.Path(__file__).with_name("failing").is_file():
+        raise RuntimeError("no more")
+
+def policy(batch, logp):
+    breaking(batch.step)
+    return clip(batch, logp)
+
+def pair(batch):
+    global passes
+    breaking(passes)  # one in each step
+    passes += 1
+    return dpo(batch, reference_free=True)
+"""
+
+
+@pytest.mark.parametrize("stage", ["rl", "dpo"])
+def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder: Path, stage: str) -> None:
+    """That of rank 1 in step 3: rank 0 hears of it where it would wait for the gradient, and saves."""
+    (folder / "digits.py").write_text(DIGITS)
+    (folder / "losses.py").write_text(LOSSES)
+    shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
+    plain = {**{k: RL[k] for k in ("stage", "data", "optim", "rewards")}, "scoring": {"workers": 1}, "rollout": shape}
+    recipe = {**(plain if stage == "rl" else DPO), "model": {"path": "tiny"}, "run": {"steps": 4}}
+    recipe["loss"] = {"use": f"losses.py:{'policy' if stage == 'rl' else 'pair'}"}
+    assert train(recipe, folder / "straight", ranks=2) == [0, 0]
+    (folder / "failing").touch()
+    assert train(recipe, folder / "broken", ranks=2) == [1, 1]
+    newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert len(rows_of(folder / "broken")) == 2
+    (folder / "failing").unlink()
+    assert train(recipe, folder / "broken", ranks=2, resume=True) == [0, 0]
+    assert rows_of(folder / "broken") == rows_of(folder / "straight")
+
+
 @pytest.mark.parametrize("rollout", [{}, {"engine": "vllm"}], ids=["transformers", "vllm"])
 def test_a_sync_that_fails_on_one_rank_of_a_divided_model_loses_no_step(
     train: Train, folder: Path, rollout: Values

@@ -1,4 +1,4 @@
-"""Errors that end an rl run between two updates, and steps in which there is nothing to learn: nothing is lost."""
+"""Errors that end a run before an update, and steps of rl in which there is nothing to learn: nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from posttrain.errors import RunError
+from posttrain.errors import NonFiniteError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, checkpoint, overlap, rl, saved_rollouts
+from posttrain.train import assemble, checkpoint, hf_trainer, overlap, rl, saved_rollouts, sft, update
 
 from .conftest import merged
 
@@ -131,6 +132,110 @@ def test_a_controller_that_fails_keeps_the_steps_that_are_done(
     assert newest is not None and checkpoints.step_of(newest) == 2
     (tmp_path / "broken").unlink()
     assert finished(opened, "broken run", made, resume=True) == expected
+
+
+def failing_pass(monkeypatch: pytest.MonkeyPatch, step: int, minibatch: int, error: Exception) -> None:
+    """The forward pass of that update, counted from 1, raises. Every step has two, of one micro-batch each."""
+    current, left = update.current, 2 * (step - 1) + minibatch
+
+    def failing(*args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise error
+        return current(*args)
+
+    monkeypatch.setattr(update, "current", failing)
+
+
+@pytest.mark.parametrize("changes", [{}, {"rollout": {"staleness": 1}, "corrections": ["tis"]}])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("a wrong shape"), "a wrong shape"),
+        (torch.OutOfMemoryError("full"), "the GPU has no memory left"),
+        (NonFiniteError("a loss"), "a loss"),
+    ],
+)
+def test_an_error_in_the_first_update_of_a_step_keeps_the_steps_that_are_done(
+    recipe: Make,
+    opened: Opened,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    error: Exception,
+    told: str,
+) -> None:
+    """The weights are still those of step 2, and its rollouts are there: the run goes on as if nothing had been."""
+    made = recipe(**changes, batch={"minibatches": 2}, rewards=[{"use": "rewards.py:digits"}])
+    expected = finished(opened, "straight", made)
+    assert [row["updates"] for row in expected] == [2, 2, 2, 2]
+    with monkeypatch.context() as patch, opened("broken run") as directory:
+        failing_pass(patch, 3, 1, error)
+        with pytest.raises(Exception, match=told):
+            rl.run(made, directory)
+    assert "saved after step 2: the next step failed before its update" in capsys.readouterr().err
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    assert finished(opened, "broken run", made, resume=True) == expected
+
+
+def test_weights_between_two_updates_of_a_step_are_not_saved(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of no step, and that is said."""
+    failing_pass(monkeypatch, 3, 2, ValueError("a wrong shape"))
+    with opened() as directory, pytest.raises(ValueError, match="a wrong shape"):
+        rl.run(recipe(batch={"minibatches": 2}), directory)
+    assert checkpoints.latest(directory.checkpoints) is None
+    told = "not saved after step 2: the next step failed after it had begun to change the weights"
+    assert told in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The optimiser of step 2 leaves a NaN: older checkpoints, which would go for it, are worth more."""
+
+    def poisoned(p: Any, state: Any, *args: Any) -> Any:
+        found = step(p, state, *args)
+        if state.step == 1:
+            next(p.loaded.model.parameters()).data[:] = float("nan")
+        return found
+
+    step = rl.step
+    monkeypatch.setattr(rl, "step", poisoned)
+    with opened() as directory, pytest.raises(NonFiniteError):
+        rl.run(recipe(run={"steps": 4}), directory)
+    assert checkpoints.latest(directory.checkpoints) is None
+    assert "not saved after step 2: its weights are not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("part", "saved"), [("compute_loss", 2), ("get_batch_samples", 2), ("_finish_step", None)])
+def test_sft_keeps_the_steps_that_are_done_too(
+    sft_recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch, rows_of: Any, part: str, saved: int | None
+) -> None:
+    """In the second micro-batch of step 3, while its rows are laid together, or when it has changed the weights."""
+    made = sft_recipe()
+    expected = rows_of(sft.run, made, "straight")
+    whole, left = getattr(hf_trainer.RunLoop, part), 6 if part == "compute_loss" else 3
+
+    def failing(*args: Any, **more: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise ValueError("a wrong shape")
+        return whole(*args, **more)
+
+    with monkeypatch.context() as patch, opened("broken run") as directory:
+        patch.setattr(hf_trainer.RunLoop, part, failing)
+        with pytest.raises(ValueError, match="a wrong shape"):
+            sft.run(made, directory)
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert (checkpoints.step_of(newest) if newest else None) == saved
+    with opened("broken run", resume=True) as directory:
+        sft.run(made, directory)
+    assert timeless(directory.path) == expected
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(
