@@ -1,4 +1,7 @@
-"""Is this the right answer to a maths question? Extraction is ours, equivalence is math-verify's.
+"""Is this the right answer to a maths question?
+
+A text is rewritten as LaTeX (`notation.py`) and read by math-verify; its look and numbers decide where they can
+(`values.py`), else math-verify compares.
 
 math-verify (0.9) is called without its own time limits: they use `signal.alarm`, which works in main threads only. The
 worker processes that run rewards enforce the limit of a call from outside. Its import is put off until the first
@@ -7,6 +10,7 @@ comparison that needs it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Sequence
@@ -14,14 +18,16 @@ from typing import Any
 
 from posttrain.verify.extract import THINK_END, Extractor, after_think, last_boxed
 from posttrain.verify.extract import extract as find_answer
-from posttrain.verify.size import too_large
+from posttrain.verify.notation import based, latex, other_readings, same_bases, same_words, without_modulus
+from posttrain.verify.size import LONGEST, too_large
 
 # Plain integers are compared as such: the library does the same with two exact values, a hundred times slower.
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")
-# Signs that the library does not know, as LaTeX. It reads the others itself: the minus sign, pi, <=, the union.
-_SIGNS = str.maketrans({"°": r"^\circ", "∞": r"\infty", "½": r"\frac{1}{2}", "∅": r"\emptyset"})
-_ROOT = re.compile(r"√\s*([0-9]+|[a-z](?![a-z]))")
-_POWER = re.compile(r"(?<=[0-9)}xyz])[²³]")  # behind other letters it belongs to a unit: 5 m²
+_UNIT = re.compile(
+    r"(?<![A-Za-z\\])[a-hjkm-uwyz]?i[a-hjkm-uwyz]?(?![A-Za-z])"
+)  # a single i, with a letter beside it at most: no word, no roman number
+
+_DETERMINANT = re.compile(r"[vV]matrix|\\det\b")  # the library works it out as it reads
 
 
 def prepare() -> None:
@@ -40,15 +46,21 @@ def gold_text(answer: str) -> str | None:
 
 
 def parsed(text: str) -> list[Any]:
-    r"""math-verify's reading of `\boxed{text}`: [value, normalised text], or [] if it is too large or unreadable."""
+    r"""math-verify's reading of `\boxed{text}`: [value, normalised text], or [] if it is too large or unreadable.
+
+    Only all of it as LaTeX: the library would else look for a number in what it cannot read, and find 5 in `\neq 5`.
+    """
+    if len(text) > LONGEST:
+        return []
+    text = latex(based(text)[0])
     if too_large(text):
         return []
-    return _library().parse(rf"\boxed{{{_as_latex(text)}}}", parsing_timeout=None)
+    found: list[Any] = _library().parse(rf"\boxed{{{text}}}", _how(), parsing_timeout=None)
+    if _UNIT.search(text):
+        from posttrain.verify.values import with_unit
 
-
-def _as_latex(text: str) -> str:
-    text = _ROOT.sub(r"\\sqrt{\1}", text.translate(_SIGNS)).replace(r"\varnothing", r"\emptyset")
-    return _POWER.sub(lambda sign: "^2" if sign[0] == "²" else "^3", text)
+        found[:1] = map(with_unit, found[:1])
+    return found
 
 
 # The completions of one prompt share their gold and often their answer, so what was read or compared is remembered.
@@ -56,29 +68,64 @@ _parsed = functools.lru_cache(maxsize=8192)(parsed)
 LONGEST_REMEMBERED = 400  # characters
 
 
-@functools.lru_cache(maxsize=16384)
 def _same(gold: str, candidate: str, decimals: int) -> bool:
-    values = (_parsed(gold), _parsed(candidate))
-    return bool(_library().verify(*values, float_rounding=decimals, timeout_seconds=None))
+    """Whether the texts, or another reading of one of them, are equal."""
+    if _DETERMINANT.search(candidate) and not _DETERMINANT.search(gold):
+        return False  # left open
+    if not same_bases(based(gold)[1], based(candidate.rpartition("=")[2])[1]):
+        return False
+    if (said := same_words(gold, candidate)) is not None:
+        return said
+    if "mod" in candidate and "mod" not in gold:
+        candidate = without_modulus(candidate)
+    pairs = [(gold, candidate), *((gold, other) for other in other_readings(candidate))]
+    pairs += [(other, candidate) for other in other_readings(gold)]
+    return any(_equal_values(*pair, decimals) for pair in pairs)
+
+
+_remembered = functools.lru_cache(maxsize=16384)(_same)
+
+
+def _equal_values(gold: str, candidate: str, decimals: int) -> bool:
+    """What the library says, where neither the look nor the numbers of both values decide; wrong beyond a size."""
+    from posttrain.verify import values
+
+    first = _parsed(gold)
+    second = _parsed(candidate) if len(candidate) <= LONGEST_REMEMBERED else parsed(candidate)
+    if not first or not second:
+        return False
+    one, other = first[0], second[0]
+    if values.left_open(other) and not values.left_open(one):
+        return False
+    if not (based(candidate)[1] or "circ" in candidate) and values.false_equation(other):
+        return False
+    if one == other and first[-1] == second[-1]:
+        return True
+    for said in (values.decided(*values.unwrapped(one, other), decimals), values.related(one, other)):
+        if said is not None:
+            return said
+    if values.too_many(one, other):
+        return False
+    return bool(
+        _library().verify(first, second, float_rounding=decimals, timeout_seconds=None, allow_set_relation_comp=True)
+    )
 
 
 def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
     r"""Whether `candidate` is the same value as `gold`; None if the gold cannot be parsed.
 
     decimals: two numbers are equal when they agree after rounding to so many places if either is a decimal; exact
-    values are compared exactly. Sets ignore order, tuples and intervals do not; `x = 5` equals 5; 50% equals 0.5 and
-    also 50; units, degrees, `$` and thousands commas are dropped; words compare without case; ° √ ∞ and the like are
-    read as LaTeX. `9^{9^{9}}` and texts of thousands of characters are not read (`size.too_large`): as a candidate
-    wrong, as a gold None.
+    values are compared exactly. Sets ignore order, tuples and intervals do not; `x = 5` equals 5, `6 = 5` does not; 50%
+    equals 0.5 and also 50; units, degrees, `$` and separators of thousands are dropped; words compare without case; a
+    base counts. What is too large to read (`size.too_large`) is wrong as a candidate and None as a gold.
+    docs/rewards.md has the whole table.
     """
     gold, candidate = gold.strip(), candidate.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):
         return gold == candidate
     if not _parsed(gold):
         return None
-    if len(candidate) > LONGEST_REMEMBERED:
-        return bool(_library().verify(_parsed(gold), parsed(candidate), float_rounding=decimals, timeout_seconds=None))
-    return _same(gold, candidate, decimals)
+    return (_remembered if len(candidate) <= LONGEST_REMEMBERED else _same)(gold, candidate, decimals)
 
 
 def grade(
@@ -108,6 +155,13 @@ def grade(
         return {"reward": 0.0 if readable else None, "extracted": found}
     same = equal(gold, found, decimals=decimals)
     return {"reward": None if same is None else float(same), "extracted": found}
+
+
+@functools.cache
+def _how() -> list[Any]:
+    """Without the library's units: it drops all from the first text to the last, and any lone letter."""
+    config = _library().LatexExtractionConfig
+    return [config(normalization_config=dataclasses.replace(config().normalization_config, units=False))]
 
 
 @functools.cache

@@ -11,20 +11,29 @@ import re
 from collections.abc import Iterator
 
 LONGEST = 2000  # characters
-DEEPEST = 40  # brackets within brackets
+DEEPEST = 12  # brackets within brackets: sympy's cost may double with each
+TALLEST = 2  # powers of powers
 MOST_DIGITS = 10_000.0
+MOST_ROWS = 5  # of a determinant
+MOST_MEMBERS = 200  # of a list; an interval of a union counts as ten
 
 _OPEN, _CLOSE = "{([", "})]"
 _ATOM = re.compile(r"[0-9][0-9,]*|\\[A-Za-z]+|!+|\S")
-_OVER = (r"\binom", r"\dbinom", r"\tbinom")
+_DETERMINANT = re.compile(r"\\begin\{([vV]matrix)\}(.*?)\\end\{\1\}", re.DOTALL)
+_VALUES = (r"\binom", r"\dbinom", r"\tbinom", r"\Gamma")  # as many digits as their argument counts, or a few times so
 
 
 def too_large(text: str) -> bool:
-    """Whether a LaTeX text is too long or too deep to be read, or may build a number of more than MOST_DIGITS."""
-    if len(text) > LONGEST:
+    """Whether a LaTeX text is too long, deep or tall to be read, or may build a number of more than MOST_DIGITS."""
+    members = text.count(",") + 10 * (text.count(r"\cup") + text.count("∪"))
+    if (
+        len(text) > LONGEST
+        or members > MOST_MEMBERS
+        or any(rows.count("\\\\") >= MOST_ROWS for _, rows in _DETERMINANT.findall(text))
+    ):
         return True
-    plain = re.sub(r"\\(?=[{}])", "", text)
-    return _depth(plain) > DEEPEST or _log10(plain) > MOST_DIGITS
+    plain = re.sub(r"\\(?=[{}])|\\(?:left|right)(?![a-z])", "", text)
+    return _depth(plain) > DEEPEST or _height(plain) > TALLEST or _log10(plain) > MOST_DIGITS
 
 
 def _depth(text: str) -> int:
@@ -33,6 +42,20 @@ def _depth(text: str) -> int:
         depth = max(0, depth + (character in _OPEN) - (character in _CLOSE))
         deepest = max(deepest, depth)
     return deepest
+
+
+def _height(text: str) -> int:
+    """How many powers stand on each other: 2 of a^b^c and of a^{b^c}. Where e is the base, no digit tells the size."""
+    atoms = list(_atoms(text))
+    highest = run = 0
+    for place in reversed(range(len(atoms))):
+        if atoms[place] == "^":
+            continue
+        inner = _height(atoms[place][1:-1]) if atoms[place][0] in _OPEN else 0
+        raised = place > 0 and atoms[place - 1] in ("^", r"\exp")
+        run = max(inner, run if atoms[place + 1 : place + 2] == ["^"] else 0) + raised
+        highest = max(highest, run)
+    return highest
 
 
 def _atoms(text: str) -> Iterator[str]:
@@ -76,7 +99,7 @@ def _log10(text: str) -> float:
             now = last * 10 ** min(last, 300.0)  # n! < n^n
         else:
             total += last
-            now = _value(atom) if before in _OVER else _log10_of(atom)  # n over k < 2^n
+            now = _value(atom) if before in _VALUES else _log10_of(atom)
         last, before = now * max(1.0, exponent), atom
     return total + last
 

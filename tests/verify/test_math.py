@@ -34,8 +34,8 @@ from posttrain.verify.math import equal, gold_text, grade
         ("1000", "1,000", True),
         (r"\text{(C)}", "C", True),
         (r"\text{Paris}", r"\text{paris}", True),
-        ("1000", "1e3", False),
-        ("12", "12.", False),
+        ("1000", "1e3", True),
+        ("12", "12.", True),
         ("x^2+1", "1+x^2", True),
         ("7", "8", False),
         ("90", "90°", True),
@@ -150,12 +150,19 @@ def test_no_signal_is_armed() -> None:
 
 
 CASES = json.loads(Path(__file__).with_name("math_verify_cases.json").read_text(encoding="utf-8"))
-# Bare text, which the library's tests read with its plain-number patterns alone; in a box, which is what we hand over,
-# the library too reads a list, a product and a product. The last one is read wrong by release 0.9 as bare text.
+# Where posttrain says something else than the library's tests.
 APART = {
-    ("1000", "1 000"),
-    ("1000.99", "1000,99"),
-    ("1,22", "1.22"),
+    # In a box these are lists.
+    ("1000.99", "the number is not 10 which is 1,000.99€"),
+    ("1000.99", "so the number is 10 which is 1,000.99m²"),
+    ("1000.99", "not it's not 10 it's 1,000.99m²"),
+    # They say 1/2 = 10/9, 7 = 11, 11 = 1/3 and 6 = 2.
+    ("10/9", r"\frac{1}{2} \$ = \frac{10}{9}"),
+    ("x = 11", "x = 5+5+1 = 7 =11"),
+    ("x = 1/3", r"x = 5+5+1 = 1/3 \approx 11"),
+    ("z = 1 + 1 = 2", "z = 3+3 = 2"),
+    # An interval and the same as an inequality, here in either order; and 1 - 1/e is not 1 + 1/e.
+    (r"x \in [-2,7]", r"-2 \\le x \\le 7"),
     (r"1 - \frac{1}{\mathrm{e}}", r"1 + \frac{1}{\mathrm{e}}"),
 }
 
@@ -165,6 +172,20 @@ def test_agreement_with_the_library_on_its_own_test_strings(name: str) -> None:
     """(gold, answer, equal) of math-verify 0.9.0's tests (Apache-2.0) where each text holds one answer: that answer."""
     wrong = {(gold, answer) for gold, answer, expected in CASES[name] if equal(gold, answer) is not bool(expected)}
     assert wrong == {(gold, answer) for gold, answer, _ in CASES[name] if (gold, answer) in APART}
+
+
+ANSWERS = json.loads(Path(__file__).with_name("answers.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_answers_as_people_and_models_write_them(kind: str) -> None:
+    """(gold, answer, equal) by kind: what a mathematician says of each, on the question whose answer is the gold."""
+    assert [row for row in ANSWERS[kind] if equal(*row[:2]) is not bool(row[2])] == []
+
+
+def test_the_table_of_answers_is_all_there() -> None:
+    assert sum(map(len, ANSWERS.values())) > 850
+    assert {expected for rows in ANSWERS.values() for _, _, expected in rows} == {0, 1}
 
 
 def test_the_table_of_the_library_is_all_there() -> None:
@@ -177,6 +198,6 @@ def test_what_is_remembered_depends_on_the_rounding() -> None:
 
 
 def test_a_long_answer_is_compared_and_not_remembered() -> None:
-    before = math._same.cache_info().currsize
+    before = math._remembered.cache_info().currsize
     assert equal("2500", "+".join(["5"] * 500)) is True
-    assert math._same.cache_info().currsize == before
+    assert math._remembered.cache_info().currsize == before

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from posttrain.verify.math import equal, grade
+from posttrain.verify import math
+from posttrain.verify.math import equal, grade, prepare
 from posttrain.verify.size import too_large
 
 HUGE = [
@@ -24,6 +25,13 @@ HUGE = [
     "1" * 5000,
     "(" * 500 + "5" + ")" * 500,
     "a" * 10000,
+    r"e^{e^{e^{e}}}",
+    r"\sin(\exp(\exp(\exp 5)))",
+    r"\Gamma(10^9)",
+    r"\frac{1}{" * 13 + "2" + "}" * 13,
+    r"\begin{vmatrix}" + r"a&b&c&d&e&f\\" * 6 + r"\end{vmatrix}",
+    ",".join("1" * 300),
+    r" \cup ".join(["(1,2)"] * 30),
 ]
 FINE = [
     "2^{10000}",
@@ -34,6 +42,10 @@ FINE = [
     r"\binom{2023}{1000}",
     r"\sum_{n=1}^{100} n^2",
     "x^{100000}",
+    "e^{100000}",
+    r"e^{x^{2}}",
+    r"1+\frac{1}{" * 8 + "2" + "}" * 8,
+    r"\begin{vmatrix}a&b\\c&d\end{vmatrix}",
     r"\{1,2,3\}",
     r"\frac{1}{10^{100}}",
     "1,000,000,000",
@@ -68,3 +80,40 @@ def test_the_look_costs_little_whatever_the_text() -> None:
     for text in ("{" * 2000, "^" * 2000, "!" * 2000, "9" * 2000, "{^{!}" * 400, "({[" * 10 + "9" * 1900):
         too_large(text)
     assert time.monotonic() - started < 1
+
+
+LONG = "+".join(rf"\frac{{1}}{{x+{i}}}" for i in range(1, 25))
+
+
+@pytest.mark.parametrize(
+    ("gold", "candidate", "expected"),
+    [
+        ("(x+y+z)^{30}", "(x+y+z)^{31}", False),
+        ("(x+y+z)^{30}", "(x+y+z)^{29}(x+y+z)", True),
+        ("(a+b+c+d+e+f+g+h+j)^5", "abcdefghj", False),
+        (LONG, f"{LONG}+1", False),
+        (f"1+{LONG}", f"{LONG}+1", True),
+        (r"\sqrt{2}+\sqrt{3}+\sqrt{5}", r"\sqrt{5}+\sqrt{7}", False),
+        ("2^{10000}", "2^{10000}+1", False),
+        ("x=5", r"\Gamma(10^3)", False),
+        ("5", r"\int \frac{\sin x}{x^3+x+1} dx", False),  # left open
+        ("5", r"\sum_{k=1}^{5} 1", False),
+        ("((x+y+z)^{30},1)", "(x,1)", False),  # too many terms to multiply out
+        ("x^{50}+x+1=0", "x=5", False),  # of too high a degree to be solved
+        ("x^{50}+x+1=0", "2x^{50}+2x+2=0", True),
+        (r"\sqrt{x+\sqrt{x+\sqrt{x}}}=3", "x=5", False),
+    ],
+)
+def test_numbers_decide_where_rearranging_may_take_long(
+    gold: str, candidate: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library, whose comparison only the clock bounds, is not asked."""
+    prepare()
+    monkeypatch.setattr(math._library(), "verify", None)
+    assert equal(gold, candidate) is expected
+
+
+def test_what_numbers_cannot_tell_the_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(math._library(), "verify", lambda *values, **_: asked.append(values) or True)
+    assert equal("|q|", "q") is True and len(asked) == 1
