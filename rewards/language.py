@@ -16,8 +16,9 @@ from posttrain.verify.language import language_share
 def language_consistency(completion: str, language: str = "en", *, forbid_scripts: Sequence[str] = ()) -> float:
     """Share of the words and characters of the last thought (of all, without one) in the language's scripts.
 
-    Maths, code, LaTeX commands and tags are not counted; nothing to count gives 1. forbid_scripts: names as Unicode has
-    them (CJK, CYRILLIC, ...); one letter of them gives 0.
+    LaTeX commands, tags, and Latin and Greek letters in maths (`$...$`) and fenced code are not counted, unless the
+    maths is a sentence; letters of other scripts are counted there too. Nothing to count gives 1. forbid_scripts: names
+    as Unicode has them (CJK, CYRILLIC, ...); one letter of them gives 0.
     """
     return language_share(completion, language=language, forbid_scripts=forbid_scripts)
 
@@ -27,6 +28,12 @@ EXAMPLES = [
     ("<think>We compute the sum 然后 done</think>", {}, 0.0, {"forbid_scripts": ["CJK"]}),
     ("我们有 $x+y=\\alpha$ 所以 x 是 \\boxed{3}", {"language": "zh"}, 1.0),
     ("Well-known: it's fine", {}, 1.0),
+    ("$我们先算$ then `x`", {}, 1 / 5),
+    ("```\nprint(x)  # 先算\n``` done", {}, 1 / 3),
+    ("所以 $\\text{we now compute the sum}$", {"language": "zh"}, 2 / 7),
+    ("It was $5, 然后 $6", {}, 2 / 4),
+    ("所以 $\\sin(xy) + \\text{mod } n$ 和 $\\alpha\\beta$", {"language": "zh"}, 1.0),
+    ("It was $5 now.\n\nAnd 先 it is $6.", {}, 6 / 7),
     ("Это хорошо", {"language": "ru"}, 1.0),
     ("Это хорошо", {"language": "en"}, 0.0),
     ("$x^2$", {"language": "zh"}, 1.0),

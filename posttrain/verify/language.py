@@ -25,9 +25,10 @@ SCRIPTS: dict[str, frozenset[str]] = {
 _ONE_EACH = frozenset({"CJK", "HIRAGANA", "KATAKANA"})  # written without blanks: a character is a unit
 _SYMBOLS = frozenset({"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE"})
 _JOINERS = frozenset("'’-‐‑")
-_NOT_PROSE = re.compile(
-    r"```.*?```|\$\$.*?\$\$|\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|\\[A-Za-z]+|</?[A-Za-z][^<>]*>", re.DOTALL
-)
+# Code and maths; no paragraph ends within `$...$`, so that prices are not taken for it.
+_SPANS = re.compile(r"(?P<code>```.*?```)|\$\$.*?\$\$|\$(?:[^$\n]|\n(?!\s*\n))*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_COMMANDS = re.compile(r"\\[A-Za-z]+|</?[A-Za-z][^<>]*>")
+_SENTENCE = re.compile(r"(?:[^\W\d_]{2,}[\s,;:'’-]+){3,}[^\W\d_]{2,}")  # four words in a row are no formula
 
 
 @functools.lru_cache(maxsize=65536)
@@ -64,17 +65,32 @@ def units(text: str) -> Iterator[str]:
             script, length = found, length + 1
 
 
+def prose(text: str) -> str:
+    """The text without LaTeX commands, tags, and the Latin and Greek letters of code and maths.
+
+    Letters of other scripts stay, and so does maths that holds a sentence: a thought cannot hide there.
+    """
+
+    def left(span: re.Match[str]) -> str:
+        inside = _COMMANDS.sub(" ", span[0])
+        if span["code"] is None and _SENTENCE.search(inside):
+            return inside
+        return "".join(c if script_of(c) not in (None, "LATIN", "GREEK") else " " for c in inside)
+
+    return _COMMANDS.sub(" ", _SPANS.sub(left, text))
+
+
 def language_share(completion: str, *, language: str = "en", forbid_scripts: Sequence[str] = ()) -> float:
     """Units of the last thought (of everything, without one) in the scripts of the language / units; 1 without any.
 
-    Code in fences, maths, LaTeX commands and tags are not counted. forbid_scripts: a letter of one of them gives 0.
-    Languages in Latin script are not told apart.
+    Only `prose` is counted. forbid_scripts: a letter of one of them gives 0. Languages in Latin script are not told
+    apart.
     """
     if language not in SCRIPTS:
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")
     thought = thought_of(completion)
-    prose = _NOT_PROSE.sub(" ", completion if thought is None else thought)
-    found = list(units(prose))
-    if any(script_of(character) in forbid_scripts for character in (prose if forbid_scripts else "")):
+    text = prose(completion if thought is None else thought)
+    found = list(units(text))
+    if any(script_of(character) in forbid_scripts for character in (text if forbid_scripts else "")):
         return 0.0
     return sum(script in SCRIPTS[language] for script in found) / len(found) if found else 1.0
