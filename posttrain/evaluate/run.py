@@ -24,6 +24,7 @@ from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.probe import contamination
 from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, printed, sample
 from posttrain.evaluate.summary import problem_rows, summarise
+from posttrain.evaluate.votes import joined
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.rollout.told import told
 from posttrain.run.directory import RunDirectory
@@ -103,23 +104,27 @@ def against_baseline(
 def grade(
     scorer: Scorer, rollouts: Sequence[Rollout], failures: Failures, order: Sequence[Extractor] | None = None
 ) -> list[dict[str, Any]]:
-    """Scores, reward, correctness and the answer that is voted for (found by `order`), of each rollout. Raises RunError
+    """Scores, reward, correctness, answer (found by `order`) and vote of each rollout. Raises RunError
     if too many calls of a reward have failed, these and earlier ones."""
-    scores = scorer.score(
-        [
-            Sample(
-                completion=r.text,
-                row=r.prompt.row,
-                prompt=r.prompt.text,
-                finish=r.finish,
-                token_count=len(r.sampled),
-                group=r.group,
-                token_ids=r.sampled,
-                **told(r),
-            )
-            for r in rollouts
-        ]
-    )
+    samples = [
+        Sample(
+            completion=r.text,
+            row=r.prompt.row,
+            prompt=r.prompt.text,
+            finish=r.finish,
+            token_count=len(r.sampled),
+            group=r.group,
+            token_ids=r.sampled,
+            **told(r),
+        )
+        for r in rollouts
+    ]
+    results = scorer.results(samples)
+    scores = scorer.score(samples, results=results)
+    columns = list(zip((reward.name for reward in scorer.rewards), results, strict=True))
+    late = [[name for name, column in columns if column[i].kind == "timeout"] for i in range(len(samples))]
+    answers = [voted_answer(r.text, finished=r.finish == "stop", order=order) for r in rollouts]
+    votes = joined(scorer, samples, answers, scores.correct) if order else answers
     failures.add(scores.calls._replace(step=failures.history[-1].step + 1 if failures.history else 0))
     for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):
         for name, count in found.items():
@@ -132,9 +137,11 @@ def grade(
             "scores": {name: column[i] for name, column in scores.components.items()},
             "reward": scores.rewards[i],
             "correct": scores.correct[i],
-            "answer": voted_answer(r.text, finished=r.finish == "stop", order=order),
+            "answer": answers[i],
+            "vote": votes[i],
+            **({"timeouts": late[i]} if late[i] else {}),
         }
-        for i, r in enumerate(rollouts)
+        for i in range(len(rollouts))
     ]
 
 
@@ -195,6 +202,8 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
             f"{counted(summary['unscored'], 'completion')} could not be judged: left out "
             f"({counted(summary['unscored_problems'], 'problem')} entirely)"
         )
+    for name, count in summary["timeouts"].items():
+        lines.append(f"reward {name}: {counted(count, 'call')} ended by the clock; a slower machine may end more")
     cost = summary["efficiency"]["tokens_per_correct"]
     if cost is not None:
         lines.append(f"{cost:.1f} tokens a right answer")

@@ -6,6 +6,7 @@ not be judged (None) is left out of its problem and counted; it is never a wrong
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -75,8 +76,11 @@ def estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> d
 
 
 def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Any:
-    """Votes by the extracted answer. A class is right if the verifier said so of its first judged voter."""
-    answers = [[r["answer"] for r in samples] for samples in problems]
+    """Votes by `vote`: answers that the verifier calls equal are one (`votes.py`).
+
+    A class is right if the verifier said so of its first judged voter.
+    """
+    answers = [[r.get("vote", r["answer"]) for r in samples] for samples in problems]  # older records have no vote
     right = [[None if r["correct"] is None else bool(r["correct"]) for r in samples] for samples in problems]
     return cons_at_k(answers, right=right, k=k)
 
@@ -101,6 +105,7 @@ def counts(records: Sequence[Record]) -> dict[str, Any]:
         "truncated_right": sum(r["correct"] is True for r in cut),
         "unscored": sum(r["correct"] is None for r in records),
         "unscored_problems": sum(all(r["correct"] is None for r in p) for p in by_problem(records)),
+        "timeouts": dict(sorted(Counter(name for r in records for name in r.get("timeouts", ())).items())),
         "rewards": components,
     }
 

@@ -24,7 +24,10 @@ class EvalSettings(Section):
     """What is measured."""
 
     samples: Positive = Field(1, description="completions a prompt")
-    k: list[Positive] = Field(default_factory=lambda: [1], description="pass@k and cons@k for these k <= samples")
+    k: list[Positive] = Field(
+        default_factory=lambda: [1],
+        description="pass@k and cons@k (equal answers vote together) for these k <= samples",
+    )
     bootstrap: Positive = Field(10000, description="resamples of the interval")
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
     baseline: EvalName | None = Field(

@@ -72,6 +72,38 @@ def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pyt
     assert len(read_rows(folder / "run" / "samples.jsonl")) == 4
 
 
+def test_answers_that_the_verifier_calls_equal_vote_together(scripted, evaluate: Evaluate, folder: Path) -> None:
+    """1+1: three forms of 2 beside two times 3. By text 3 would lead and cons@5 be 0; of the wrong, 6/2 is 3."""
+    said = [
+        r"\boxed{3}",
+        r"\boxed{2}",
+        r"\boxed{6/2}",
+        r"\boxed{\frac{4}{2}}",
+        r"\boxed{2.0}",
+        r"\boxed{3}",
+        r"\boxed{2}",
+    ]
+    scripted(lambda p, i: said[i] if p == "1+1" else r"\boxed{7}")
+    evaluate(rewards=[{"use": "math.accuracy"}], eval={"samples": 7, "k": [1, 7], "bootstrap": 200})
+    records = read_rows(folder / "run" / "completions.jsonl")[:7]
+    assert [r["vote"] for r in records] == ["3", "2", "3", "2", "2", "3", "2"]
+    assert [r["answer"] for r in records] == ["3", "2", "6/2", r"\frac{4}{2}", "2.0", "3", "2"]
+    row = read_rows(folder / "run" / "problems.jsonl")[0]
+    assert (row["majority"], row["majority_share"], row["consensus"]) == ("2", pytest.approx(4 / 7), 1.0)
+
+
+def test_what_the_clock_ended_is_counted(scripted, evaluate: Evaluate, folder: Path) -> None:
+    (folder / "slow.py").write_text(
+        "import time\n\ndef slow(completion, answer):\n    time.sleep(30 if answer == '2' else 0)\n    return 1.0\n"
+    )
+    scripted(right_for(1))
+    summary = evaluate(
+        rewards=[{"use": "slow.py:slow", "timeout_s": 0.5}], eval={"samples": 1, "k": [1], "bootstrap": 200}
+    )
+    assert summary["timeouts"] == {"slow": 1} and summary["unscored"] == 1
+    assert any("ended by the clock" in line for line in remarks(summary))
+
+
 def test_truncated_is_wrong_and_told_apart(scripted, evaluate: Evaluate) -> None:
     """Sample 0 holds the right answer and then runs into the limit of 24 tokens; the other three stop, right."""
     right = right_for(4)
