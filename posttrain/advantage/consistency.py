@@ -20,12 +20,6 @@ Mode = Literal[
     "only_forced",
     "only_local",
     "only_global",
-    "soft-with-zero",
-    "soft-with-forced",
-    "only-zero",
-    "only-forced",
-    "only-local",
-    "only-global",
 ]
 
 
@@ -69,11 +63,11 @@ def copo_terms(
     *,
     k: float = 5.0,
     b: float = 1.0,
-    mode: str = "soft_with_zero",
+    mode: Mode = "soft_with_zero",
     use_coef: bool = False,
     eps: float = 1e-6,
 ) -> Blend:
-    """Both advantages of `copo`, their weight, and the entropies. Hyphens in a mode's name count as underscores."""
+    """Both advantages of `copo`, their weight, and the entropies."""
     rewards = rewards_of(batch)
     group = numbered(batch.group_ids)
     size = group_sum(torch.ones_like(rewards), group)
@@ -87,7 +81,7 @@ def copo_terms(
     overall = centred_and_scaled(prompt, torch.zeros_like(prompt, dtype=torch.long), eps=eps)[group]
     overall = torch.where(rewards.isnan(), 0.0, overall)
     agreement = torch.sigmoid(k * (entropy - b))[group]
-    return Blend(entropy, local, overall, local_weight(mode.replace("-", "_"), agreement, rewards, local))
+    return Blend(entropy, local, overall, local_weight(mode, agreement, rewards, local))
 
 
 def answer_entropy(answers: Tensor, group: Tensor, size: Tensor) -> Tensor:
@@ -99,7 +93,7 @@ def answer_entropy(answers: Tensor, group: Tensor, size: Tensor) -> Tensor:
     return -group_sum(share * (share + 1e-8).log2(), owner)
 
 
-def local_weight(mode: str, agreement: Tensor, rewards: Tensor, local: Tensor) -> Tensor:
+def local_weight(mode: Mode, agreement: Tensor, rewards: Tensor, local: Tensor) -> Tensor:
     """The weight [N] of the local advantage."""
     one = torch.ones_like(agreement)
     nonzero, moved = (rewards != 0).to(one), (local != 0).to(one)
@@ -112,6 +106,4 @@ def local_weight(mode: str, agreement: Tensor, rewards: Tensor, local: Tensor) -
         "only_local": one,
         "only_global": torch.zeros_like(one),
     }
-    if mode not in weights:
-        raise ValueError(f"unknown mode: {mode}; known: {', '.join(weights)}")
     return weights[mode]

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from posttrain.errors import PosttrainError, Problem, UserError
+from posttrain.errors import Interrupted, PosttrainError, Problem, UserError
 
 DEBUG, RUN, RESUME = "posttrain.debug", "posttrain.run", "posttrain.resume"  # keys of the context's meta
 
@@ -65,9 +65,17 @@ def bold(text: str) -> str:
 def tell(error: PosttrainError) -> None:
     """All problems of an error on stderr, a blank line between those of several lines."""
     texts = [_text(problem) for problem in error.problems]
-    say("\n".join(texts))
+    who = "" if isinstance(error, UserError | Interrupted) else _who(str(error))  # those are every rank's
+    say(who + "\n".join(texts))
     if len(texts) > 1:
         say(f"\n{len(texts)} problems")
+
+
+def _who(text: str) -> str:
+    """Which of several processes tells it, unless it says who failed."""
+    from posttrain.run import ranks
+
+    return f"rank {ranks.rank()}: " if ranks.world() > 1 and not text.startswith("rank ") else ""
 
 
 def _text(problem: Problem) -> str:
@@ -127,7 +135,7 @@ def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
     script = script_line(error)
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     head = f"{script}  {what}" if script else f"unexpected {what}"
-    say(bold(head) + where)
+    say(_who(head) + bold(head) + where)
     if not meta.get(DEBUG):
         say(f"run with --debug for the traceback{'' if script else '; please report it'}")
     _tell_how_to_go_on(meta, None)

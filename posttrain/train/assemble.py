@@ -25,7 +25,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.tools.offer import Offer, offer_of
 from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding
-from posttrain.train.attention import use_packed_attention
+from posttrain.train.attention import packs
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.objective import Objective
@@ -129,7 +129,7 @@ def assembled(
                 prompts=work.prompts,
                 objective=work.objective,
                 controls=work.controls,
-                packed=packs(loaded, note),  # before the reference is made: a copy of the model, attention and all
+                packed=packed(loaded, note),  # before the reference is made: a copy of the model, attention and all
                 optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                 scaler=optim.loss_scaler(loaded),
                 steps=work.steps,
@@ -187,14 +187,12 @@ def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.Loaded
     return loaded
 
 
-def packs(loaded: models.LoadedModel, note: Note) -> bool:
-    """Whether rows are laid in lines without padding: on a GPU, if the model takes our attention, which it then has."""
-    if loaded.device.type != "cuda":
-        return False
-    packed = use_packed_attention(loaded.model)
-    if not packed:
+def packed(loaded: models.LoadedModel, note: Note) -> bool:
+    """Whether rows are packed (`attention.packs`); says so where a GPU could and the model cannot."""
+    found = packs(loaded.model, loaded.device)
+    if not found and loaded.device.type == "cuda":
         note(PADDED)
-    return packed
+    return found
 
 
 def reference_for(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel) -> ReferencePolicy | None:

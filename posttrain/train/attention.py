@@ -180,6 +180,12 @@ def use_packed_attention(model: Any) -> bool:
     return False
 
 
+def packs(model: Any, device: torch.device) -> bool:
+    """Whether rows are laid in lines without padding, for which the model is switched: on a GPU, where that saves time,
+    if the architecture can take it."""
+    return device.type == "cuda" and use_packed_attention(model)
+
+
 def takes_borders(causal: Any) -> bool:
     """Whether `use_packed_attention` switched this model; a copy is what its original was."""
     return bool(causal.config._attn_implementation == NAME)

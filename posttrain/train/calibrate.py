@@ -9,7 +9,7 @@ import torch
 
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
-from posttrain.train.attention import use_packed_attention
+from posttrain.train.attention import packs
 from posttrain.train.logprobs import Sequences, completion_logprobs
 from posttrain.train.memory import GIB
 
@@ -21,7 +21,7 @@ def calibrate(recipe: RlRecipe, *, prompt: int, tokens_a_step: int) -> dict[str,
     """
     loaded = models.load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=True)
     loaded.model.train()
-    packed = loaded.device.type == "cuda" and use_packed_attention(loaded.model)
+    packed = packs(loaded.model, loaded.device)
     sequences = random_rows(recipe, loaded, prompt)
     measured: dict[str, float] = {}
     for _ in range(2):  # the first one compiles and fills caches

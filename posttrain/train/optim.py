@@ -116,21 +116,8 @@ def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int
 
 
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:
-    """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, then the schedule to the end."""
-    if section.schedule == "stable_decay":
-        decay = max(1, total_updates // 10) if section.decay_steps is None else section.decay_steps
-        least = section.lr / 10 if section.min_lr is None else section.min_lr
-        return (
-            stable_decay(
-                update,
-                stable_steps=max(0, total_updates - decay),
-                decay_steps=decay,
-                lr=section.lr,
-                min_lr=least,
-                warmup_steps=section.warmup_steps,
-            )
-            / section.lr
-        )
+    """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, the same for every schedule, which
+    then goes to the end. The first update has more than 0, the one behind the warm-up the peak."""
     if update < section.warmup_steps:
         return (update + 1) / (section.warmup_steps + 1)
     done = (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps)
@@ -142,6 +129,13 @@ def lr_factor(update: int, section: Optim, total_updates: int) -> float:
             return 1.0 - done
         case "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * done))
+        case "stable_decay":
+            decay = max(1, total_updates // 10) if section.decay_steps is None else section.decay_steps
+            least = section.lr / 10 if section.min_lr is None else section.min_lr
+            stable = max(0, total_updates - decay)
+            return (
+                stable_decay(update, stable_steps=stable, decay_steps=decay, lr=section.lr, min_lr=least) / section.lr
+            )
 
 
 def stable_decay(
@@ -157,7 +151,8 @@ def stable_decay(
     """Learning rate of update 0, 1, ...: warm-up, constant until stable_steps, then down to min_lr in decay_steps.
 
     OctoThinker's stable-then-decay schedule (2506.20512); the shape of the decay and the last learning rate are ours.
-    With decay_steps 0 it jumps to min_lr.
+    With decay_steps 0 it jumps to min_lr. Its own warm-up, which ends with the peak, is the paper's; recipes have that
+    of `lr_factor`.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -21,7 +21,7 @@ from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import sharding
-from posttrain.train.attention import use_packed_attention
+from posttrain.train.attention import packs
 
 ReferencePolicy = Callable[[], AbstractContextManager[nn.Module]]
 
@@ -46,8 +46,7 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
         recipe.model, recipe.kl.reference, recipe.base_dir, policy.tokenizer, key="kl.reference", seed=recipe.run.seed
     )
     half = policy.half if recipe.model.quantize is None else None
-    if policy.device.type == "cuda":
-        use_packed_attention(teacher.model)
+    packs(teacher.model, policy.device)
     return _kept(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
 
 
@@ -57,7 +56,8 @@ def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:
         return named_reference(recipe, loaded)
     if loaded.is_sharded:
         model = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed).model
-        return frozen_policy(model, packed=loaded.device.type == "cuda")
+        packs(model, loaded.device)
+        return frozen_policy(model)
     return reference_policy(loaded, offload=recipe.model.offload_reference)
 
 
@@ -67,11 +67,9 @@ def _kept(frozen: nn.Module, device: torch.device, offload: bool) -> ReferencePo
     return lambda: _frozen(frozen, device)
 
 
-def frozen_policy(model: nn.Module, *, packed: bool = False) -> ReferencePolicy:
-    """The same for a second model, which is for this alone. packed: its rows are, if its architecture can."""
+def frozen_policy(model: nn.Module) -> ReferencePolicy:
+    """The same for a second model, which is for this alone."""
     model.eval().requires_grad_(False)
-    if packed:
-        use_packed_attention(model)
 
     @contextmanager
     def opened() -> Iterator[nn.Module]:

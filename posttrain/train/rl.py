@@ -43,7 +43,7 @@ from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import measure
 from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
-from posttrain.train.rl_metrics import age_metrics, rollout_metrics
+from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sampled_metrics
 from posttrain.train.salvage import salvaged, save_step
 from posttrain.train.start import check_start
 from posttrain.train.update import update
@@ -150,6 +150,7 @@ def step(
     state.scaler = p.scaler.state_dict()
     if p.opponent is not None:
         p.opponent.follow(p.loaded.model)
+    values |= sampled_metrics(scored, p.recipe.rollout, metrics["trained_tokens"], p.recipe.batch.epochs)
     if ahead is not None:
         values |= age_metrics(scored, state.step)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from posttrain.advantage.channels import component_weights
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.rollout.told import turn_metrics, turn_records
 
 
@@ -59,6 +60,25 @@ def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
         "rollout/token_age": float(ages[batch.mask].mean()),
         "rollout/mixed_versions": float((oldest > newest)[some].double().mean()),
     }
+
+
+def sampled_metrics(batch: RolloutBatch, rollout: Rollouts, trained_tokens: float, epochs: int) -> dict[str, float]:
+    """How many of the step's sampled tokens `entropy`, `clip_ratio/*` and other means of the updates are taken over, as
+    a share: rows without a signal are in none. And the entropy over all of them, `entropy/sampled`, where it costs
+    nothing: measured, if a component has asked for it; else minus the mean log-prob of the tokens for which the engine
+    has reported one, those of the first prompts or of all. No token's log-prob is that where sampling was cut.
+
+    batch: before `assign`. trained_tokens: of all updates of the step.
+    """
+    sampled = batch.mask.sum()
+    found = {"trained_ratio": trained_tokens / max(float(sampled) * epochs, 1.0)}
+    if batch.entropy is not None and bool(sampled):
+        return {**found, "entropy/sampled": float(batch.entropy[batch.mask].double().mean())}
+    whole = rollout.top_p == 1 and rollout.top_k == 0 and rollout.engine != "stored"
+    if not whole or batch.rollout_logp is None:
+        return found
+    known = batch.rollout_logp[batch.mask & ~batch.rollout_logp.isnan()]
+    return {**found, "entropy/sampled": -float(known.double().mean())} if len(known) else found
 
 
 def signal(batch: RolloutBatch) -> dict[str, float]:

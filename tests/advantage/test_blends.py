@@ -96,10 +96,10 @@ def test_agreement_moves_the_weight_to_the_batch() -> None:
     [
         ("only_local", [1, 1, 1, 1]),
         ("only_global", [0, 0, 0, 0]),
-        ("only-zero", [1, 0, 1, 1]),
+        ("only_zero", [1, 0, 1, 1]),
         ("only_forced", [1, 1, 0, 0]),
         ("soft_with_zero", [0.5, 0, 0.0067, 0.0067]),
-        ("soft-with-forced", [0.5, 0.5, 0, 0]),
+        ("soft_with_forced", [0.5, 0.5, 0, 0]),
     ],
 )
 def test_modes_of_copo(mode: str, weight: list[float]) -> None:

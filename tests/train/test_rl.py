@@ -23,6 +23,7 @@ from torch import Tensor
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
 from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError, RunError
 from posttrain.recipe.load import load_dict
+from posttrain.recipe.rollout_sections import Rollout as Sampling
 from posttrain.recipe.stages import Stage
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
@@ -31,7 +32,14 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train import assemble, attention, fit, optim, policy, rl
 from posttrain.train.attention import Packed
 from posttrain.train.collate import rollout_batch, sequences_of
-from posttrain.train.rl_metrics import Mismatch, rollout_metrics, sample_records, signal, signal_note
+from posttrain.train.rl_metrics import (
+    Mismatch,
+    rollout_metrics,
+    sample_records,
+    sampled_metrics,
+    signal,
+    signal_note,
+)
 from posttrain.train.update import minibatches
 
 Opened = Callable[..., AbstractContextManager[Any]]
@@ -47,6 +55,9 @@ def exact(completion, answer):
 
 def never(completion, answer):
     return 0.0
+
+def flat(completion):
+    return 0.5
 '''
 
 
@@ -370,6 +381,35 @@ def test_rollout_metrics_leave_unscored_rows_out() -> None:
     assert values["reward"] == pytest.approx(2 / 3)
     assert values["reward_std"] == pytest.approx(0.5**0.5 / 2)
     assert values["completions/mean_length"] == 2.5 and values["completions/clipped_ratio"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "entropy"),
+    [
+        ({}, 0.75),  # the engine's log-probs of the first row: 0.5 and 1; the others' are unknown
+        ({"entropy": torch.tensor([[1.0, 2.0], [3.0, 9.0]])}, 2.0),  # measured, over three tokens
+        ({"rollout_logp": None}, None),
+        ({"rollout_logp": torch.full((2, 2), math.nan)}, None),
+    ],
+)
+def test_entropy_of_sampled_tokens_does_not_ask_for_a_signal(changes: dict[str, Any], entropy: float | None) -> None:
+    """Three tokens are sampled; two updates train on two of them each."""
+    mask, known = torch.tensor([[True, True], [True, False]]), torch.tensor([[-0.5, -1.0], [math.nan, -8.0]])
+    batch = RolloutBatch(mask=mask, group_ids=torch.tensor([0, 0]), rollout_logp=known).replace(**changes)
+    found = sampled_metrics(batch, Sampling(), trained_tokens=4.0, epochs=2)
+    assert found["trained_ratio"] == pytest.approx(2 / 3)
+    assert found.get("entropy/sampled") == entropy
+    if "entropy" not in changes:
+        assert "entropy/sampled" not in sampled_metrics(batch, Sampling(top_k=5), 4.0, 2)
+
+
+def test_entropy_of_sampled_tokens_is_there_where_no_group_has_a_signal(recipe: Make, opened: Opened) -> None:
+    """`entropy` is over no token then; over all sampled ones it is what the model has, near that of its 512 words."""
+    with opened() as directory:
+        rl.run(recipe(rewards=[{"use": "rewards.py:flat"}], run={"steps": 1}), directory)
+    (row,) = read_metrics(directory.path)
+    assert row["trained_ratio"] == 0 and "entropy" not in row
+    assert 3 < row["entropy/sampled"] < 8
 
 
 def test_metrics_bring_no_hidden_states_to_the_host() -> None:

@@ -191,6 +191,15 @@ def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
     assert optim.stable_decay(3, stable_steps=3, decay_steps=0, lr=1.0, min_lr=0.5) == 0.5
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "stable_decay"])
+def test_every_schedule_warms_up_alike(schedule: str) -> None:
+    """3 steps: 1/4, 2/4 and 3/4 of the peak, which comes behind them. stable_decay had it in the third."""
+    from posttrain.recipe.training_sections import Optim
+
+    section = Optim(lr=0.2, schedule=schedule, warmup_steps=3)
+    assert [optim.lr_factor(step, section, 40) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
