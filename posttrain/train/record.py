@@ -14,6 +14,7 @@ from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
 from posttrain.train.pieces import Pieces
 from posttrain.train.rl_metrics import sample_records, signal_note
+from posttrain.verify.failures import Calls
 
 
 class Record:
@@ -28,6 +29,7 @@ class Record:
             self.metrics.fill(done, state.last_metrics or {})
         saved_rollouts.cut(self.folder, done)
         self.canaries = canaries_of(p.recipe, directory, done)
+        self.failing = set[str]()  # rewards of which a failed call was told
         self.trained_rewards = any(reward.weight for reward in p.recipe.rewards)
 
     def close(self) -> None:
@@ -48,9 +50,22 @@ class Record:
         self.progress.update(state.step, values, spent=state.spent)
         if self.trained_rewards and (warning := signal_note(values)):
             self.progress.note(warning)
-        for alarm in alarms:
-            self.progress.note(alarm)
+        for line in [*self._first_failures(state), *alarms]:
+            self.progress.note(line)
         try:
             yield
         finally:
             self.metrics.write(state.step, values)
+
+    def _first_failures(self, state: State) -> list[str]:
+        """A sentence for each reward of which a call has failed for the first time since this start."""
+        newest = [calls for calls in map(Calls._make, state.calls) if calls.step == state.step - 1]
+        failed = {name for calls in newest for name in (*calls.errors, *calls.timeouts) if calls.failed(name)}
+        new = sorted(failed - self.failing)
+        self.failing |= failed
+        made = sum(calls.calls for calls in newest)
+        return [
+            f"reward {name}: {sum(calls.failed(name) for calls in newest)} of {made} calls failed in step {state.step},"
+            f" unscored; later ones are counted in rewards/{name}/errors and /timeouts"
+            for name in new
+        ]
