@@ -59,9 +59,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     work = prepared(recipe)
     with (
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
-        Scorer(
-            recipe.rewards, recipe.scoring, recipe.base_dir, Printed(directory.logs, "rewards", progress.note)
-        ) as scorer,
+        scorer_of(recipe, directory, progress) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
         audited(recipe, work, scorer, progress.note)
