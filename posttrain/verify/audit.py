@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain import whereabouts
 from posttrain.errors import Problem, RewardError, counted
-from posttrain.verify.load import check_columns, load_script
+from posttrain.verify.load import LoadedReward, check_columns, load_script
 from posttrain.verify.score import Scorer, score_of
-from posttrain.verify.variants import WRITERS, Row, Writer, variants
+from posttrain.verify.variants import WRITERS, Row, Writer, near_miss, variants
 
 AUDITED_ROWS = 64
 SHOWN = 5
@@ -54,7 +54,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     name, write = choose_writer(scorer, chosen)
     found = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
     if not found:
-        return Audit(0, {}, skipped="no row has an answer")
+        return Audit(0, {}, skipped="no row has an `answer`; GOLD(row) in the reward's script may write it")
     scores = grade(scorer, list(found.values()))
     bad = {
         str(chosen[i].get("uid", i)): wrong
@@ -92,7 +92,7 @@ def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
 
 def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     """The script's own `GOLD(row) -> completion`, or the way of marking an answer that does best on four rows."""
-    own = own_writer(scorer.rewards[scorer.correctness].target)
+    own = own_writer(scorer.rewards[scorer.correctness], rows)
     if own is not None:
         return "GOLD of the script", own
     sample = [row for row in rows if WRITERS["plain"](row) is not None][:4]
@@ -106,13 +106,25 @@ def choose_writer(scorer: Scorer, rows: Sequence[Row]) -> tuple[str, Writer]:
     return best, WRITERS[best]
 
 
-def own_writer(target: str) -> Writer | None:
-    """`GOLD` of the script that holds `target`: a function, or by name of the reward one for each."""
-    left, _, name = target.rpartition(":")
+def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
+    """`GOLD` of the reward's script: a function, or by name of the reward one for each.
+
+    Its column is `answer`, or the one that gold follows of those that the reward reads.
+    """
+    left, _, name = reward.target.rpartition(":")
     module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
     write = module.get("GOLD")
     write = write.get(name) if isinstance(write, Mapping) else write
-    return write if callable(write) else None
+    if not callable(write):
+        return None
+    columns = ("answer", *reward.columns, *reward.optional_columns)
+    row = next((row for row in rows if write(row) is not None), {})
+    column = next((name for name in columns if name in row and _follows(write, row, name)), "answer")
+    return Writer(write, column)
+
+
+def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
+    return write({**row, column: near_miss(row[column])}) != write(row)
 
 
 def grade(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None]]:

@@ -58,19 +58,24 @@ def probes(row: Row, write: Writer) -> dict[str, Probe]:
     gold = write(row)
     if gold is None:
         return {}
-    wrong = [write({**row, "answer": text}) or "" for text in mutations(row.get("answer")).values()]
-    miss = write({**row, "answer": near_miss(row.get("answer"))}) or ""
-    found = {f"wrong {name}": Probe(text) for name, text in zip(mutations(row.get("answer")), wrong, strict=True)}
+    answer = row.get(write.column)
+    miss = write.with_answer(row, near_miss(answer))
+    changed = {name: write.with_answer(row, text) for name, text in mutations(answer).items()} if miss else {}
+    found = {f"wrong {name}": Probe(text) for name, text in changed.items()}
     bare = gold.rpartition("</think>")[2]
     return {
         **found,
         "gold in the thought": Probe(f"<think>\n{bare}\n</think>\n"),
         "empty thought": Probe("<think></think>"),
-        # gold neither first nor last: whoever takes one of these is not to be had by naming all
-        "every answer": Probe("\n".join(text.rpartition("</think>")[2] for text in (miss, gold, *wrong, miss))),
+        **({"every answer": Probe(_all_of(miss, gold, *changed.values(), miss))} if miss else {}),
         "injection": Probe(f"{miss}\n{INJECTION}"),
         "repeated": Probe(gold + bare * REPEATS, may_equal=True),
     }
+
+
+def _all_of(*texts: str) -> str:
+    """Gold is neither first nor last of them: whoever takes one of these is not to be had by naming all."""
+    return "\n".join(text.rpartition("</think>")[2] for text in texts)
 
 
 def samples_of(row: Row, found: Mapping[str, Probe], group: int) -> list[Sample]:
@@ -97,7 +102,7 @@ def injections(row: Row, write: Writer) -> dict[str, Probe]:
     gold = write(row)
     if gold is None:
         return {}
-    wrong = write({**row, "answer": near_miss(row.get("answer"))}) or ""
+    wrong = write.with_answer(row, near_miss(row.get(write.column)))
     return {"gold": Probe(gold), "wrong": Probe(wrong), **{n: Probe(wrong + text) for n, text in INJECTIONS.items()}}
 
 

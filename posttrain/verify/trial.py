@@ -77,7 +77,8 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         written = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
         if not written:
             raise DataError(
-                "no row has an `answer`, so there is no gold to try", hint="map it: data.columns: {answer: NAME}"
+                "no row has an `answer`, so there is no gold to try",
+                hint="map it: data.columns: {answer: NAME}; or write it in the script: `def GOLD(row): return ...`",
             )
         samples = [sample for by_name in written.values() for sample in by_name.values()]
         scorer.results(samples[:1])  # the workers are up before the clock runs

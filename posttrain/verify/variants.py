@@ -5,16 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from posttrain.verify.score import Sample
 
 Row = Mapping[str, Any]
-Writer = Callable[[Row], str | None]  # row -> a completion that answers it with row["answer"], or None if it has none
 
 THOUGHT = "<think>\nso\n</think>\n"
 _PAIRS = (("yes", "no"), ("true", "false"), ("correct", "wrong"))
 OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes the completion that earns full marks on a row, or None if the row has no gold. column: where gold is."""
+
+    gold: Callable[[Row], str | None]
+    column: str = "answer"
+
+    def __call__(self, row: Row) -> str | None:
+        return self.gold(row)
+
+    def with_answer(self, row: Row, answer: Any) -> str:
+        """Gold if the answer were this one; "" where gold does not follow the column, as a stored text."""
+        text = self.gold({**row, self.column: answer}) or ""
+        return text if text != self.gold(row) else ""
 
 
 def _wrapped(before: str, after: str) -> Writer:
@@ -22,7 +38,7 @@ def _wrapped(before: str, after: str) -> Writer:
         answer = answer_text(row.get("answer"))
         return None if answer is None else f"{before}{answer}{after}"
 
-    return write
+    return Writer(write)
 
 
 # The ways in which an answer may be marked, for scripts that do not say (`GOLD`).
@@ -97,7 +113,7 @@ def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | Non
         return None
     texts = {
         "gold": gold,
-        "near miss": write({**row, "answer": near_miss(row.get("answer"))}) or "",
+        "near miss": write.with_answer(row, near_miss(row.get(write.column))),
         "empty": "",
         "truncated": gold[: len(gold) // 2],
         "very long": THOUGHT + "Wait, let me think about that again. " * 1000,

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RewardError
-from posttrain.verify.audit import audit_gold, spread
+from posttrain.verify.audit import audit_gold, choose_writer, spread
+from posttrain.verify.probes import probes
 from posttrain.verify.score import Scorer
 from posttrain.verify.trial import try_rewards
 from posttrain.verify.variants import WRITERS, near_miss, variants
@@ -94,8 +95,41 @@ def test_a_reward_that_reads_no_column_is_not_audited(scorer: Scorers) -> None:
 
 def test_rows_without_an_answer_are_not_audited(scorer: Scorers) -> None:
     with scorer("math.accuracy") as s:
-        assert audit_gold(s, rows(None, "")).skipped == "no row has an answer"
+        assert audit_gold(s, rows(None, "")).skipped.startswith("no row has an `answer`; GOLD(row)")
         assert audit_gold(s, rows(None, "7")).checked == 1
+
+
+OWN_GOLD = """
+import re
+
+def right(completion, final):
+    found = re.findall(r"boxed{(.*?)}", completion.rpartition("</think>")[2])
+    return float(found[-1:] == [str(final)])
+
+def GOLD(row):
+    return {gold}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gold", "miss"),
+    [
+        ("f\"so boxed{{{row['final']}}}\"", "so boxed{17}"),
+        ('row["solution"]', ""),  # a stored text follows no column: there is no near miss to write
+    ],
+)
+def test_gold_of_a_script_in_another_column_than_answer(
+    gold: str, miss: str, script: Callable[..., Path], scorer: Scorers
+) -> None:
+    path = script(OWN_GOLD.replace("{gold}", gold))
+    data = [{"uid": "a", "prompt": "3 + 4", "final": 7, "solution": "3 + 4 = 7, boxed{7}", "answer": "not it"}]
+    data += [{"uid": "b", "prompt": "3 + 13", "final": "16", "solution": "3 + 13 = 16, boxed{16}"}]
+    with scorer(f"{path}:right") as s:
+        audit = audit_gold(s, data)
+        _, write = choose_writer(s, data)
+    assert (audit.checked, dict(audit.bad)) == (2, {})
+    assert write.with_answer(data[1], "17") == miss
+    assert ("every answer" in probes(data[1], write)) == bool(miss)  # without wrong answers nothing names them all
 
 
 def test_a_missing_column_is_told_before_a_worker_is_asked(scorer: Scorers) -> None:
