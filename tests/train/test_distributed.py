@@ -308,7 +308,9 @@ CASES: dict[str, Values] = {
 
 def test_an_error_of_one_rank_ends_the_run_and_is_told_once(folder: Path) -> None:
     """The reward breaks on rank 1 alone; rank 0 waits for its rollouts. As users start it, with two processes."""
-    broken = DIGITS + "\n\ndef half(completion):\n    import os\n    return 1 / (os.environ['RANK'] == '0')\n"
+    broken = (
+        DIGITS + "\n\ndef half(completion):\n    import os\n    return 1 if os.environ['RANK'] == '0' else 'half'\n"
+    )
     (folder / "digits.py").write_text(broken)
     plain = {k: v for k, v in RL.items() if k not in ("algorithm", "advantage", "kl", "controllers", "batch")}
     recipe = {**plain, "rewards": [{"use": "digits.py:half"}], "rollout": {"prompts_per_step": 2, "group_size": 2}}
@@ -316,9 +318,9 @@ def test_an_error_of_one_rank_ends_the_run_and_is_told_once(folder: Path) -> Non
     (folder / "rl.yaml").write_text(json.dumps({**recipe, "run": {"steps": 1}}))
     command = [sys.executable, "-m", "posttrain", "rl", "rl.yaml", "--gpus", "2", "--output", "run"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert done.stderr.count("ZeroDivisionError") == 1 and "rank 1: " in done.stderr, done.stderr
+    assert done.stderr.count("returned 'half'") == 1 and "rank 1: " in done.stderr, done.stderr
     assert "--gpus 2 --output run --resume" in done.stderr
     assert "lost the others" not in done.stderr
 
