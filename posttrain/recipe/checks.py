@@ -1,6 +1,6 @@
-"""What the schema cannot say: values that are right alone and cannot work together.
+"""Checks that the schema cannot make: values that are valid alone and cannot work together.
 
-Each check is a function on a recipe; it yields (key, what is wrong, what would be right).
+Each check is a function of a recipe that yields (key, what is wrong, what would be right).
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from posttrain.recipe.objective_checks import Found
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.tree import Node, dotted, follow
 
+Check = Callable[[Any], Found]
+
 
 def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[Problem]:
-    """The problems of a recipe whose values are right one by one. `prefix` marks a stage of a pipeline."""
+    """The problems of a recipe that fits the schema. `prefix`: the place of a pipeline's stage."""
     problems: list[Problem] = []
-    for check in (*CHECKS, *objective_checks.CHECKS) if prefix else (*CHECKS, *objective_checks.CHECKS, _references):
+    for check in (*_checks_of(recipe), *(() if prefix else (_references,))):
         for key, what, right in check(recipe):
             path = _path(key)
             node, depth = follow(tree, path)
             if node.origin.kind == "preset":
-                if check in CHECKS:  # what a paper chose may be idle beside what the user chose
+                if check not in objective_checks.CHECKS:  # a paper's choice may be idle beside the user's
                     continue
                 node, depth = follow(tree, ["algorithm"])
             mark = node.origin.mark if depth == len(path) and not node.mapping else node.at_key.mark
@@ -35,12 +37,16 @@ def run(recipe: st.Stage, tree: Node, prefix: Sequence[str | int] = ()) -> list[
 
 
 def keys_with_problems(recipe: st.Stage) -> set[str]:
-    """The keys that a check complains of."""
-    return {key for check in (*CHECKS, *objective_checks.CHECKS) for key, _, _ in check(recipe)}
+    """The keys that some check refuses."""
+    return {key for check in _checks_of(recipe) for key, _, _ in check(recipe)}
+
+
+def _checks_of(recipe: st.Stage) -> list[Check]:
+    return [check for stage, checks in CHECKS.items() if isinstance(recipe, stage) for check in checks]
 
 
 def _path(key: str) -> list[str | int]:
-    """The parts of a dotted key; what stands under `controllers` is named by a dotted key itself."""
+    """The parts of a dotted key. Under `controllers` the rest is one part: a key with dots, such as `kl.coef`."""
     if key.startswith("controllers."):
         return ["controllers", key.removeprefix("controllers.")]
     return [int(part) if part.isdigit() else part for part in key.split(".")] if key else []
@@ -64,10 +70,8 @@ def _half(recipe: Any) -> Found:
         yield "model.dtype", what, "write `bfloat16`, or `auto`"
 
 
-def _offloaded_reference(recipe: Any) -> Found:
-    if not isinstance(recipe, st.RlRecipe) or recipe.kl.reference:
-        return
-    if recipe.model.offload_reference and recipe.model.lora:
+def _offloaded_reference(recipe: st.RlRecipe) -> Found:
+    if recipe.model.offload_reference and recipe.model.lora and not recipe.kl.reference:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
 
 
@@ -118,7 +122,7 @@ def _reward_names(recipe: Any) -> Found:
 
 
 def _canaries(recipe: Any) -> Found:
-    """A canary says something only while nothing is learned from it."""
+    """A canary must not be trained on, directly or through a condition or a filter."""
     rewards: list[Reward] = getattr(recipe, "rewards", [])
     canaries = {reward_name(r) for r in rewards if r.canary}
     for position, reward in enumerate(rewards):
@@ -138,17 +142,13 @@ def reward_name(reward: Reward) -> str:
     return reward.name or (split[1] if split else reward.use.rpartition(".")[2])
 
 
-def _groups(recipe: Any) -> Found:
-    if not isinstance(recipe, st.RlRecipe):
-        return
+def _groups(recipe: st.RlRecipe) -> Found:
     if recipe.rollout.group_size > 1 and recipe.rollout.temperature == 0:
         yield "rollout.temperature", "0 gives a prompt the same completion every time", "write a temperature above 0"
 
 
-def _idle_kl(recipe: Any) -> Found:
-    """A section that nothing reads, whatever is in it; single keys are in idle.py."""
-    if not isinstance(recipe, st.RlRecipe):
-        return
+def _idle_kl(recipe: st.RlRecipe) -> Found:
+    """A `kl` section without a coefficient does nothing. Single keys that do nothing are in idle.py."""
     chosen = recipe.kl.model_fields_set
     if chosen - {"coef"} and not ("coef" in chosen or "kl.coef" in recipe.controllers):
         yield "kl", "does nothing while its coef is 0", "write `kl.coef`"
@@ -156,9 +156,9 @@ def _idle_kl(recipe: Any) -> Found:
         yield "kl.reference", "a critic that was trained apart reads the starting policy", "remove one of the two"
 
 
-def _kl_place(recipe: Any) -> Found:
-    """An estimator in a place where it does not do what its user means."""
-    if not isinstance(recipe, st.RlRecipe) or (recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers):
+def _kl_place(recipe: st.RlRecipe) -> Found:
+    """An estimator must have a useful gradient in the loss, and not differ by its gradient alone in the reward."""
+    if not recipe.has_kl:
         return
     use, where = recipe.kl.use, recipe.kl.where
     if where == "loss" and use == "k1":
@@ -167,17 +167,16 @@ def _kl_place(recipe: Any) -> Found:
         yield "kl.use", f"{use} differs from {use[:2]} only in its gradient, and a reward has none", "use k1 or k3"
 
 
-def _controlled_turns(recipe: Any) -> Found:
-    """A number of turns that is driven, where there is one turn."""
-    if isinstance(recipe, st.RlRecipe) and not recipe.acts and "rollout.max_turns" in recipe.controllers:
+def _controlled_turns(recipe: st.RlRecipe) -> Found:
+    """A controller of `max_turns` does nothing in rollouts of one turn."""
+    if not recipe.acts and "rollout.max_turns" in recipe.controllers:
         yield "controllers.rollout.max_turns", "drives nothing without `tools` or an `environment`", "remove it"
 
 
-def _seeds(recipe: Any) -> Found:
-    if isinstance(recipe, st.PipelineRecipe):
-        for seed, times in Counter(recipe.seeds).items():
-            if times > 1:
-                yield "seeds", f"{seed} is given {times} times: the same run is no second one", "write other seeds"
+def _seeds(recipe: st.PipelineRecipe) -> Found:
+    for seed, times in Counter(recipe.seeds).items():
+        if times > 1:
+            yield "seeds", f"{seed} is given {times} times: the same run is no second one", "write other seeds"
 
 
 def _eval_settings(recipe: Any) -> Found:
@@ -194,16 +193,14 @@ def _eval_settings(recipe: Any) -> Found:
 
 
 def _references(recipe: Any) -> Found:
-    """`stage:NAME` means something in a pipeline only, which checks it and puts a path in its place."""
+    """`stage:NAME` is for pipelines only, where a path takes its place. Pipelines check it themselves."""
     paths = {"model.path": recipe.model.path} if hasattr(recipe, "model") else {}
     if isinstance(recipe, st.RlRecipe):
-        paths["kl.reference"] = recipe.kl.reference or ""
+        paths |= {"kl.reference": recipe.kl.reference or "", "critic.path": recipe.critic.path or ""}
     if isinstance(recipe, st.DpoRecipe):
         named = recipe.anchors
         paths |= {"anchors.reference": named.reference or "", "anchors.previous": named.previous or ""}
         paths |= {f"anchors.history.{i}": path for i, path in enumerate(named.history)}
-    if isinstance(recipe, st.RlRecipe):
-        paths["critic.path"] = recipe.critic.path or ""
     if isinstance(recipe, st.MergeRecipe):
         paths = {f"models.{i}.model": m.model for i, m in enumerate(recipe.models)} | {"base_model": recipe.base_model}
     for key, path in paths.items():
@@ -211,10 +208,8 @@ def _references(recipe: Any) -> Found:
             yield key, f"`{path}` names a stage of a pipeline", "write the directory of the model"
 
 
-def _objective(recipe: Any) -> Found:
+def _objective(recipe: st.SftRecipe) -> Found:
     """Keys of sft's objective that are missing, or cannot work."""
-    if not isinstance(recipe, st.SftRecipe):
-        return
     objective = recipe.objective
     if "behavior_logp" in objective.needs and objective.behavior_model is None:
         what = f"{objective.use} needs the log-probs of the model that wrote the data"
@@ -224,9 +219,9 @@ def _objective(recipe: Any) -> Found:
         yield "objective.divide_by", what, "write `divide_by: tokens`"
 
 
-def _online_kl(recipe: Any) -> Found:
-    """The policy answers with the weights that are trained, and is measured against those that it began with."""
-    if not isinstance(recipe, st.DpoRecipe) or recipe.online_kl is None:
+def _online_kl(recipe: st.DpoRecipe) -> Found:
+    """`online_kl` samples from the policy in training, and measures the KL to the policy as it was loaded."""
+    if recipe.online_kl is None:
         return
     if recipe.anchors.reference:
         what = "the KL is to the policy as it is loaded, and the loss has another reference"
@@ -236,34 +231,30 @@ def _online_kl(recipe: Any) -> Found:
         yield "model.shard", what, "use `lora`, or remove one of them"
 
 
-def _pairs(recipe: Any) -> Found:
-    if isinstance(recipe, st.PairsRecipe):
-        yield from building.problems(recipe)
-
-
-def _merge_inputs(recipe: Any) -> Found:
-    if isinstance(recipe, st.MergeRecipe):
-        yield from merging.problems(recipe)
-
-
-CHECKS: tuple[Callable[[Any], Found], ...] = (
-    _length,
-    _quantized,
-    _half,
-    _offloaded_reference,
-    _compiled,
-    _divided,
-    _reward_names,
-    _canaries,
-    _groups,
-    _idle_kl,
-    _kl_place,
-    _eval_settings,
-    _seeds,
-    _controlled_turns,
-    _objective,
-    _online_kl,
-    _pairs,
-    _merge_inputs,
-    idle.refused,
-)
+# stage -> its checks; those of `Stage` are asked of every recipe
+CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
+    st.Stage: (
+        _length,
+        _quantized,
+        _half,
+        _compiled,
+        _divided,
+        _reward_names,
+        _canaries,
+        _eval_settings,
+        idle.refused,
+    ),
+    st.SftRecipe: (_objective,),
+    st.DpoRecipe: (_online_kl,),
+    st.RlRecipe: (
+        _offloaded_reference,
+        _groups,
+        _idle_kl,
+        _kl_place,
+        _controlled_turns,
+        *objective_checks.CHECKS,
+    ),
+    st.PairsRecipe: (building.problems,),
+    st.MergeRecipe: (merging.problems,),
+    st.PipelineRecipe: (_seeds,),
+}

@@ -1,9 +1,9 @@
-"""Settings that nothing reads beside the others of the recipe: key -> where it is idle, in one table.
+"""Settings that do nothing because of other settings: one table of rules.
 
-Only what was written and differs from the default is asked about. A rule either refuses, where two keys contradict each
-other, or makes a note, where the other key is a switch that people turn on the command line (`rollout.engine`,
-`sampling.temperature`): such a recipe is right, and says before it runs what it leaves aside. Keys that a whole stage
-never reads are in its `unused`; components say themselves what they need (objective_checks.py).
+A rule is asked only about values that were written and differ from the default. If two keys contradict each other, the
+recipe is refused. If the other key is a switch that people turn on the command line (`rollout.engine`,
+`sampling.temperature`), the recipe is valid, and a note says before the run what has no effect. Keys that a stage never
+reads are in its `unused`; what components need is in objective_checks.py.
 """
 
 from __future__ import annotations

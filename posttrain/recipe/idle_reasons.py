@@ -1,7 +1,7 @@
-"""Why a setting does nothing: one function a reason, asked by the table of idle.py.
+"""Why a setting does nothing: one function a reason, called through the table of idle.py.
 
-Each is given the recipe and the section that holds the key, whether it asks it or not, and says what stands behind
-`does nothing`; "" where the setting acts. Names of stages rather than their classes: some keys stand in several.
+Every function gets the recipe and the section that holds the key. It returns the end of the sentence "KEY: does
+nothing ...", or "" if the setting does something. Stages are compared by name, since several share a section.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.places import ROW_FILES, split_function
-from posttrain.recipe.objective_checks import BY_REFERENCE
+from posttrain.recipe.objective_checks import BY_REFERENCE, used
 from posttrain.recipe.rollout_sections import VLLM_CHUNK
 
 PATHS = (".", "/", "~")
@@ -101,8 +101,8 @@ def vllm_attends(recipe: Any, model: Any) -> str:
 def no_reference(recipe: Any, model: Any) -> str:
     if recipe.stage != "rl" or recipe.kl.reference or recipe.critic.path or _own(recipe) or model.lora or model.shard:
         return ""
-    used = [section for key, section in recipe.components() if key != "kl" or not _kl_off(recipe)]
-    return "" if any(section.needs & {*BY_REFERENCE} for section in used) else "without a reference: `kl.coef` is 0"
+    reads = any(section.needs & {*BY_REFERENCE} for _, section in used(recipe))
+    return "" if reads else "without a reference: `kl.coef` is 0"
 
 
 # --- what generates
@@ -220,16 +220,12 @@ def never_truncated(recipe: Any, loss: Any) -> str:
 
 
 def no_kl(recipe: Any, kl: Any) -> str:
-    return "while kl.coef is 0" if _kl_off(recipe) else ""
+    return "" if recipe.has_kl else "while kl.coef is 0"
 
 
 def no_critic(recipe: Any, _: Any) -> str:
     needs = {need for _, section in recipe.components() for need in section.needs}
     return "" if _own(recipe) or needs & BY_CRITIC else ": no component reads a critic's values"
-
-
-def _kl_off(recipe: Any) -> bool:
-    return recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers
 
 
 def _own(recipe: Any) -> bool:

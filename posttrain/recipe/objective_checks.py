@@ -1,13 +1,12 @@
-"""What would be a silent no-op, or could not work, among the components of an `rl` recipe; refused with the reason.
+"""Checks on the components of an `rl` recipe: choices that cannot work together, or would silently do nothing.
 
-Components say what they need and what they do alone (`registry.register`), so most of this knows no method by name.
-Each check yields (key, what is wrong, what would be right).
+Components declare what they need and what only one of them may do (`registry.register`), so few checks name a method.
+Each check yields (key, what is wrong, what would be right). `checks.py` runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from posttrain.recipe.rl_sections import Loss
 from posttrain.recipe.section import ComponentSection
@@ -15,18 +14,16 @@ from posttrain.recipe.stages import RlRecipe
 
 Found = Iterator[tuple[str, str, str]]
 
-# What an rl run can give a component, besides `groups` and the marks that are no data.
-FROM_ROLLOUTS = {
-    *("rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"),
-}
-FROM_MODEL = {  # by a pass of the policy or the reference, made only where it is needed
+# What an rl run can give a component. MARKS are needs that are no fields of a batch.
+FROM_ROLLOUTS = {"rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"}
+FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if a component needs it
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask"),
 }
 BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # of FROM_MODEL, those of the reference
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
-FROM_COMPONENTS = {"advantages", "channels", "returns"}  # another component makes them
-FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with a slow copy of the policy
+FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
+FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
     *("multiplies", "measured_kl", "own_credit"),
@@ -47,8 +44,7 @@ WHY_NOT = {
 
 def used(recipe: RlRecipe) -> list[tuple[str, ComponentSection]]:
     """The components that do something: a KL without a coefficient does not."""
-    off = recipe.kl.coef == 0 and "kl.coef" not in recipe.controllers
-    return [(key, section) for key, section in recipe.components() if not (key == "kl" and off)]
+    return [(key, section) for key, section in recipe.components() if key != "kl" or recipe.has_kl]
 
 
 def updates(recipe: RlRecipe) -> int:
@@ -56,10 +52,8 @@ def updates(recipe: RlRecipe) -> int:
     return recipe.batch.epochs * recipe.batch.minibatches
 
 
-def _needs(recipe: Any) -> Found:
-    """What a component needs must come from somewhere."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _needs(recipe: RlRecipe) -> Found:
+    """Something in the recipe must provide what a component needs."""
     made = _made(recipe)
     for key, section in used(recipe):
         name = f"{key.partition('.')[0]} `{section.use}`"
@@ -84,21 +78,22 @@ def _needs(recipe: Any) -> Found:
 
 
 def _given(recipe: RlRecipe) -> set[str]:
-    """What only some recipes have."""
+    """What only recipes with turns, steps or an opponent provide."""
     return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set())
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
-    """What is known of turns: which token is whose, equal turns, their rewards; or of the steps of a single turn.
+    """What a recipe provides by turn, or by step of a single turn (`scoring.split`).
 
-    Whether a reward gives such rewards shows when it is loaded (`train.scoring.check_turns`)."""
+    Whether its rewards score turns is known once they are loaded (`train.scoring.check_turns`).
+    """
     found = {"turn_ids", "edge_ids", "turn_states"} if recipe.acts else set()
     found |= {"mc_values"} if recipe.environment and recipe.environment.simulations else set()
     return found | ({"turn_ids", "token_rewards", "turn_scores"} if recipe.acts or recipe.scoring.split else set())
 
 
 def _made(recipe: RlRecipe) -> set[str]:
-    """What the advantage of the recipe leaves for others to read."""
+    """The fields that the recipe's advantage makes for other components."""
     made = {"advantages"}
     for makers, what in _MAKERS:
         if recipe.advantage.use in makers or ":" in recipe.advantage.use:
@@ -110,14 +105,12 @@ _MAKERS = ((("channels", "copo"), "channels"), (("gae", "step_gae", "mc_critic")
 
 
 def maker(need: str) -> str:
-    """The advantage that leaves such numbers behind."""
+    """The name of an advantage that makes the field `need`."""
     return next((makers[0] for makers, what in _MAKERS if what == need), "")
 
 
-def _exclusive(recipe: Any) -> Found:
-    """What only one component of a recipe may do."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _exclusive(recipe: RlRecipe) -> Found:
+    """Two components must not both do what only one may do."""
     doers: dict[str, tuple[str, str]] = {}
     for key, section in used(recipe):
         for deed in section.described.get("exclusive", []):
@@ -127,10 +120,8 @@ def _exclusive(recipe: Any) -> Found:
             doers.setdefault(deed, (key, section.use))
 
 
-def _filtered_away(recipe: Any) -> Found:
-    """A component that acts on groups that are all right, behind a filter that drops them."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _filtered_away(recipe: RlRecipe) -> Found:
+    """A component learns from groups in which every answer is right, and a filter drops these groups."""
     for number, keep in enumerate(recipe.keeps):
         if keep.use not in ("dynamic_sampling", "mixed") or keep.params.get("metric", "correct") != "correct":
             continue
@@ -142,9 +133,9 @@ def _filtered_away(recipe: Any) -> Found:
                 yield f"{key}.use", what, right
 
 
-def _every_group(recipe: Any) -> Found:
-    """A component that puts the step's prompts together, behind a filter that leaves any number of them."""
-    if not isinstance(recipe, RlRecipe) or not recipe.keeps or recipe.rollout.max_gen_batches > 1:
+def _every_group(recipe: RlRecipe) -> Found:
+    """A component compares all prompts of a step, and a filter may drop some of them."""
+    if not recipe.keeps or recipe.rollout.max_gen_batches > 1:
         return
     for key, section in used(recipe):
         if "every_group" in section.needs:
@@ -152,9 +143,9 @@ def _every_group(recipe: Any) -> Found:
             yield f"{key}.use", what, "remove `keep`, or refill with `rollout.max_gen_batches` above 1"
 
 
-def _whole_groups(recipe: Any) -> Found:
-    """A loss over groups: its minibatches hold whole groups, and what acts on a token matrix has no place."""
-    if not isinstance(recipe, RlRecipe) or not _is_group_loss(recipe):
+def _whole_groups(recipe: RlRecipe) -> Found:
+    """A loss over groups needs whole groups in a minibatch, and has no token values to weigh or aggregate."""
+    if not _is_group_loss(recipe):
         return
     name = recipe.loss.use
     if recipe.batch.minibatches > recipe.rollout.prompts_per_step:
@@ -162,8 +153,8 @@ def _whole_groups(recipe: Any) -> Found:
         yield "batch.minibatches", what, f"write {recipe.rollout.prompts_per_step} or fewer"
     if recipe.corrections:
         yield "corrections", f"loss `{name}` has one value a group: there are no tokens to weigh", "remove them"
-    tokens = recipe.kl.coef or "kl.coef" in recipe.controllers or recipe.regularisers
-    if recipe.loss.aggregation != Loss.model_fields["aggregation"].default and not tokens:
+    has_token_terms = recipe.has_kl or recipe.regularisers
+    if recipe.loss.aggregation != Loss.model_fields["aggregation"].default and not has_token_terms:
         yield "loss.aggregation", f"does nothing: loss `{name}` has one value a group", "remove it"
 
 
@@ -173,10 +164,8 @@ def _is_group_loss(recipe: RlRecipe) -> bool:
     return recipe.loss.use in registry.index().get("group_loss", {})
 
 
-def _own_credit(recipe: Any) -> Found:
-    """What goes into advantages, beside a loss that reads none; what goes into rewards, where only components count."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _own_credit(recipe: RlRecipe) -> Found:
+    """Components that change advantages or rewards do nothing beside a loss that reads others."""
     loss, own = recipe.loss.use, "own_credit" in recipe.loss.needs
     reads = "rewards or correctness" if own else "each channel by itself"
     late = {"bonuses": recipe.bonuses, "spread": recipe.spread, **({"factors": recipe.factors} if own else {})}
@@ -186,7 +175,7 @@ def _own_credit(recipe: Any) -> Found:
     others = recipe.regularisers or recipe.select  # some of them read advantages
     if own and recipe.advantage.use not in ("group", "reward") and not others:
         yield "advantage", f"does nothing: loss `{loss}` reads {reads}", "remove it"
-    if recipe.kl.where == "reward" and any(key == "kl" for key, _ in used(recipe)):
+    if recipe.kl.where == "reward" and recipe.has_kl:
         right = "write `kl.where: loss`"
         if own:
             yield "kl.where", f"it comes off the reward of an advantage, and loss `{loss}` reads none", right
@@ -199,10 +188,8 @@ def _own_credit(recipe: Any) -> Found:
         yield "group_rewards", f"change rewards, and loss `{loss}` reads correctness alone", "remove them"
 
 
-def _channels(recipe: Any) -> Found:
-    """Every channel of an advantage is in one loss, once."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _channels(recipe: RlRecipe) -> Found:
+    """Every channel of an advantage must be in exactly one loss."""
     advantage, parts = recipe.advantage, recipe.advantage.params.get("channels") or []
     clips = {n: r.params["channel"] for n, r in enumerate(recipe.regularisers) if r.use == "channel_clip"}
     apart = [number for number in range(1, len(parts)) if advantage.params.get("separate")]
@@ -222,9 +209,9 @@ def _channels(recipe: Any) -> Found:
                 yield f"regularisers.{n}.channel", what, right
 
 
-def _sequence_clip(recipe: Any) -> Found:
-    """A ratio of whole sequences stays within a few thousandths of 1: a token's clip range never clips."""
-    if not isinstance(recipe, RlRecipe) or recipe.loss.use != "gspo":
+def _sequence_clip(recipe: RlRecipe) -> Found:
+    """A sequence's ratio stays within a few thousandths of 1, so the usual clip range of a token never clips it."""
+    if recipe.loss.use != "gspo":
         return
     for key in ("clip_low", "clip_high"):
         value = recipe.loss.params.get(key)
@@ -233,10 +220,8 @@ def _sequence_clip(recipe: Any) -> Found:
             yield f"loss.{key}", what, "write a few ten-thousandths (3e-4 and 4e-4 in the paper)"
 
 
-def _controlled(recipe: Any) -> Found:
-    """A controller drives a number that is there, and that a step reads."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _controlled(recipe: RlRecipe) -> Found:
+    """A controller must drive a number that the recipe has and that its steps can change."""
     known = numbers(recipe)
     for key, section in recipe.controllers.items():
         if key not in known:
@@ -257,9 +242,9 @@ def _controlled(recipe: Any) -> Found:
             yield f"controllers.{key}", what, f"write `rollout.max_new_tokens: {largest:g}`"
 
 
-def _stale(recipe: Any) -> Found:
-    """Rollouts of an older version: the loss must weigh them, and what it weighs them by must be known."""
-    if not isinstance(recipe, RlRecipe) or not recipe.rollout.staleness:
+def _stale(recipe: RlRecipe) -> Found:
+    """With staleness the loss must weigh rollouts by the log-probs of the policy that sampled them."""
+    if not recipe.rollout.staleness:
         return
     rollout = recipe.rollout
     if not _is_group_loss(recipe) and not weighs_behaviour(recipe):
@@ -275,9 +260,9 @@ def _stale(recipe: Any) -> Found:
             yield f"controllers.{key}", what, "write `rollout.staleness: 0`"
 
 
-def _partial(recipe: Any) -> Found:
-    """Rollouts that go on across a sync: there must be one beside them, and a stop string must be seen whole."""
-    if not isinstance(recipe, RlRecipe) or not recipe.rollout.partial:
+def _partial(recipe: RlRecipe) -> Found:
+    """`rollout.partial` needs a server that samples while the trainer updates, and has no stop strings."""
+    if not recipe.rollout.partial:
         return
     rollout = recipe.rollout
     if not (rollout.staleness and rollout.engine == "vllm" and rollout.vllm.server):
@@ -289,7 +274,7 @@ def _partial(recipe: Any) -> Found:
 
 
 def weighs_behaviour(recipe: RlRecipe) -> bool:
-    """Whether a component reads the log-probs of the policy that sampled; one of the user may."""
+    """Whether a component reads the log-probs of the policy that sampled. A function of the user's may read them."""
     return any("rollout_logp" in section.needs or ":" in section.use for _, section in used(recipe))
 
 
@@ -303,10 +288,8 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     return notes
 
 
-def _frozen_critic(recipe: Any) -> Found:
-    """A critic trained apart is there where it is read, and nothing trains it then."""
-    if not isinstance(recipe, RlRecipe):
-        return
+def _frozen_critic(recipe: RlRecipe) -> Found:
+    """A component that reads a frozen critic needs one, and no other component may train it."""
     for key, section in used(recipe):
         if "frozen_critic" in section.needs and not recipe.critic.path:
             what = f"`{section.use}` reads a critic that was trained apart"
@@ -315,9 +298,9 @@ def _frozen_critic(recipe: Any) -> Found:
             yield "critic.path", f"such a critic stays as it is, and `{section.use}` trains one", "remove one of them"
 
 
-def _opponent(recipe: Any) -> Found:
-    """A slow copy of the policy is asked between the steps, and somebody reads what it says."""
-    if not isinstance(recipe, RlRecipe) or recipe.opponent is None:
+def _opponent(recipe: RlRecipe) -> Found:
+    """Some component must read the opponent, and the opponent must be able to use the trainer's engine."""
+    if recipe.opponent is None:
         return
     own = any(":" in section.use for _, section in recipe.components())  # a function of the user may read it
     if not own and not any(section.needs & FROM_OPPONENT for _, section in used(recipe)):
@@ -335,9 +318,9 @@ def _opponent(recipe: Any) -> Found:
         yield "model.shard", f"{what}, and these are divided among the GPUs", "use `lora`, or GPUs that hold it all"
 
 
-def _stored(recipe: Any) -> Found:
-    """Completions of the data are one a row, were sampled by someone else, and stay as they are."""
-    if not isinstance(recipe, RlRecipe) or recipe.rollout.engine != "stored":
+def _stored(recipe: RlRecipe) -> Found:
+    """`engine: stored` has one completion a row. Nothing is sampled, and who sampled it is unknown."""
+    if recipe.rollout.engine != "stored":
         return
     what = "rollout.engine stored trains on the rows' completions"
     if recipe.acts:
@@ -358,7 +341,7 @@ ROLLOUT_NUMBERS = ("rollout.max_new_tokens", "rollout.group_size", "rollout.temp
 
 
 def numbers(recipe: RlRecipe) -> dict[str, float]:
-    """The numbers that a controller may drive, by their keys: those of components, and of the rollout."""
+    """Key -> value of each number that a controller may drive: those of components, and ROLLOUT_NUMBERS."""
     found = {key: getattr(recipe.rollout, key.partition(".")[2]) for key in ROLLOUT_NUMBERS}
     for key, section in recipe.components():
         if not key.startswith("controllers."):

@@ -233,6 +233,11 @@ class RlRecipe(Acting):
         """The filters of `keep`, however they are written."""
         return self.keep if isinstance(self.keep, list) else [self.keep] if self.keep else []
 
+    @property
+    def has_kl(self) -> bool:
+        """Whether a step has a KL term: its coefficient is not 0, or a controller drives it."""
+        return self.kl.coef != 0 or "kl.coef" in self.controllers
+
     def components(self) -> list[tuple[str, ComponentSection]]:
         """Every component of the objective with its key, in the order in which a step calls them."""
         order = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select", "corrections")
@@ -316,7 +321,6 @@ class GenerateRecipe(Acting):
     engine: EngineSection = Field(default_factory=EngineSection)
     samples: Positive = Field(1, description="completions a prompt")
     best_of: BestOf | None = Field(None, description="score the samples of a prompt, and write the best to best.jsonl")
-
     search: Search | None = Field(None, description="one completion a prompt, found by a search over its steps")
 
     @model_validator(mode="after")
