@@ -1,8 +1,7 @@
-"""The rollouts of one RL step: prompts -> rollouts -> scores -> which groups stay, refilled until there are enough.
+"""The rollouts of one RL step: prompts -> rollouts -> scores -> groups kept, refilled until there are enough.
 
-Each rank samples and scores its share of the prompts; then all of them hold the rollouts of all, scored. An error of
-one rank is told to the others in place of its rollouts, so that none waits for it, and all can save what they have
-(`salvage`).
+Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts. A rank that fails
+sends its error in place of its rollouts. So no rank waits for it, and all can save what they have (`salvage`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
 from posttrain.verify.failures import Calls, together
 
-WATCHED = 4  # prompts a generation whose engine log-probs are compared, where no component reads those of all
+WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
 
 
 def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any]]:
@@ -68,8 +67,7 @@ def counted_in(p: Pieces, state: checkpoint.State, calls: Sequence[Calls]) -> li
 
 
 def share_of(p: Pieces, state: checkpoint.State, drawn: Sequence[int], batches: int, gathered: dict[str, Any]) -> Share:
-    """This rank's share of the rollouts of prompts `drawn`, scored, without a word to the others. Adds counts to
-    `gathered`.
+    """This rank's share of the rollouts of prompts `drawn`, scored. Adds counts to `gathered`; talks to no other rank.
 
     batches: how often the step has drawn prompts before.
     """
@@ -94,7 +92,7 @@ def share_of(p: Pieces, state: checkpoint.State, drawn: Sequence[int], batches: 
 
 
 def groups_kept(p: Pieces, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]) -> set[int]:
-    """Numbers of the groups that stay in the step, of all that were drawn for it."""
+    """The numbers of those freshly drawn groups that stay in the step."""
     if not accumulator.refills:
         return accumulator.take(r.group for r in fresh)
     try:
@@ -104,7 +102,7 @@ def groups_kept(p: Pieces, state: checkpoint.State, accumulator: Accumulator, fr
 
 
 def with_samples(p: Pieces, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
-    """The error of a step that never came to its metrics and samples, with a file of samples to read."""
+    """The error of a step that ends before it writes samples, with a hint to a file of samples written here."""
     if not p.recipe.run.samples_per_step:
         return error
     path = p.dump / f"step-{step + 1}.jsonl"
@@ -145,7 +143,7 @@ def play(
 
 
 def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
-    """The batch of scored rollouts, with what the recipe and the run know: weights of the rewards, the step, memory."""
+    """The batch of scored rollouts, with the reward weights, the step, and the memory of components."""
     answers = answer_extractors(p.recipe.rewards) if "answer_ids" in p.objective.needs else None
     batch = rollout_batch(rollouts, answers, p.objective.needs, p.recipe.advantage.params.get("similarity"))
     weights = {reward_name(reward): reward.weight for reward in p.recipe.rewards}

@@ -39,7 +39,7 @@ PATIENCE_S = 10.0  # before a rank tells that another failed: that one's own err
 BUCKET = 1 << 26  # numbers that are added up in one call
 SAID_S = 1.0  # for the word of the rank that broke a connection
 _alarm: Alarm | None = None  # of the process group
-_line = threading.local()  # .group: over which this thread talks, see `over`
+_thread = threading.local()  # .group: over which this thread talks, see `over`
 _AGREED = "posttrain_agreed"  # an attribute of errors, see `agreed`
 _SEEN_BY_OTHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -284,24 +284,23 @@ def own_seed(seed: int) -> int:
     return seed if is_main() else derive(seed, "rank", rank())
 
 
-def new_line() -> Any:
-    """Another group of the same ranks, for a thread that talks while the main one does. All ranks must ask for it."""
+def new_group() -> Any:
+    """Another process group of all ranks, for a second thread that communicates. All ranks must call this."""
     return dist.new_group(backend="gloo", timeout=TIMEOUT) if world() > 1 else None
 
 
 @contextlib.contextmanager
-def over(line: Any) -> Iterator[None]:
-    """Inside, in this thread, ranks tell each other objects over that group: threads that shared one would take each
-    other's answers."""
-    _line.group = line
+def over(group: Any) -> Iterator[None]:
+    """Inside, this thread communicates over `group`: threads that shared one would take each other's messages."""
+    _thread.group = group
     try:
         yield
     finally:
-        _line.group = None
+        _thread.group = None
 
 
 def _group() -> Any:
-    return getattr(_line, "group", None)
+    return getattr(_thread, "group", None)
 
 
 # --- tensors ---

@@ -1,8 +1,8 @@
-"""What sft and preference share: a TRL trainer runs the steps, and everything around a step is ours.
+"""The loop that sft, dpo and reward models share: a TRL trainer runs the steps, and everything around a step is ours.
 
-The trainer is told of one pass over exactly the rows that remain. Where a run begins, in which order rows come, random
-numbers, the denominator of the loss, metrics, checkpoints and stopping are decided here, so that they are the same in
-every stage, and a resumed run computes what an unbroken run computes.
+The trainer sees one pass over exactly the rows that remain. This file decides where a run begins, the order of rows,
+random numbers, the denominator of the loss, metrics, checkpoints and when to stop. So these are the same in every
+stage, and a resumed run computes what an unbroken run computes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Saver = Callable[[LoadedModel, Path], dict[str, Any]]
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How many rows a run sees and how they are cut. Only the last step of a run may have fewer than `size` rows."""
+    """How many rows a run sees, and how they are cut into steps. Only the last step may have fewer than `size` rows."""
 
     rows: int  # over the whole run, all passes counted
     size: int  # rows an optimiser step, over all ranks
@@ -67,7 +67,10 @@ def row_plan(recipe: TrainRecipe, n_rows: int) -> RowPlan:
 
 
 def micro_size(size: int, most: int, ranks: int) -> int:
-    """Rows a forward pass, `most` at most, so that every rank has a part of each step and, if that can be, as many."""
+    """Rows a forward pass: the largest divisor of `size` up to `most` that leaves every rank a part of each step.
+
+    If possible, all ranks have the same number of micro-batches.
+    """
     fitting = [rows for rows in range(1, min(most, max(size // ranks, 1)) + 1) if size % rows == 0]
     even = [rows for rows in fitting if size // rows % ranks == 0]
     return max(even or fitting)
@@ -84,7 +87,7 @@ class Job:
     sampler: PromptSampler
     optimizer: Optimizer
     longest: int = 0  # tokens of the longest row
-    order: StepOrder | None = None  # of the rows within a step; None: as they are drawn
+    order: StepOrder | None = None  # how to order the rows of a step; None: as they are drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
     saving: bool = False  # within a save, or behind one that failed
 
@@ -127,11 +130,11 @@ class RowOrder(torch.utils.data.Sampler[int]):
 class RunLoop(abc.ABC):
     """Put before a TRL trainer: `class Sft(RunLoop, SFTTrainer)`. Overrides public hooks of the trainer only.
 
-    A subclass says how its loss is normalised (`denominator`) and adds sums over the step's rows to `sums`; with
-    `denominator` taken over the whole optimiser step, cutting it into micro-batches changes no number.
+    A subclass says what its loss is divided by (`denominator`, over the whole optimiser step, so that micro-batches
+    change no number) and adds its metrics to `sums`.
 
-    Several ranks each run some of a step's micro-batches. The trainer is not told: it counts all of them on every rank,
-    and those of others cost nothing.
+    With several ranks, each runs some of a step's micro-batches. The trainer does not know: on every rank it goes
+    through all of them, and `training_step` skips those of other ranks.
     """
 
     job: Job
@@ -151,7 +154,7 @@ class RunLoop(abc.ABC):
 
     @abc.abstractmethod
     def step_metrics(self, sums: dict[str, float]) -> Mapping[str, float | None]:
-        """Metrics of the step from the sums that `compute_loss` gathered."""
+        """Metrics of the step, from the sums that `compute_loss` added up."""
 
     def add(self, name: str, value: Tensor | float) -> None:
         """Add to a sum over the rows of this step."""
@@ -174,7 +177,7 @@ class RunLoop(abc.ABC):
         self.watchdog.enter("update")
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(distributed.own_seed(derive(self.job.recipe.run.seed, "step", step)))
-        return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # 0: so is the sum
+        return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # if it is 0, so is the sum
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -212,7 +215,7 @@ class RunLoop(abc.ABC):
         return loss
 
     def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], like: Tensor) -> None:
-        """Forward and backward without a gradient: divided by an endless number of items."""
+        """Forward and backward that add nothing to the gradient: the loss is divided by infinity."""
         sums = dict(self.sums)
         super().training_step(model, inputs, torch.full_like(like, torch.inf, dtype=torch.float32))  # type: ignore[misc]
         self.sums = sums
@@ -276,7 +279,7 @@ def bad_gradient(model: nn.Module) -> str | None:
 
 
 def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> NonFiniteError:
-    """The error to raise; the micro-batches of the step are written to `failed/` of the run directory."""
+    """The error to raise. Writes the step's micro-batches into `failed/` of the run directory first."""
     step = job.state.step + 1
     path = job.directory.path / "failed" / f"step-{step}.pt"
     path.parent.mkdir(exist_ok=True)
@@ -311,8 +314,8 @@ def salvaged(job: Job, note: Callable[[str], None]) -> Iterator[None]:
 def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], saver: Saver = save) -> dict[str, Any]:
     """Run a trainer (a RunLoop) from the newest complete checkpoint to the end; save the model; return the summary.
 
-    saver: writes the model into a folder, and returns what the summary says of it as `save`.
-    Raises Interrupted after Ctrl-C, with a checkpoint saved; NonFiniteError and RunError as told above.
+    saver: writes the model into a folder, and returns what the summary holds under `save`.
+    Raises Interrupted after Ctrl-C, with a checkpoint saved, and NonFiniteError (see `training_step`).
     """
     directory, recipe = job.directory, job.recipe
     job.state = checkpoint.restore(directory.checkpoints, job.loaded, job.optimizer) or job.state
@@ -351,7 +354,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
 
 
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
-    """A TRL trainer of class `kind` around our model, optimiser and schedule. `options` are its own settings."""
+    """A TRL trainer of class `kind` around our model and optimiser. options: settings of this kind of trainer."""
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
     distributed.same_weights(job.loaded.model)
     with distributed.unseen():
@@ -375,7 +378,7 @@ def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: 
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Settings of the Hugging Face trainer. Learning rate, schedule, order and seeds are not its business here."""
+    """Settings of the Hugging Face trainer, which decides neither learning rate, order of rows nor random draws."""
     on_gpu = job.loaded.device.type == "cuda"
     clip = job.recipe.optim.max_grad_norm
     return {

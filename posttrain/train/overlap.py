@@ -5,15 +5,14 @@
              begin to draw, and score, the rollouts of step t+1 with version t     } side by side, where the
              measure, advantages, update: the trainer holds version t+1            } engine runs elsewhere
 
-Steps 1 and 2 are both drawn with the weights that the run began with. What is drawn follows from the recipe, the step
-and the weights, not from the clock: an engine that cannot work beside the trainer draws the same, before the update.
-Numbers of controllers and the memory of components that reach a draw are those of the step in which it begins.
+Steps 1 and 2 are both drawn with the weights that the run began with. What is drawn depends on the recipe, the step
+and the weights, not on timing: an engine that cannot work beside the trainer draws the same rollouts, before the
+update. A draw uses the controllers' numbers and the components' memory of the step in which it begins.
 
-With `rollout.partial` a sync does not wait for rollouts that are still drawn when an update ends: they are paused, and
-go on with the new weights. What is drawn then follows from the clock too, and each token says which version sampled
-it.
+With `rollout.partial` a sync does not wait for rollouts in progress: they are paused, and continue with the new
+weights. Then timing matters too, and each token records which version sampled it.
 
-A checkpoint waits for the rollouts that are under way and holds them, so that a resumed run goes on with the same ones.
+A checkpoint waits for the rollouts in progress and holds them, so that a resumed run goes on with the same ones.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from posttrain.train.pieces import Pieces
 
 Collect = Callable[[Pieces, State], tuple[list[Rollout], dict[str, Any]]]
 FILE = "ahead.json"
-PATIENCE_S = 60.0  # for a draw that is given up: its reward calls have limits of their own
+PATIENCE_S = 60.0  # to wait for a draw that is given up, or saved after an error
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Drawn:
 
 
 class _Draw:
-    """Drawing in a thread, or at once where `here`."""
+    """Runs `work` in a thread of its own, or at once if `here`."""
 
     def __init__(self, work: Callable[[], Drawn], *, here: bool) -> None:
         self._work = work
@@ -89,30 +88,32 @@ class _Draw:
 
 
 class Ahead:
-    """The rollouts that are under way. `collect` draws and scores those of one step (`collect.collect`)."""
+    """The rollouts in progress, for the next step. collect: draws and scores those of one step (`collect.collect`)."""
 
     def __init__(self, collect: Collect, engine: Any) -> None:
         self._collect, self._engine = collect, engine
         self._draw: _Draw | None = None
         self._taken: tuple[int, Drawn] | None = None  # the step that trains, and what it trains on
-        self._line = distributed.new_line()  # what ranks tell each other meanwhile must not meet what the update does
+        self._group = distributed.new_group()  # the drawing thread's own: its messages must not mix with the update's
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give up what is under way: the engine, closed, ends what it was asked for."""
+        """Give up a draw in progress: closing the engine ends its requests."""
         if self._draw is not None and self._draw.under_way:
             self._engine.close()
             self._draw.wait(PATIENCE_S)
 
     def take(self, p: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
-        """The rollouts of this step as `collect` gives them. Leaves the engine with the trainer's weights, drawing for
-        the next step, if there is one."""
-        if self._draw is None:  # the first step, or one that goes on where nothing was drawn ahead
+        """The rollouts of this step, as `collect` returns them. Then syncs the engine and begins to draw the next step.
+
+        There is nothing to begin at the last step.
+        """
+        if self._draw is None:  # the first step of a run, or of one resumed without rollouts drawn ahead
             p.sync(state.step)
             self._draw = self._begin(p, state)
-        self._renew(p, state)
+        self._sync_midway(p, state)
         drawn = self._wait(p)
         state.position, state.calls = drawn.position, drawn.calls
         oldest = min((r.version for r in drawn.rollouts), default=state.step)
@@ -130,8 +131,8 @@ class Ahead:
         with p.watchdog.phase("rollout"):
             return self._draw.result()
 
-    def _renew(self, p: Pieces, state: State) -> None:
-        """With `rollout.partial`: what is still drawn goes on with the trainer's weights."""
+    def _sync_midway(self, p: Pieces, state: State) -> None:
+        """With `rollout.partial`: rollouts still in progress continue with the trainer's weights."""
         assert self._draw is not None
         if not p.recipe.rollout.partial or p.engine.version == state.step:
             return
@@ -139,12 +140,12 @@ class Ahead:
             p.sync(state.step)
 
     def _begin(self, p: Pieces, state: State) -> _Draw:
-        """Draw for step `state.step` with what the engine holds. The state is a copy, or used for nothing else yet."""
+        """Begin to draw the rollouts of step `state.step` with the weights that the engine holds."""
         mine = dataclasses.replace(state)
-        clock = Watchdog(p.watchdog.folder, None)  # it only keeps the time: the phase that waits is watched
+        clock = Watchdog(p.watchdog.folder, None)  # only measures phases: the thread that waits is watched for hangs
 
         def work() -> Drawn:
-            with distributed.over(self._line):
+            with distributed.over(self._group):
                 rollouts, gathered = self._collect(dataclasses.replace(p, watchdog=clock), mine)
             return Drawn(rollouts, gathered, mine.position, mine.calls, clock.seconds)
 
@@ -156,9 +157,11 @@ class Ahead:
     # --- in checkpoints ---
 
     def complete(self, done: int) -> bool:
-        """After an error before an update: whether `write` has all that a checkpoint of the `done` steps before holds,
-        what is under way included, which is waited for. It has not if the step's own rollouts failed, which older
-        weights drew."""
+        """Whether a checkpoint of the first `done` steps can still be written, after an error before an update.
+
+        It holds the rollouts in progress, which are waited for. If drawing the step's own rollouts failed it cannot:
+        they were drawn with weights that are gone.
+        """
         if self._of(done) is not None:
             return True
         if self._draw is not None:
@@ -166,30 +169,30 @@ class Ahead:
         return self._draw is None or not (self._draw.under_way or self._draw.failed)
 
     def finish(self, p: Pieces, state: State) -> None:
-        """Wait until what is under way can be saved. state: behind the step."""
+        """Wait for the rollouts in progress, so that `write` can save them. state: after the step."""
         if self._draw is not None:
-            self._renew(p, state)
+            self._sync_midway(p, state)
             self._wait(p)
 
     def write(self, folder: Path, done: int) -> None:
-        """What was drawn for the step behind the `done` ones, if those are not all."""
+        """Save what was drawn for the step after the first `done` ones, if there is one."""
         drawn = self._of(done) or (self._draw.result() if self._draw is not None else None)
         if drawn is not None:
             (folder / FILE).write_text(json.dumps(as_json(drawn)))
 
     def _of(self, step: int) -> Drawn | None:
-        """The rollouts of step 0, 1, ..., if it is the one that has taken its own."""
+        """The rollouts that step `step` (from 0) has taken, if it is the one in training."""
         return self._taken[1] if self._taken is not None and self._taken[0] == step else None
 
     def read(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        """What `write` wrote; nothing where it wrote nothing."""
+        """Take up what `write` saved, if it saved anything."""
         if (folder / FILE).is_file():
             drawn = from_json(json.loads((folder / FILE).read_text()), prompts)
             self._draw = _Draw(lambda: drawn, here=True)
 
 
 def as_json(drawn: Drawn) -> dict[str, Any]:
-    """Prompts are named by their uid. Numbers read back to the last bit."""
+    """What was drawn as JSON, with uids in place of prompts. Floats read back exactly."""
     rows = [{f.name: getattr(r, f.name) for f in dataclasses.fields(r) if f.name != "prompt"} for r in drawn.rollouts]
     for row, r in zip(rows, drawn.rollouts, strict=True):
         row |= {
@@ -201,7 +204,7 @@ def as_json(drawn: Drawn) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any], prompts: Sequence[Prompt]) -> Drawn:
-    """What `as_json` was given, with these prompts."""
+    """The inverse of `as_json`; `prompts` are those that its uids name."""
     by_uid = {p.uid: p for p in prompts}
     rollouts = [
         Rollout(

@@ -149,7 +149,7 @@ def passes(recipe: RlRecipe) -> int:
     """Passes without gradient over a step's rollouts: by the policy that sampled, by the reference, over prompts."""
     needs = Objective.from_recipe(recipe).needs
     dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0 and "rollout_logp" in needs
-    several = recipe.batch.epochs * recipe.batch.minibatches > 1 or dropout  # see `update.moves`
+    several = recipe.batch.epochs * recipe.batch.minibatches > 1 or dropout  # see `update.needs_old_logp`
     return sum([several or bool(needs & set(AT_ROLLOUT)), bool(needs & set(BY_REFERENCE)), "prompt_logp" in needs])
 
 

@@ -1,4 +1,4 @@
-"""Measuring rollouts under the policy, its reference and its critic: what the objective needs, and nothing else."""
+"""Forward passes of the policy, its reference and its critic on rollouts: what the objective needs, nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.train import distributed, sharding
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.pieces import Pieces
 
-# field of the batch -> what the pass calls it; measured once, at rollout time, without gradient
+# Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
 AT_ROLLOUT = {
     "old_logp": "logp",
     "entropy": "entropy",
@@ -32,7 +32,10 @@ TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
 def scores(
     p: Pieces, model: nn.Module, sequences: Sequences, width: int, extras: Extras, power: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """One pass at the rollouts' temperature, in the run's precision; power [N]: of the distribution, by row."""
+    """One forward pass at the rollouts' temperature, in the run's precision.
+
+    power [N]: raises each row's distribution to that power, which is a temperature divided by it.
+    """
     temperature: float | Tensor = p.recipe.rollout.temperature or 1.0
     if power is not None:
         temperature = temperature / power.clamp(min=1e-6)
@@ -49,16 +52,15 @@ def scores(
 
 
 def line_unit(micro_tokens: int) -> int:
-    """Tokens of which a packed line holds a multiple.
+    """Packed lines are filled up to a multiple of this many tokens.
 
-    Lines are nearly full, so nearly all become equally long; lines of all lengths leave a GPU's allocator with pieces
-    that fit nothing.
+    Then nearly all lines have the same length. Lines of many lengths would fragment the memory of a GPU.
     """
     return max(1, micro_tokens // 16)
 
 
 def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
-    """(logp, entropy, batch) of the policy as it is, with gradient; the batch has what else the loss needs of it."""
+    """(logp, entropy, batch) of the current policy, with gradient. The batch gets what else the loss reads of it."""
     needs = p.objective.needs
     head = p.critic if "new_values" in needs else None
     extras = Extras(vocab_mean="vocab_mean_logp" in needs, value_head=head)
@@ -70,9 +72,9 @@ def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tenso
 def measure(
     p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
 ) -> RolloutBatch:
-    """The batch with those fields of `needs` that a pass can measure and that it lacks; 0 outside `rows`.
+    """The batch with the fields of `needs` that it lacks and that a forward pass can give; 0 outside `rows`.
 
-    The policy must be as it was when it sampled; it is measured as it sampled, without dropout.
+    Call it before the first update, while the policy is the one that sampled. It is measured without dropout.
     """
     if not len(rows):
         return batch
@@ -107,11 +109,11 @@ def _by_reference(
     assert p.reference is not None
     width = batch.mask.shape[1]
     with p.reference() as model:
-        judged = "values" in missing and p.recipe.critic.path is not None
-        if "ref_logp" in missing or judged:
-            extras = Extras(value_head=p.critic if judged else None)
+        frozen_values = "values" in missing and p.recipe.critic.path is not None
+        if "ref_logp" in missing or frozen_values:
+            extras = Extras(value_head=p.critic if frozen_values else None)
             found = _in_parts(p, sequences, rows, lambda s, _: scores(p, model, s, width, extras))
-            batch = batch.replace(ref_logp=found["logp"], **({"values": found["values"]} if judged else {}))
+            batch = batch.replace(ref_logp=found["logp"], **({"values": found["values"]} if frozen_values else {}))
         if "tempered_ref_logp" in missing:
             power = _reference_power(p, batch)
             found = _in_parts(p, sequences, rows, lambda s, r: scores(p, model, s, width, Extras(), power[r]))
@@ -120,13 +122,13 @@ def _by_reference(
 
 
 def _reference_power(p: Pieces, batch: RolloutBatch) -> Tensor:
-    """The power [N] of the reference's distribution that the term which reads it asks for."""
+    """The power [N] of the reference's distribution, from the term that reads `tempered_ref_logp`."""
     part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
     return reference_power(batch, **part.params).float()
 
 
 def _prompts(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
-    """Log-probs of the prompts' own tokens, once a group; the first token of a prompt has none."""
+    """Log-probs of the prompts' tokens, computed once a group. The first token of a prompt has none."""
     firsts: dict[int, int] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
         firsts.setdefault(group, row)
@@ -149,9 +151,9 @@ def _in_parts(
     rows: Sequence[int],
     run: Callable[[Sequences, list[int]], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """What `run` gives for `rows` in micro-batches, at their places among all rows; 0 elsewhere.
+    """`run` on `rows` in micro-batches; results at their places among all rows, 0 elsewhere.
 
-    Ranks divide the rows, if there is one for each, and all of them get all, or the error of one.
+    Ranks share the rows if there is at least one for each. Every rank gets all results, or the error of one.
     """
     divided = len(rows) >= distributed.world()
     if not divided:
@@ -169,7 +171,7 @@ def _passed(
     *,
     divided: bool,
 ) -> dict[str, Tensor]:
-    """What `run` gives for `rows`; those are not all where ranks have divided them."""
+    """`run` on `rows` in micro-batches. divided: `rows` are this rank's share."""
     out: dict[str, Tensor] = {}
     lengths = [len(sequences.ids[r]) for r in rows]
     parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed)

@@ -1,8 +1,8 @@
-"""Preference optimisation: TRL's DPOTrainer around our own pair losses.
+"""Preference optimisation: TRL's DPOTrainer with our own pair losses.
 
-The reference is the policy as it is loaded, unless the recipe names another one (`anchors`) or the data brings its
-log-probs: summed log-probs of every pair are computed once, before the first step, and kept in the run directory. No
-second model is ever in memory; a loss without reference costs nothing.
+The reference is the policy as it was loaded. A recipe may name another model (`anchors`), or the data may hold the
+reference's log-probs. Summed log-probs of every pair are computed once, before the first step, and kept in the run
+directory. So no second model is ever in memory, and a loss without a reference costs nothing extra.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
 from posttrain.train.quiet import quiet
 
-HUGE_GAP = 10  # a pair with such a difference in length teaches length
+TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
+FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
+HUGE_GAP = 10  # times: pairs whose sides differ so much in length mostly teach length
 COLUMNS = ("loss", "rewards/accuracies", "rewards/margins", "grad_norm", "lr", "time/tokens_per_s")
 REWARD_METRICS = {
     "chosen_rewards": "rewards/chosen",
@@ -92,7 +94,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     notes = [
         hf_trainer.rows_note(prepared, "row" if single else "pair"),
         pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
-        pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths(prepared.items),
+        pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths_note(prepared.items),
     ]
     return hf_trainer.train(trainer, job, COLUMNS, notes)
 
@@ -100,7 +102,7 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
 def columns_of(
     recipe: DpoRecipe, directory: RunDirectory, prepared: Prepared[Pair], wanted: frozenset[str], tokenizer: Any
 ) -> pair_columns.Columns:
-    """What the loss reads beside the texts, by pair: columns of the data, and log-probs by the models of `anchors`."""
+    """What the loss reads of a pair besides its texts: columns of the data, and log-probs by the `anchors` models."""
     rows = {row["uid"]: row for row in prepared.rows}
     found = pair_columns.read([rows[pair.uid] for pair in prepared.items], wanted, recipe.loss.use)
     if "labels" in wanted:
@@ -112,7 +114,7 @@ def columns_of(
 def job_of(
     recipe: DpoRecipe, directory: RunDirectory, loaded: LoadedModel, pairs: Sequence[Pair], *, packed: bool
 ) -> Job:
-    """The run on these pairs, whose steps are cut by their tokens. Raises DataError for a pair beyond the window."""
+    """The run on these pairs. Raises DataError for a pair that is longer than the model's window."""
     longest = max(pairs, key=pair_length)
     hf_trainer.check_window(loaded, longest.uid, pair_length(longest))
     job = Job.of(recipe, directory, loaded, len(pairs), pair_length(longest))
@@ -122,7 +124,7 @@ def job_of(
 
 
 def packs(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
-    """Whether pairs are laid in one line: on a GPU, where it saves time, if the architecture can take it."""
+    """Whether to pack pairs without padding: on a GPU, where it saves time, if the architecture allows it."""
     return loaded.device.type == "cuda" and pair_packing.exact(loaded, pairs)
 
 
@@ -134,9 +136,11 @@ def make_trainer(
     *,
     packed: bool = False,
 ) -> Preference:
-    """`pair_loss` takes a PairBatch; its keyword arguments are bound by the caller. columns: its fields, by pair.
+    """The TRL trainer for these pairs.
 
-    packed: pairs in one line without padding (the model was switched by `attention.use_packed_attention`).
+    pair_loss: takes a PairBatch; the recipe's arguments are bound already. columns: further fields of that batch, a
+    value a pair. packed: pairs in one line without padding (the model was switched by
+    `attention.use_packed_attention`).
     """
     padded = DataCollatorForPreference(pad_token_id=job.loaded.pad_id)
     collate = pair_packing.packed(job.loaded.device) if packed else padded
@@ -160,8 +164,10 @@ def make_trainer(
 
 @contextlib.contextmanager
 def unhashed() -> Iterator[None]:
-    """TRL names its store of reference log-probs by a hash of all weights. We have a store of our own; hashing takes
-    long for a large model, and cannot be done for a divided one."""
+    """Keep TRL from hashing all weights, by which it names its own store of reference log-probs.
+
+    We have another store. Hashing a large model takes long, and a sharded one cannot be hashed.
+    """
     before = dpo_trainer.hash_module
     dpo_trainer.hash_module = lambda module: ""  # noqa: ARG005
     try:
@@ -171,28 +177,25 @@ def unhashed() -> Iterator[None]:
 
 
 def add_log_probs(loaded: LoadedModel) -> None:
-    """Have the model return log-probs of its labels alone: TRL's own head measures entropies and more at each token."""
+    """Have the model return only the log-probs of its labels; by default TRL's head computes entropies as well."""
     add_fused_lm_head(causal_of(loaded.model), outputs=("log_probs",))
 
 
-TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")
-
-
 def dataset(pairs: Sequence[Pair], columns: Mapping[str, Sequence[Any]] | None = None) -> Dataset:
-    """Columns prompt_ids, chosen_ids, rejected_ids, and those given."""
+    """The columns TOKENS of the pairs, and those given."""
     tokens = {name: [list(getattr(pair, name)) for pair in pairs] for name in TOKENS}
     return Dataset.from_dict({**tokens, **(columns or {})})
 
 
 def collated(collate: Callable[[list[Any]], dict[str, Tensor]], rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """`collate` for the tokens; other columns become tensors [P], a history [J,P]."""
+    """`collate` applied to the tokens. Other columns become tensors [P], or [J,P] for a history of J policies."""
     batch = collate([{name: row[name] for name in TOKENS} for row in rows])
     others = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name not in TOKENS}
     return {**batch, **{name: value.mT if value.dim() == 2 else value for name, value in others.items()}}
 
 
 class Preference(RunLoop, DPOTrainer):
-    """DPOTrainer in our loop: its collator and forward pass, our pair loss as a mean over the pairs of a whole step."""
+    """DPOTrainer in our loop: TRL's collator and head, our pair loss, averaged over the pairs of a whole step."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the pairs of the step, not of the micro-batch
     pair_loss: Callable[[PairBatch], PairLoss]
@@ -226,12 +229,12 @@ class Preference(RunLoop, DPOTrainer):
         return sum(len(scored_lengths(batch)) // 2 for batch in batches)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As the loop's, and numbers of the whole step that losses read: micro-batches change none of them."""
+        """As in RunLoop; also sets what losses read of the whole step, so that micro-batches do not change it."""
         batches, pairs = super().get_batch_samples(epoch_iterator, num_batches, device)
         lengths = sum(int(scored_lengths(batch).chunk(2)[0].sum()) for batch in batches)
         self.mean_chosen_length = max(lengths, 1) / int(pairs)
         if self.single:
-            self.kl_baseline = self._mismatched(batches)
+            self.kl_baseline = self._step_kl_baseline(batches)
         if self.online is not None:
             seed = derive(self.job.recipe.run.seed, "online_kl", self.job.state.step)
             parts = [pairs_of(batch) for batch in batches]
@@ -241,9 +244,11 @@ class Preference(RunLoop, DPOTrainer):
             self.watchdog.enter("update")
         return batches, pairs
 
-    def _mismatched(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
-        """The KL baseline of a step, from its rejected sides, which the ranks divide. Without dropout, as the reference
-        was measured: it is one number for all ranks."""
+    def _step_kl_baseline(self, batches: Sequence[dict[str, Tensor]]) -> Tensor:
+        """The KL baseline of the step, one number for all ranks. Each rank measures a share of the rejected sides.
+
+        Without dropout, as the reference was measured.
+        """
         loaded = self.job.loaded
         parts = distributed.share(len(batches))
         idle = sharding.idle(len(parts), loaded)
@@ -269,7 +274,7 @@ class Preference(RunLoop, DPOTrainer):
         result = self.pair_loss(batch)
         if not isinstance(result, PairLoss) or result.losses.shape != batch.chosen_logp.shape:
             raise UserError("the pair loss must return a PairLoss with one loss a pair (posttrain.batch.PairLoss)")
-        self._gather(batch, result, inputs)
+        self._add_metrics(batch, result, inputs)
         loss = result.losses.sum()
         if self.online is not None:
             with self.job.loaded.autocast():
@@ -278,10 +283,9 @@ class Preference(RunLoop, DPOTrainer):
             self.add("online_kl/kl", kl)
         return loss / num_items_in_batch
 
-    def _gather(self, batch: PairBatch, result: PairLoss, inputs: Mapping[str, Tensor]) -> None:
+    def _add_metrics(self, batch: PairBatch, result: PairLoss, inputs: Mapping[str, Tensor]) -> None:
         self.add("pairs", len(batch.chosen_logp))
-        whole = inputs["row_tokens"] if "row_tokens" in inputs else inputs["attention_mask"]
-        self.add("tokens", whole.sum())
+        self.add("tokens", inputs["row_tokens" if "row_tokens" in inputs else "attention_mask"].sum())
         self.add("trained", scored_lengths(inputs).sum())
         shown = {"logps/chosen": batch.chosen_logp, "logps/rejected": batch.rejected_logp}
         shown |= pair_metrics(result.stats)
@@ -293,7 +297,7 @@ class Preference(RunLoop, DPOTrainer):
             self.add(name, value.float().sum())
 
     def step_metrics(self, sums: dict[str, float]) -> dict[str, float | None]:
-        """Means over the pairs; of single answers those of a side over its own rows, None where the step has none."""
+        """Means over the pairs. Of labelled answers, a side's means are over its own rows, None if it has no rows."""
         good = sums.get("good", sums["pairs"])
         rows = {"chosen": good, "rejected": sums["pairs"] - good} if self.single else {}
         counts = {name: rows.get(name.rpartition("/")[2], sums["pairs"]) for name in sums if "/" in name}
@@ -305,7 +309,7 @@ class Preference(RunLoop, DPOTrainer):
 
 
 def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """Policy log-probs of P pairs: `inputs` holds P chosen rows, then P rejected ones, as the collator lays them."""
+    """The batch of P pairs with the policy's log-probs. inputs: as collated, P chosen rows and then P rejected ones."""
     chosen, rejected = summed_logps(model, inputs).chunk(2)
     lengths = scored_lengths(inputs)
     return PairBatch(
@@ -318,7 +322,7 @@ def pair_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
 
 
 def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
-    """Policy log-probs of P answers with labels: of the mismatched ones only the step's KL baseline is used."""
+    """The batch of P labelled answers. Their rejected sides serve the step's KL baseline only, and are not run here."""
     side = _side(inputs, 0)
     chosen = summed_logps(model, side)
     return PairBatch(
@@ -327,9 +331,6 @@ def single_batch(model: nn.Module, inputs: Mapping[str, Tensor]) -> PairBatch:
         chosen_length=side["completion_mask"][:, 1:].sum(1),
         **{name: value for name, value in inputs.items() if name in FIELDS},
     )
-
-
-FIELDS = {field for fields in (*pair_columns.GIVEN.values(), *pair_columns.ANCHORS.values()) for field in fields}
 
 
 def _side(inputs: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
@@ -359,7 +360,7 @@ def summed_logps(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def by_label(shown: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
-    """Values [P] of single answers with those of a side by label: chosen has the good rows', rejected the bad ones'."""
+    """`NAME/chosen` [P] of labelled answers, split: `NAME/chosen` keeps the good rows, `NAME/rejected` the bad ones."""
     sides = {name: value for name, value in shown.items() if name.endswith("/chosen")}
     rest = {name: value for name, value in shown.items() if not name.endswith(("/chosen", "/rejected"))}
     bad = {name.removesuffix("chosen") + "rejected": value * ~good for name, value in sides.items()}
@@ -367,12 +368,12 @@ def by_label(shown: Mapping[str, Tensor], good: Tensor) -> dict[str, Tensor]:
 
 
 def pair_metrics(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stats [P] of a pair loss under the names that dashboards know; others as loss/NAME."""
+    """The stats [P] of a pair loss under TRL's metric names where it has one, else as loss/NAME."""
     return {REWARD_METRICS.get(name, f"loss/{name}"): value for name, value in stats.items()}
 
 
 def measured(recipe: DpoRecipe, pairs: Sequence[Pair], loaded: LoadedModel) -> dict[str, Tensor]:
-    """`reference_logps` of a model that is not trained here."""
+    """`reference_logps` by a model that is not the one in training."""
     add_log_probs(loaded)
     collate = functools.partial(collated, DataCollatorForPreference(pad_token_id=loaded.pad_id))
     return reference_logps(loaded, hf_trainer.row_plan(recipe, len(pairs)).micro, dataset(pairs), collate)
@@ -383,8 +384,8 @@ def reference_logps(
 ) -> dict[str, Tensor]:
     """`chosen` and `rejected` [number of pairs], float32: forward passes of `micro` pairs of similar length."""
     model = loaded.model
-    lengths = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
-    order = sorted(range(len(rows)), key=lambda n: -lengths[n])
+    longest = [len(r["prompt_ids"]) + max(len(r["chosen_ids"]), len(r["rejected_ids"])) for r in rows]
+    order = sorted(range(len(rows)), key=lambda n: -longest[n])
     out = torch.zeros(2, len(rows))
     training = model.training
     model.eval()
@@ -407,12 +408,12 @@ def reference_logps(
 
 
 def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Its tensors on the device; the borders of packed rows are there already."""
+    """The batch with its tensors on the device. Other values (the borders of packed rows) stay as they are."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def lengths(pairs: Sequence[Pair]) -> str:
-    """How far length alone tells the sides apart, in one line."""
+def lengths_note(pairs: Sequence[Pair]) -> str:
+    """One line on how far length alone tells the chosen sides from the rejected ones."""
     chosen, rejected = (
         [len(ids) for ids in side] for side in zip(*((p.chosen_ids, p.rejected_ids) for p in pairs), strict=True)
     )

@@ -23,8 +23,7 @@ from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
 class Sums(dict[str, Any]):
-    """Sums by name. Those of tensors stay on their device until `numbers` reads them, so that nothing waits for a GPU
-    between micro-batches."""
+    """Sums by name. Tensors stay on their device until `numbers` reads them: micro-batches never wait for the GPU."""
 
     def add(self, values: Mapping[str, Tensor | float]) -> None:
         for name, value in values.items():
@@ -36,7 +35,7 @@ class Sums(dict[str, Any]):
 
 @dataclass
 class Tally:
-    """What the updates of a step add up. logp [N,T]: each row's log-probs when it was last trained on, 0 if never."""
+    """What the updates of a step measure. logp [N,T]: each row's log-probs when it was last trained on, 0 if never."""
 
     logp: Tensor
     sums: Sums = field(default_factory=Sums)
@@ -56,7 +55,8 @@ def update(
     p.loaded.model.train()
     torch.manual_seed(distributed.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
-    batch = measure(p, batch, sequences, active, p.objective.needs | ({"old_logp"} if moves(p) else set()))
+    needs = p.objective.needs | ({"old_logp"} if needs_old_logp(p) else set())
+    batch = measure(p, batch, sequences, active, needs)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
         mine = [active[n] for n in distributed.share(len(active))]
@@ -72,18 +72,21 @@ def update(
     return {**update_metrics(tally.sums, tally.norms, lr=lr), **mismatch}, batch, distributed.add_up(tally.logp)
 
 
-def moves(p: Pieces) -> bool:
-    """Whether the pass of an update is not that of the policy that sampled: after the first of several, or with
-    dropout, where a component compares it with the engine's."""
+def needs_old_logp(p: Pieces) -> bool:
+    """Whether the log-probs of the policy that sampled need a forward pass of their own.
+
+    With one update a step they are the log-probs of its training pass. With several, the policy moves after the first.
+    With dropout, the training pass differs from the policy that a component compares with the engine.
+    """
     dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in p.loaded.model.modules())
     return p.updates_per_step > 1 or (dropout and "rollout_logp" in p.objective.needs)
 
 
 def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> None:
-    """One optimiser update on `rows`; none, if no row has a signal. The gradient norm is that before clipping.
+    """One optimiser update on `rows`, or none if no row has a signal.
 
-    Every rank has all rows of the update and runs forward and backward on its part of them. An error of one in that is
-    told to all, where they would wait for its gradient.
+    Every rank holds all rows of the update, and runs forward and backward on its share of them. If one fails there, all
+    raise its error: they would wait for its gradient.
     """
     minibatch = batch.select(rows)
     active = [rows[n] for n in with_signal(p, minibatch)]
@@ -131,24 +134,23 @@ def passes(
 
 
 def idle_pass(p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
-    """Forward and backward without a gradient, while other ranks have a micro-batch more."""
+    """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch."""
     row = [min(active, key=lambda r: len(sequences.ids[r]))]
     logp, _, _ = current(p, batch.select(row), sequences.select(row))
     (logp.sum() * 0).backward()
 
 
 def with_signal(p: Pieces, batch: RolloutBatch) -> list[int]:
-    """Rows that have a gradient. All ranks take those of rank 0: a GPU may add up in another order than its neighbour,
-    and what one divides by another must be the same list."""
+    """Rows that have a gradient, as rank 0 finds them: rounding differs between GPUs, and all ranks must agree."""
     return distributed.from_main(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
 
 
 def my_micro_batches(
     p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Row numbers of this rank's part of the `active` rows, in micro-batches; a loss over groups gets whole ones.
+    """Row numbers of this rank's share of the `active` rows, in micro-batches; a loss over groups gets whole groups.
 
-    Empty ones follow where a divided model makes all ranks run as many passes.
+    With a sharded model, which needs the same number of passes on all ranks, empty micro-batches fill up.
     """
     whole = p.objective.whole_groups
     lengths = [len(sequences.ids[r]) for r in active]
@@ -163,9 +165,10 @@ def my_micro_batches(
 
 
 def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False) -> list[list[int]]:
-    """Row numbers of `count` minibatches in a random order drawn from `seed`. Groups stay whole while they suffice.
+    """Row numbers of `count` minibatches, in a random order drawn from `seed`.
 
-    whole: they stay whole in any case; there are fewer minibatches if there are fewer groups.
+    Groups stay whole unless there are fewer groups than minibatches. whole: they always do, and then there are fewer
+    minibatches.
     """
     generator = torch.Generator().manual_seed(seed)
     groups = group_ids.cpu().unique()

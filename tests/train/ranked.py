@@ -60,12 +60,12 @@ def main() -> None:
 
 
 def talk() -> None:
-    """Objects over a line of a thread's own, while the main thread adds up tensors and gathers as well; then errors."""
+    """A thread gathers objects over a group of its own, while the main thread communicates as well; then errors."""
     with distributed.joined():
-        line, heard = distributed.new_line(), list[list[int]]()
+        group, heard = distributed.new_group(), list[list[int]]()
 
         def talking() -> None:
-            with distributed.over(line):
+            with distributed.over(group):
                 for i in range(200):
                     heard.append(distributed.gather(1000 * distributed.rank() + i))
 

@@ -111,7 +111,7 @@ def test_when_all_are_too_long_every_row_is_counted(tmp_path: Path, tiny: Any) -
 
 def test_a_huge_gap_is_told_where_it_is_kept(tmp_path: Path, tiny: Any) -> None:
     section = data(tmp_path, GOOD, {**GOOD, "rejected": "3" * 40, "name": "far"})
-    told = preference.lengths(prepare_pairs(section, tiny, tmp_path).items)
+    told = preference.lengths_note(prepare_pairs(section, tiny, tmp_path).items)
     assert told.endswith(f"; LOOK: in 1 one side is over 10 times as long as the other ({tmp_path}/pairs.jsonl:2)")
 
 

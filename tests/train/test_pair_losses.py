@@ -151,7 +151,7 @@ def test_what_is_told_of_single_answers_is_told_by_their_label() -> None:
 def test_what_is_told_of_lengths_and_labels() -> None:
     pairs = [Pair("1", (1,), (1, 2), (1,)), Pair("2", (1,), (1,), (1, 2, 3, 4))]
     told = "1.5 tokens chosen, 2.5 rejected on average; the chosen side is longer in 50% of the pairs"
-    assert preference.lengths(pairs) == told
+    assert preference.lengths_note(pairs) == told
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
     assert pair_columns.labels([1.0, 1.0, 0.0], weights) == (
         "2 good answers, 1 bad ones; weighted, 2.00 good to 1 bad; 1 to 1.33 is advised"
