@@ -12,7 +12,8 @@ from pathlib import Path
 
 from posttrain.errors import UserError, did_you_mean, nearest
 
-ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")  # endings of files of rows
+PLAIN_FILES = (".jsonl", ".json", ".csv")  # endings of files of rows that need no package to be read
+ROW_FILES = (*PLAIN_FILES, ".parquet")  # endings of all files of rows
 _PACKAGE = Path(__file__).resolve().parent
 
 

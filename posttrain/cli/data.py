@@ -79,10 +79,17 @@ def _inspect_recipe(
         _show_rollouts(rollouts, tokenizer, rows, as_json)
         return
     eos_ids = load_eos_ids(recipe.model, recipe.base_dir, tokenizer)
-    weigh, of_pairs = _weigh(recipe, tokenizer, with_model), recipe.verb == "dpo"
-    single, rules = of_pairs and "labels" in recipe.loss.needs, recipe.pairs if of_pairs else None
+    is_dpo = recipe.verb == "dpo"
     report = looking.inspect(
-        stage, recipe.data, tokenizer, recipe.base_dir, eos_ids, rows, weigh, single=single, rules=rules
+        stage,
+        recipe.data,
+        tokenizer,
+        recipe.base_dir,
+        eos_ids,
+        rows,
+        _weigh(recipe, tokenizer, with_model),
+        single=is_dpo and "labels" in recipe.loss.needs,
+        rules=recipe.pairs if is_dpo else None,
     )
     if as_json:
         print_json(report)
@@ -101,7 +108,7 @@ def moved_pairs() -> None:
 
 
 def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
-    """What each token of an example counts, where the recipe's objective says so."""
+    """The function that weighs the tokens of an example, or None if the objective weighs all alike."""
     if recipe.verb != "sft" or recipe.objective.use == "ce":
         if with_model:
             raise UserError("nothing here follows the model", hint="leave out --with-model")
@@ -195,7 +202,7 @@ def _show_sample(console: Console, sample: Mapping[str, Any]) -> None:
 
 
 def _visible(text: str) -> str:
-    """Line ends shown, so that one that is trained on can be seen."""
+    """The text with its line ends marked, so that trained ones can be seen."""
     return text.replace("\n", "⏎\n")
 
 

@@ -1,5 +1,4 @@
-"""The first rows of local files, as the stage that reads them will: for `recipe validate`, so that wrong column names
-are told before a run. Only texts are looked at, no tokenizer."""
+"""Checks of the first rows of local files, so that `recipe validate` finds wrong column names. Loads no tokenizer."""
 
 from __future__ import annotations
 
@@ -7,23 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.places import candidates
+from posttrain.places import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
     from posttrain.recipe.sections import Data, Source
     from posttrain.recipe.tree import Path_
     from posttrain.verify.load import LoadedReward
 
-FILES = (".jsonl", ".json", ".csv")
-ROWS = 20  # they tell which columns there are
+ROWS = 20  # enough to know the columns
 Check = Callable[[], None]
 
 
 def checks(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward]
 ) -> Iterator[tuple[Path_, Check]]:
-    """(key of the stage, what to call) of everything to be looked at; a check raises what is wrong. Sources that are no
-    local files are left to the run."""
+    """(key in the stage, check) for each local source and for the rewards' columns. A check raises what is wrong."""
     columns: set[str] = set()
     sources: list[tuple[Path_, Source]] = [(("data", "source"), data)]
     if data.mix is not None:
@@ -37,11 +34,11 @@ def checks(
 
 def _is_local(source: Source, base_dir: Path) -> bool:
     name = source.source or ""
-    return name.endswith(FILES) and any(path.is_file() for path in candidates(name, base_dir))
+    return name.endswith(PLAIN_FILES) and any(path.is_file() for path in candidates(name, base_dir))
 
 
 def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path) -> set[str]:
-    """The columns of the first rows, whose first one is looked at."""
+    """The columns of the first rows. Raises DataError if the first row does not suit the stage."""
     from posttrain.data.rows import source_rows
 
     few = source.model_copy(update={"size": min(source.size or ROWS, ROWS)})
@@ -51,7 +48,7 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
 
 
 def _first(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> None:
-    """Raises DataError where the stage has no use for such a row."""
+    """Raises DataError if the row lacks what the stage reads."""
     from posttrain import registry
     from posttrain.data import labelled, render
     from posttrain.recipe.preference_sections import RewardObjective
@@ -77,5 +74,5 @@ def _first(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> No
 def _rewards(rewards: Sequence[LoadedReward], columns: set[str]) -> None:
     from posttrain.verify.load import check_columns
 
-    if columns:  # else the data were wrong
+    if columns:  # else the data could not be read, which is told already
         check_columns(rewards, columns)

@@ -23,6 +23,13 @@ Limit = Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help
 Temperature = Annotated[float, typer.Option("--temperature", metavar="T", min=0.0, help="0 = greedy.")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same completions.")]
 
+KEYS = {  # parameter of --prompt -> the key of a recipe that says the same
+    "samples": "samples",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "temperature": "sampling.temperature",
+    "seed": "run.seed",
+}
+
 
 def register(app: typer.Typer) -> None:
     """Add `generate` to the command line."""
@@ -72,12 +79,11 @@ def generate(
 
 
 def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:
-    """A model says nothing without a prompt. The short form's options mean nothing beside a recipe."""
+    """Raise UserError for a model without a prompt, and for a recipe with options that only --prompt takes."""
     if source == "tiny" or Path(source).expanduser().is_dir():
         hint = f'posttrain generate {shlex.quote(source)} --prompt "..."'
         raise UserError(f"`{source}` is a model, and no prompt is given", hint=hint)
-    for name, key in (("samples", "samples"), ("max_new_tokens", "sampling.max_new_tokens"),
-                      ("temperature", "sampling.temperature"), ("seed", "run.seed")):  # fmt: skip
+    for name, key in KEYS.items():
         given = ctx.get_parameter_source(name)
         if given is not None and given.name == "COMMANDLINE":
             option = "-n" if name == "samples" else f"--{name.replace('_', '-')}"

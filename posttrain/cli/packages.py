@@ -1,5 +1,7 @@
-"""Which installed packages a recipe needs to run here. Asked before any work, and before there is a run directory; a
-recipe may be checked without them, and run on another machine."""
+"""The packages that a recipe needs, checked before a run directory is made.
+
+Checking a recipe does not need them: it may be run on another machine.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, Problem, UserError
+from posttrain.places import PLAIN_FILES
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
 
-FILES = (".jsonl", ".json", ".csv")  # what is read without `datasets`
 ENGINES = ("rollout", "engine")
 Need = tuple[str, str, str, str]  # package, why, extra, key of the recipe
 
@@ -91,5 +93,5 @@ def _of_source(source: str, key: str) -> Iterator[Need]:
         yield "reasoning_gym", f"data {source}", "train", key
     elif source.endswith(".parquet"):
         yield "pyarrow", f"data {source}", "train", key
-    elif source and ":" not in source and not source.endswith(FILES):
+    elif source and ":" not in source and not source.endswith(PLAIN_FILES):
         yield "datasets", f"data {source}", "train", key

@@ -1,9 +1,11 @@
-"""What a recipe names and can be looked at without torch: scripts of rewards, tools and environments are imported,
-those of other functions are read; models, data, runs and templates must exist.
+"""Checks of everything that a recipe names, before a run directory is made and without torch.
 
-Looked at before a run directory is made, so that a wrong name costs half a second and is told with its line; and also
-where the recipe has other mistakes, so that all of them are told at once. Models, data and runs may be on another
-machine than the one where a recipe is checked: `recipe validate` tells them as notes. Scripts go with the recipe.
+Scripts of rewards, tools and environments are imported. Scripts of other functions are parsed. Models, data, runs and
+templates must exist. So a wrong name costs half a second, and its error has a line. A recipe with other mistakes is
+checked too, so that all mistakes are told at once.
+
+`recipe validate` may run on another machine than the recipe will, so there, missing models, data and runs are notes.
+Scripts go with the recipe: a missing one is always an error.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ Values = Mapping[str, Any]
 def load(
     recipe: str, overrides: Sequence[str] = (), *, stage: str | None = None, without: Sequence[str] = ()
 ) -> Loaded:
-    """`recipe.load.load`, and what the recipe names looked at. Raises UserError with the mistakes of both kinds.
+    """Load a recipe and check what it names. Raises UserError with all mistakes of both kinds.
 
-    without: kinds of names (`Names.kind`) that the command will not read, and that need not be here.
+    without: kinds of names (`Names.kind`) that the command does not read, so that they need not exist.
     """
     return look(recipe, overrides, stage=stage, without=without)[0]
 
@@ -52,10 +54,10 @@ def look(
     elsewhere: list[Problem] | None = None,
     without: Sequence[str] = (),
 ) -> tuple[Loaded, list[str]]:
-    """The same, and the names of the rewards.
+    """`load`, which also returns the names of the rewards.
 
-    elsewhere: takes models, data and runs that are not on this machine, which are mistakes otherwise, and names that
-    look like a hub's and may be meant for a folder. without: as in `load`.
+    elsewhere: a list that takes missing models, data and runs, which are mistakes otherwise, and hub ids that look like
+    misspelt folders. without: as in `load`.
     """
     from posttrain.recipe import load as loading
     from posttrain.recipe.stages import STAGES
@@ -71,7 +73,7 @@ def look(
 
 
 def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Sequence[str] = ()) -> list[str]:
-    """The names of the rewards. Raises UserError with everything that is missing, each with its line.
+    """Check what a loaded recipe names, and return the names of its rewards. Raises UserError with all mistakes.
 
     elsewhere, without: as in `look`.
     """
@@ -88,10 +90,11 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
 
 @dataclass
 class _Look:
-    """What was found in a recipe's values. mark: the line of a place. verb: the schema where no `stage` is written.
+    """The checks, and what they found.
 
-    absent: models, data and runs that are nowhere on this machine. doubts: hub ids that resemble something that is.
-    rewards: by the place of their stage.
+    mark: gives the line of a path in the recipe. verb: the schema, for a recipe that does not say its `stage`. absent:
+    models, data and runs that are not on this machine. doubts: hub ids that resemble a folder on this machine. rewards:
+    by the path of their stage.
     """
 
     base_dir: Path
@@ -104,21 +107,21 @@ class _Look:
     rewards: dict[Path_, list[LoadedReward]] = field(default_factory=dict)
 
     def told(self, elsewhere: list[Problem] | None) -> list[Problem]:
-        """The mistakes, in order; what is absent is one unless `elsewhere` takes it."""
+        """The mistakes, by line. Absent things are mistakes too, unless `elsewhere` takes them."""
         if elsewhere is None:
             return _once([*self.problems, *self.absent])
         elsewhere += _once([*self.absent, *self.doubts])
         return _once(self.problems)
 
     def at(self, values: Values) -> None:
-        """Look at everything that a recipe's values name, right or not."""
+        """Check everything that a recipe's values name. The values need not fit the schema."""
         from posttrain.recipe import named
 
         for place, model, section in named.stages(values, self.verb):
             self.rewards[place] = []
             for part in named.parts(model, section, place):
                 for path, names, name in named.names(part):
-                    self._thing(path, names, name, part)
+                    self._named(path, names, name, part)
                 self._part(part, self.rewards[place])
             self._tools_together(place, section)
 
@@ -127,7 +130,7 @@ class _Look:
         return _Collected(self.mark(path), f"{key}: {about}", self.problems if into is None else into)
 
     def _part(self, part: Part, rewards: list[LoadedReward]) -> None:
-        """Look at what the `use` of a section names."""
+        """Check what the `use` of a section names."""
         from posttrain.recipe import named
         from posttrain.recipe.reward_sections import Reward
         from posttrain.recipe.rollout_sections import Environment, Tool
@@ -143,7 +146,7 @@ class _Look:
                 loaded = load_reward(reward, self.base_dir)
                 rewards.append(loaded)
                 for path, names, name in named.arguments(loaded.function, reward.params, (*part.path, "params")):
-                    self._thing(path, names, name, part)
+                    self._named(path, names, name, part)
         elif part.model is Tool and (tool := as_far_as_right(Tool, part.values)):
             with self.collected(use if tool.use else (*part.path, "command")):
                 load_tool(tool, self.base_dir)
@@ -175,9 +178,12 @@ class _Look:
             with self.collected((*place, "tools", 0, "use" if tools[0] and tools[0].use else "command")):
                 load_tools([tool for tool in tools if tool], self.base_dir)
 
-    def _thing(self, path: Path_, names: Names, name: str, part: Part, about: str = "") -> None:
-        """Look for a model, data, a run or a file. One that has no place on this machine is absent, unless it goes with
-        the recipe. about: what of the thing at `path` it is."""
+    def _named(self, path: Path_, names: Names, name: str, part: Part, about: str = "") -> None:
+        """Check that a model, data, a run or a file exists.
+
+        A missing file is a mistake, since files go with the recipe; other things are `absent`. about: begins the error,
+        where the recipe does not name the thing itself (the base of an adapter).
+        """
         from posttrain.data.sources import refuse_script
 
         if names.kind in self.without:
@@ -204,7 +210,7 @@ class _Look:
             else:
                 _find_run(name, names, self.base_dir)
         if base:
-            self._thing(path, names, base, part, f"the base of the adapter {name}: ")
+            self._named(path, names, base, part, f"the base of the adapter {name}: ")
         elif (
             not here and names.kind in ("model", "data") and _may_be_of_the_hub(name) and (hint := meant(name, places))
         ):
@@ -225,7 +231,7 @@ class _Look:
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
-    """By line. A stage of rounds stands in each of them, and what is wrong with it was written once."""
+    """The problems by line, each once: a stage of `rounds` is checked in every round, but was written once."""
     from posttrain.recipe.load import in_order
 
     once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
@@ -233,7 +239,7 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether a path exists; also where it may not be looked at, which is told when it is read."""
+    """Whether a path exists. True as well if we may not look: reading it will raise the right error."""
     try:
         return path.exists()
     except OSError:
@@ -241,7 +247,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _find_model(name: str, base_dir: Path) -> str:
-    """Raises ModelError where there is no such model. The base that an adapter names."""
+    """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
     from posttrain.models import adapters
     from posttrain.models.places import locate
 
@@ -283,7 +289,7 @@ def _find_run(name: str, names: Names, base_dir: Path) -> None:
 
 
 def as_far_as_right(model: type[Model], values: Any) -> Model | None:
-    """A section without the keys that the schema refuses; None where nothing can be said without them."""
+    """The section without the keys that the schema refuses; None if it means nothing without them."""
     from pydantic import ValidationError
 
     if not isinstance(values, Mapping):
@@ -301,7 +307,7 @@ def as_far_as_right(model: type[Model], values: Any) -> Model | None:
 
 
 def _check_turns(loaded: Loaded, found: _Look) -> None:
-    """Rewards by turn must be there for what reads them."""
+    """Components that read rewards by turn need a reward that gives them."""
     from posttrain import registry
     from posttrain.recipe import named
     from posttrain.recipe.tree import dotted
@@ -325,7 +331,7 @@ def _check_turns(loaded: Loaded, found: _Look) -> None:
 
 
 def _check_first_rows(loaded: Loaded, found: _Look) -> None:
-    """The first rows of local files have what their stage reads."""
+    """The first rows of local files must have the columns that their stage reads."""
     from posttrain.cli import first_rows
     from posttrain.recipe import named
     from posttrain.recipe.sections import Data
@@ -344,7 +350,7 @@ def _check_first_rows(loaded: Loaded, found: _Look) -> None:
 
 
 def _chosen(section: Values) -> Iterator[tuple[str, str]]:
-    """(kind, name) of what credits or trains by turn or step, shipped or not."""
+    """(kind, name) of the components that may work by turn or step. Names may be functions of the user's."""
     for key, kinds in (("loss", ("loss", "group_loss")), ("spread", ("spread",)), ("bonuses", ("bonus",))):
         value = section.get(key) or []
         for item in value if isinstance(value, list) else [value]:
@@ -359,14 +365,14 @@ def _plain(draft: Node) -> dict[str, Any]:
 
 
 def _marks_in(draft: Node) -> Callable[[Path_], str]:
-    """The line of a place in a recipe that was only read."""
+    """path -> its line, in a recipe that was read but is not valid."""
     from posttrain.recipe.tree import follow
 
     return lambda path: follow(draft, path)[0].origin.mark
 
 
 def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
-    """The line of a place in a recipe, or of what it stands in."""
+    """path -> its line in a valid recipe, or that of the section around it."""
     from posttrain.recipe.tree import dotted
 
     def mark(path: Path_) -> str:
@@ -377,7 +383,7 @@ def _marks_of(loaded: Loaded) -> Callable[[Path_], str]:
 
 
 class _Collected:
-    """Errors inside `with` become problems that stand at a line, each behind the `head` of what it says."""
+    """A context manager that turns errors into problems at the line `where`; `head` begins their messages."""
 
     def __init__(self, where: str, head: str, problems: list[Problem]) -> None:
         self.where, self.head, self.problems = where, head, problems

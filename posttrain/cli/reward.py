@@ -255,14 +255,14 @@ def _try(
     base_dir: Path | None,
     quiet: bool,
 ) -> dict[str, Any]:
-    """`what` (a stage or a function) tried on rows: as JSON, with the key `ok`."""
+    """Try the rewards on rows. what: the stage or function shown. Returns the trial as JSON, with the verdict `ok`."""
     from posttrain.recipe.checks import reward_name
     from posttrain.verify.trial import as_json, try_rewards
 
     trial = try_rewards(rewards, scoring, base_dir, rows)
     too_many_bad = trial.knows_gold and len(trial.bad_gold) > scoring.max_bad_gold * trial.rows
     tricked = trial.knows_gold and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.tricks.values())
-    # A recipe of which correctness is no part trains on something else on purpose, such as a control's coin.
+    # A recipe that gives correctness no weight trains on something else on purpose, such as a control's coin.
     counts_right = base_dir is None or any(s.weight for s in rewards if reward_name(s) == trial.correctness)
     outbid = counts_right and any(paid > scoring.max_bad_gold * rows for paid, rows in trial.outbid.values())
     counts = [count for by_name in trial.injected.values() for count in by_name.values()]

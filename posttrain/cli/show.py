@@ -20,11 +20,10 @@ def print_json(value: Any) -> None:
 
 def print_recipe(loaded: Loaded, as_json: bool) -> None:
     """A resolved recipe as YAML that can be used again, the origin of each value behind it."""
+    origins = {key: str(origin) for key, origin in loaded.origins.items()}
     if as_json:
-        origins = {key: str(origin) for key, origin in loaded.origins.items()}
         print_json({"recipe": loaded.resolved, "origins": origins, "path": str(loaded.path)})
         return
-    origins = {key: str(origin) for key, origin in loaded.origins.items()}
     lines = list(_lines(loaded.resolved, origins, "", ""))
     width = min(max(len(text) for text, _ in lines), 60)
     for text, origin in lines:
@@ -97,7 +96,7 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _cell(value: Any) -> str | None:
-    """A number or a text as it is shown; an interval with its mean; None for what has no place in a small table."""
+    """A number, a text or a mean with its interval, as shown; None for values that do not fit into one cell."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):

@@ -159,8 +159,7 @@ def execute(
 
 @contextlib.contextmanager
 def opened(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunDirectory]:
-    """The run directory. In one of several processes: with the others joined, which were started with the same, and
-    theirs is that of rank 0."""
+    """The run directory. Of several processes, all join, compare what they were started with, and use rank 0's."""
     from posttrain.run import ranks
 
     if ranks.world() == 1:
@@ -178,14 +177,14 @@ def opened(open_it: Callable[[], RunDirectory], loaded: Loaded) -> Iterator[RunD
 
 
 def _as_launched() -> list[str]:
-    """What was typed so that this process has company."""
+    """The --gpus with which this process was started as one of several."""
     from posttrain.run import ranks
 
     return ["--gpus", str(ranks.world())] if ranks.launched() else []
 
 
 def tell_notes(loaded: Loaded) -> None:
-    """What the recipe's user wrote and nothing will read. Of several processes the first tells it."""
+    """Say on stderr which settings of the recipe have no effect. Of several processes only the first says it."""
     from posttrain.run import ranks
 
     for note in loaded.notes if ranks.is_main() else ():
@@ -206,7 +205,7 @@ def preview(loaded: Loaded, output: Path | None, as_json: bool) -> None:
 
 
 def report(summary: dict[str, Any], path: Path, as_json: bool) -> None:
-    """The end of a run: its summary on stdout, where it is on stderr. Of several processes the first tells it."""
+    """Print a finished run's summary on stdout, and its directory on stderr. Of several processes only the first."""
     from posttrain.run import ranks
 
     if not ranks.is_main():
