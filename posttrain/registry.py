@@ -278,7 +278,9 @@ def load_module(path: Path) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as cause:
         del sys.modules[private]
-        raise UserError(f"{path} cannot be imported: {type(cause).__name__}: {cause}") from cause
+        line = script_line(cause).rpartition("/")[2]
+        at = f" (at {line})" if line else ""
+        raise UserError(f"{path} cannot be imported: {type(cause).__name__}: {cause}{at}") from cause
     return module
 
 

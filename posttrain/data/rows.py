@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from posttrain import whereabouts
 from posttrain.data import shapes, sources
 from posttrain.data.identity import row_uid
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, Problem, counted
 from posttrain.recipe.sections import Data, Source
 
 Row = dict[str, Any]
@@ -37,12 +38,21 @@ def load_rows(section: Data, base_dir: Path) -> list[Row]:
 
 def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
     """The rows of one source, as `load_rows` gives them."""
-    rows = []
+    rows: list[Row] = []
+    wrong: list[Problem] = []
     for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
-        row = shapes.normalise(_renamed(record, source.columns, where), where, section.prompt_template)
+        try:
+            row = shapes.normalise(_renamed(record, source.columns, where), where, section.prompt_template)
+        except DataError as error:
+            wrong += error.problems
+            if not rows:  # the first row: all others will be the same
+                raise
+            continue
         uid = row_uid(record, _stable_name(str(source.source)), position)
         whereabouts.note(uid, where)
         rows.append({**row, "uid": uid})
+    if wrong:
+        raise sources.first_of(wrong, "row")
     return rows
 
 
@@ -54,7 +64,11 @@ def _stable_name(source: str) -> str:
 def _renamed(record: Row, columns: dict[str, str], where: str) -> Row:
     for theirs in columns.values():
         if theirs not in record:
-            raise shapes.unknown_column(theirs, record, where)
+            error = shapes.unknown_column(theirs, record, where)
+            turned = [ours for ours, column in columns.items() if column == theirs and ours in record]
+            if turned:
+                raise DataError.of([replace(error.problems[0], hint=f"turn it round: `{theirs}: {turned[0]}`")])
+            raise error
     taken = {theirs: record[theirs] for theirs in columns.values()}
     rest = {k: v for k, v in record.items() if k not in taken}
     return {**rest, **{ours: taken[theirs] for ours, theirs in columns.items()}}

@@ -7,7 +7,7 @@ import csv
 import importlib.util
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,12 @@ def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError
             _line(line, where)
         except DataError as another:
             problems += another.problems
-    more = [Problem("", f"and {counted(len(problems) - BROKEN, 'line')} more")] if len(problems) > BROKEN else []
+    return first_of(problems, "line")
+
+
+def first_of(problems: Sequence[Problem], what: str) -> DataError:
+    """The error that names the first problems, one a line or a row, and counts the others."""
+    more = [Problem("", f"and {counted(len(problems) - BROKEN, what)} more")] if len(problems) > BROKEN else []
     return DataError.of([*problems[:BROKEN], *more])
 
 

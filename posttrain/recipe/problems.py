@@ -69,7 +69,7 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     return Problem(
         place.mark,
         f"{head}must be {_expected(item)}, not {shown(item['input'])}",
-        hint=_addition(path) if item["input"] is None else _type_hint(item, node),
+        hint=_addition(path) if item["input"] is None else _type_hint(item, node) or _section_hint(item, path, stage),
     )
 
 
@@ -140,6 +140,17 @@ def _type_hint(item: Item, node: Node) -> str:
     if expected == "a list" and isinstance(value, str | int | float):
         return f"write [{value}] for a list of one"
     return ""
+
+
+def _section_hint(item: Item, path: Sequence[str | int], stage: type[Stage]) -> str:
+    """The section that a text or `true` in its place was meant to be."""
+    if _TYPES.get(item["type"]) != _TYPES["model_type"] or not path or not (model := keys.section_at(stage, path)):
+        return ""
+    if item["input"] is True:
+        return f"write `{path[-1]}: {{}}` for a section with its defaults"
+    main = next((key for key in ("use", "path", "source") if key in keys.own_keys(model)), None)
+    known = isinstance(path[-1], str) and isinstance(item["input"], str) and main
+    return f"write `{path[-1]}: {{{main}: {item['input']}}}`" if known else ""
 
 
 def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], shown_path: str) -> Problem:

@@ -188,6 +188,7 @@ REMOVED: dict[str, str | dict[str, str]] = {
     "evaluation_strategy": _EVALUATION,
     "eval_strategy": _EVALUATION,
     "eval_steps": _EVALUATION,
+    "eval_every": _EVALUATION,
     "do_eval": _EVALUATION,
     "do_train": "remove it; the verb says what is done: `posttrain sft`, `dpo`, `rl`, `eval`",
     "report_to": _TRACKING,

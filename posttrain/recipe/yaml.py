@@ -187,6 +187,8 @@ class _Builder:
         assert isinstance(node, yaml.ScalarNode)
         quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.untagged(node))
         text = self.substituted(node)
+        if node.style == '"' and (variable := _VARIABLE.fullmatch(node.value)) and not variable[1]:
+            quoted = False  # inside braces YAML wants these quotes, also around what is to be a number
         return Node(text if quoted else scalar(text), self.origin(node), None, quoted)
 
     def untagged(self, node: yaml.Node) -> bool:
@@ -241,6 +243,6 @@ def _broken(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = 
     said = next((plain for words, plain in _PLAIN_WORDS if words in f"{error}"), problem)
     if re.match(r"\s*\t", content):
         said = _PLAIN_WORDS[0][1]
-    hint = "quote a `${NAME}` that stands inside braces or brackets" if "${" in content else ""
+    hint = 'write "${NAME}", in double quotes, inside braces or brackets' if "${" in content else ""
     where = name if fixed else f"{name}:{mark.line + 1}:{mark.column + 1}"
     return RecipeError(f"not readable as YAML: {said}", where=where, allowed=content.strip()[:100], hint=hint)

@@ -6,7 +6,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from posttrain.errors import counted
 
@@ -32,13 +32,24 @@ class ByTurn(NamedTuple):
         return math.fsum(self.parts)
 
 
-def batched(size: int | None = None) -> Callable[[Function], Function]:
+@overload
+def batched(size: Function) -> Function: ...
+
+
+@overload
+def batched(size: int | None = None) -> Callable[[Function], Function]: ...
+
+
+def batched(size: Any = None) -> Any:
     """Mark `f(completions, ...) -> list` as a reward of many rows: it is called with lists of up to `size` rows.
 
-    size None: all rows of a step in one call. Columns and built-ins come as lists too, one entry a row, in the order of
-    the rows. Its timeout_s is that of the whole call; if it raises or is late, all rows of the call have no score. Use
-    it where a call costs much beside a row (a model, a server); rows of one group are beside each other.
+    size None, also `@batched` alone: all rows of a step in one call. Columns and built-ins come as lists too, one entry
+    a row, in the order of the rows. Its timeout_s is that of the whole call; if it raises or is late, all rows of the
+    call have no score. Use it where a call costs much beside a row (a model, a server); rows of one group are beside
+    each other.
     """
+    if callable(size):
+        return batched()(size)
     if size is not None and size < 1:
         raise ValueError(f"a batch of {size} rows")
 

@@ -1,4 +1,4 @@
-"""Mixtures of sources."""
+"""Mixtures of sources, and rows that cannot be read."""
 
 from __future__ import annotations
 
@@ -49,3 +49,23 @@ def test_sources_of_a_mixture_have_their_own_columns(tmp_path: Path) -> None:
     assert [r["prompt"] for r in load_rows(section, tmp_path)] == ["from a", "from b"]
     with pytest.raises(DataError, match=r"data.columns belongs to one source: write it inside data.mix"):
         load_rows(Data(mix=[Source(source="b.jsonl")], columns={"prompt": "q"}), tmp_path)
+
+
+def test_wrong_rows_are_told_together_and_wrong_columns_once(tmp_path: Path) -> None:
+    good = '{"q": "2 + 2", "a": "4"}\n'
+    wrong = ['{"q": "2 + 2"}\n', '{"q": 3, "a": "4"}\n', *['{"a": "4"}\n'] * 5]
+    (tmp_path / "a.jsonl").write_text(good + "".join(wrong) + good)
+    section = Data(source="a.jsonl", columns={"prompt": "q", "completion": "a"})
+    with pytest.raises(DataError) as caught:
+        load_rows(section, tmp_path)
+    told = [problem.what for problem in caught.value.problems]
+    assert told == [
+        "no column `a`",
+        "`prompt` is int (3), not text or messages",
+        *["no column `q`"] * 3,
+        "and 2 rows more",
+    ]
+    assert str(caught.value.problems[0]).partition("  ")[0].endswith("a.jsonl:2")
+    with pytest.raises(DataError, match="no column `prompt`") as caught:  # theirs: ours
+        load_rows(Data(source="a.jsonl", columns={"q": "prompt", "a": "completion"}), tmp_path)
+    assert [problem.hint for problem in caught.value.problems] == ["turn it round: `prompt: q`"]

@@ -69,14 +69,19 @@ def test_aliases_and_merge_keys() -> None:
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole scalar is typed after substitution, unless it is quoted; `$${` is a literal `${`."""
+    """The whole scalar is typed after substitution, unless it is quoted; `$${` is a literal `${`.
+
+    Double quotes around nothing but a variable do not make it a text: inside braces it could be no number otherwise.
+    """
     monkeypatch.setenv("STEPS", "12")
     monkeypatch.delenv("NOPE", raising=False)
     text = (
         "a: ${STEPS}\nb: '${STEPS}'\nc: x/${STEPS}/y\nd: ${NOPE:-1e-3}\ne: ${NOPE:-}\nf: $${STEPS}\ng: ${NOPE:-a:b}\n"
     )
+    text += 'h: {i: "${STEPS}", j: "${NOPE:-1e-3}", k: "${STEPS} steps", l: "$${STEPS}"}\n'
     document = parse(text, "x")
     assert plain(document.tree) == {
+        "h": {"i": 12, "j": 1e-3, "k": "12 steps", "l": "${STEPS}"},
         "a": 12, "b": "12", "c": "x/12/y", "d": 1e-3, "e": "", "f": "${STEPS}", "g": "a:b",
     }  # fmt: skip
     assert not document.problems
@@ -108,7 +113,7 @@ def test_all_faults_of_a_text_are_collected(monkeypatch: pytest.MonkeyPatch) -> 
         ("a: 'x\n", "x.yaml:2:1", "opened and not closed"),
         ("a: 1\n---\nb: 2\n", "x.yaml:2:1", "a recipe is one document"),
         ("a: *b\n", "x.yaml:1:4", "an alias (`*name`) without its anchor"),
-        ("a: {b: ${C}}\n", "x.yaml:1:", "quote a `${NAME}`"),
+        ("a: {b: ${C}}\n", "x.yaml:1:", 'write "${NAME}", in double quotes'),
         ("a: 1\nb: \x07\n", "x.yaml:2:1", "special characters"),
         ("- 1\n", "x.yaml:1:1", "a recipe is a mapping"),
     ],

@@ -77,8 +77,10 @@ def test_a_script_is_found_beside_the_recipe(script: Script, tmp_path: Path) -> 
 
 
 def test_a_script_that_fails_to_import_is_told(script: Script, tmp_path: Path) -> None:
-    script("import not_a_package\ndef score(completion): return 1.0")
-    with pytest.raises(RewardError, match=r"mine.py cannot be imported: ModuleNotFoundError: .*not_a_package"):
+    script("import math\nimport not_a_package\ndef score(completion): return 1.0")
+    with pytest.raises(
+        RewardError, match=r"mine.py cannot be imported: ModuleNotFoundError: .*not_a_package.* \(at mine.py:2\)"
+    ):
         load("mine.py:score", tmp_path)
 
 

@@ -182,7 +182,7 @@ def test_step_is_passed_on(script: Callable[..., Path], scorer: Scorers, samples
 BATCHED = """
     from posttrain.verify.contract import batched
 
-    @batched({size})
+    @batched{size}
     def ranked(completions, level, style=None, *, scale=1.0):
         if "raise" in completions:
             raise ValueError("no")
@@ -191,7 +191,10 @@ BATCHED = """
 """
 
 
-@pytest.mark.parametrize(("size", "rows", "best"), [("", 5, [0, 0, 0, 0, 2.0]), ("2", 2, [0, 2.0, 0, 2.0, 2.0])])
+@pytest.mark.parametrize(
+    ("size", "rows", "best"),
+    [("", 5, [0, 0, 0, 0, 2.0]), ("()", 5, [0, 0, 0, 0, 2.0]), ("(2)", 2, [0, 2.0, 0, 2.0, 2.0])],
+)
 def test_a_batched_reward_sees_many_rows_in_one_call(
     script: Callable[..., Path], scorer: Scorers, samples: Samples, size: str, rows: int, best: list[float]
 ) -> None:
@@ -203,7 +206,7 @@ def test_a_batched_reward_sees_many_rows_in_one_call(
 
 
 def test_a_batch_that_raises_costs_its_own_rows(script: Callable[..., Path], scorer: Scorers, samples: Samples) -> None:
-    path = script(BATCHED.format(size="2"))
+    path = script(BATCHED.format(size="(2)"))
     made = samples([{"level": x} for x in (0, 1, 2, 3)])
     with scorer({"use": f"{path}:ranked"}, max_error_rate=1.0) as s:
         scores = s.score([made[0], made[1], Sample("raise", {"level": 2}), made[3]])
