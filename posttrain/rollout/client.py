@@ -1,4 +1,4 @@
-"""Talking to one engine in another process: what fails on the way is tried again or told with what to do about it."""
+"""The HTTP client of one server process. Failed connections are retried; final errors say what to do."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BUSY = 409  # the server belongs to another run, or did a moment ago
 
 
 class Client:
-    """One server: asking it, and the session in which it works for this run.
+    """Requests to one server, and the session in which it works for this run.
 
-    A failed connection is tried again, with growing pauses, as long as the session lives: what is asked twice is
-    answered twice alike. fate: says what became of the server's process, where this run started it.
+    A failed request is retried with growing pauses while the session lives; repeating a request is safe. fate: says how
+    the server's process ended, if this run started it.
     """
 
     def __init__(self, url: str, timeout_s: float, *, fate: Callable[[], str] = lambda: "") -> None:
@@ -40,7 +40,7 @@ class Client:
         self._asking: set[socket.socket] = set()  # connections on which an answer is awaited
 
     def open(self) -> dict[str, Any]:
-        """Begin a session and return what the server says of itself. Raises EngineError."""
+        """Begin a session and return the server's /health. Raises EngineError."""
         health = self.ask("GET", "/health")
         if health.get("protocol") != wire.PROTOCOL:
             raise EngineError(
@@ -68,7 +68,7 @@ class Client:
         return health
 
     def close(self) -> None:
-        """End the session, and with it what the server still does for us. Calling it twice is fine."""
+        """End the session, and so the work of the server for this run. Calling it twice is fine."""
         held, self._held = self._held, None
         for sock in (*([held] if held is not None else []), *tuple(self._asking)):
             with contextlib.suppress(OSError):
@@ -89,8 +89,10 @@ class Client:
             return True
 
     def ask(self, method: str, path: str, body: wire.Body | Path = ()) -> dict[str, Any]:
-        """The JSON that the server answers. A path is sent as that file. Raises what the server raised, EngineError
-        where it cannot be reached or stays silent."""
+        """The server's JSON answer. body: a path is sent as the file's content.
+
+        Raises the server's own error, or EngineError if it cannot be reached or does not answer in time.
+        """
 
         def once() -> dict[str, Any]:
             with contextlib.closing(self._answer(method, path, body)) as lines:
@@ -101,7 +103,7 @@ class Client:
         return self._trying(once)
 
     def lines(self, path: str, body: wire.Body, heard: Callable[[dict[str, Any]], None]) -> None:
-        """Every line of an answer of many. After a failure it begins anew, so that a line may be heard twice."""
+        """Call `heard` with every line of an answer. After a failure the answer starts over, and lines come twice."""
 
         def once() -> None:
             for values in self._answer("POST", path, body):
@@ -131,7 +133,7 @@ class Client:
         raise AssertionError
 
     def _answer(self, method: str, path: str, body: wire.Body | Path) -> Generator[dict[str, Any], None, None]:
-        """The lines of an answer. Raises the error that one of them tells."""
+        """The lines of an answer. Raises the error that a line may hold."""
         headers = {wire.SESSION: self.name} if self.name else {}
         if self.name and self._held is None:
             raise ConnectionResetError("this run has ended the session")
@@ -151,7 +153,7 @@ class Client:
 
     @contextlib.contextmanager
     def _awaited(self, sock: socket.socket) -> Generator[None, None, None]:
-        """Inside, `close` ends the connection. sock: a double of its socket, which is closed behind it."""
+        """Inside, `close` shuts the connection down. sock: a duplicate of its socket, closed at the end."""
         with sock:
             self._asking.add(sock)
             try:
@@ -209,7 +211,7 @@ class Client:
 
 
 class _SilentError(Exception):
-    """The server took a request and said nothing for too long: asking again would wait as long again."""
+    """The server accepted a request and did not answer in time. It is not retried: that would wait as long again."""
 
 
 def _reason(cause: Exception) -> str:
@@ -217,7 +219,7 @@ def _reason(cause: Exception) -> str:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """A machine that vanishes without a word is noticed within a minute."""
+    """Turn on TCP keep-alive, so that a vanished machine is noticed within a minute."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):

@@ -1,4 +1,4 @@
-"""The vLLM engine in other processes: on other GPUs of this machine, or on other machines."""
+"""The trainer's half of `rollout.vllm.server`: vLLM in processes on other GPUs or machines. `server` is the other."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ T = TypeVar("T")
 
 
 class ServerEngine(PushedEngine):
-    """An Engine whose vLLM runs in one or several processes elsewhere; they share the prompts and hold equal weights.
+    """An Engine whose vLLM runs in one or several server processes. They share the prompts and hold equal weights.
 
-    A server gets everything from the run: the model's configuration and tokenizer, under LoRA the dense base once and
-    then the adapter, in full training all weights in buckets at every sync, over the network and not over a disk. With
-    `merge_adapter` it keeps the base in its host's memory and adds each adapter that comes. Each sync ends in the probe
-    of every server. What fails ends in an EngineError that names the server.
+    A server gets everything from the run. First come the model's configuration and tokenizer, and under LoRA the dense
+    base. At every sync, LoRA sends the adapter, and full training sends all weights in buckets, without a disk. With
+    `merge_adapter` a server keeps the base in its host's memory and adds each adapter to it. Every sync ends with a
+    probe of every server. Failures raise an EngineError that names the server.
     """
 
     def __init__(self, section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> None:
@@ -60,13 +60,13 @@ class ServerEngine(PushedEngine):
             raise
 
     def _begin(self, server: Server) -> None:
-        """Start what is ours to start, open the sessions, and have vLLM started in each."""
-        for number, devices in mine(self.section.places, "devices"):
+        """Start the servers of this run, open a session with every server, and start vLLM in each."""
+        for number, devices in own_servers(self.section.places, "devices"):
             if importlib.util.find_spec("vllm") is None:
                 raise MissingExtra("vllm", "rollout.engine: vllm", "vllm")
             self.processes.append(LocalServer.start(devices, self.scratch / f"server-{number}.log"))
         self.clients = [Client(p.url, server.timeout_s, fate=p.fate) for p in self.processes]
-        self.clients += [Client(url, server.timeout_s) for _, url in mine(server.urls, "urls")]
+        self.clients += [Client(url, server.timeout_s) for _, url in own_servers(server.urls, "urls")]
         for client in self.clients:
             client.open()
         self.shared = [reaches(client) for client in self.clients]
@@ -84,7 +84,7 @@ class ServerEngine(PushedEngine):
         return weights.write_config(self.loaded, folder)
 
     def _start(self, folder: Path) -> None:
-        """Have vLLM started everywhere; on one GPU one after the other, since each measures what is free there."""
+        """Start vLLM in every server. On a shared GPU they start in turns, since each measures the free memory."""
         settings = {
             "vllm": self.section.model_dump(exclude={"server"}) | {"gpu_memory": self.section.share},
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -95,7 +95,7 @@ class ServerEngine(PushedEngine):
         }
         locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         turns: list[AbstractContextManager[Any] | None] = [
-            locks[devices[0]] for _, devices in mine(self.section.places, "devices")
+            locks[devices[0]] for _, devices in own_servers(self.section.places, "devices")
         ]
         turns += [None] * (len(self.clients) - len(turns))  # of a server that this run did not start
 
@@ -110,7 +110,7 @@ class ServerEngine(PushedEngine):
 
     def _everywhere(self, work: Callable[..., T], *of_each: Iterable[Any]) -> list[T]:
         """`work(client, ...)` for each server, side by side. An error is raised; the others are not waited for."""
-        waits = [started(partial(work, *given)) for given in zip(self.clients, *of_each, strict=True)]
+        waits = [in_thread(partial(work, *given)) for given in zip(self.clients, *of_each, strict=True)]
         return [wait() for wait in waits]
 
     def complete(
@@ -165,7 +165,7 @@ class ServerEngine(PushedEngine):
         shutil.rmtree(folder)
 
     def _buckets(self, model: Any, whole: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-        """All weights in the engine's type, or what is to be added to those that the servers hold."""
+        """All weights in the engine's type, or the LoRA factors if the servers add them to their base."""
         if self.adds:
             added = weights.factors(model)
             assert added is not None  # as at the start
@@ -173,14 +173,14 @@ class ServerEngine(PushedEngine):
         return wire.buckets(whole, self.dtype, wire.BUCKET_BYTES)
 
     def _push_tensors(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> None:
-        """While a bucket travels, the next is copied from the GPU."""
+        """Send the buckets. While one is sent, the next is copied from the GPU."""
         number = 0
         bucket: list[tuple[str, Tensor]] | None = next(buckets)
         travelling: Callable[[], object] = list  # the first waits for nothing
         while bucket is not None:
             following = next(buckets, None)
             travelling()
-            travelling = started(partial(self._push_bucket, number, bucket, last=following is None))
+            travelling = in_thread(partial(self._push_bucket, number, bucket, last=following is None))
             number, bucket = number + 1, following
         travelling()
 
@@ -202,10 +202,10 @@ class ServerEngine(PushedEngine):
         return self._everywhere(lambda client: client.ask("POST", "/logps", as_json({"ids": list(self.ids)}))["logps"])
 
     def sleep(self) -> None:
-        """Its memory is of no use to the trainer."""
+        """Do nothing: its GPU is not the trainer's."""
 
     def wake(self) -> None:
-        """It never sleeps."""
+        """Do nothing: it never sleeps."""
 
     def close(self) -> None:
         """End the sessions, and the processes that this run started. Calling it twice is fine."""
@@ -215,8 +215,8 @@ class ServerEngine(PushedEngine):
             process.close()
 
 
-def started(work: Callable[[], T]) -> Callable[[], T]:
-    """`work` in a thread that keeps no process alive; what is returned waits for what it gives, or raises."""
+def in_thread(work: Callable[[], T]) -> Callable[[], T]:
+    """Run `work` in a daemon thread. Returns a function that waits for its result, or raises its error."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -229,8 +229,8 @@ def started(work: Callable[[], T]) -> Callable[[], T]:
     return future.result
 
 
-def mine(places: Sequence[T], key: str) -> list[tuple[int, T]]:
-    """The servers of this training process with their numbers: each has its own. Raises RecipeError for too few."""
+def own_servers(places: Sequence[T], key: str) -> list[tuple[int, T]]:
+    """(number, server) of the servers of this training process. Raises RecipeError if there are too few."""
     if places and len(places) < ranks.world():
         raise RecipeError(
             f"rollout.vllm.server.{key} names {counted(len(places), 'server')} for "

@@ -1,10 +1,10 @@
-"""The process that generates for a run elsewhere: a small HTTP server around a `VllmCore`. `wire` says what it hears.
+"""The server process of `rollout.vllm.server`: a small HTTP server around a `VllmCore`. `wire` has the message formats.
 
-It works for one run at a time and, for that run, until the run's connection ends: when the trainer is done, stopped or
-killed, the kernel closes that connection, and the process ends with all that it holds. `posttrain serve` then starts
-the next; a process that a run started itself is ended with it.
+A process serves one run, in one session: a connection that the run keeps open. When the trainer ends, even by SIGKILL,
+the kernel closes the connection, and this process ends and frees all that it holds. `posttrain serve` then starts a new
+one; a run that started its own server needs no other.
 
-Everything that touches vLLM happens in the thread that calls `serve`, one job after the other.
+Only the thread that calls `serve` touches vLLM (except for `pause`), one job after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from posttrain.rollout.pushed import Done, Request
 from posttrain.scratch import Scratch
 
 PIECE = 1 << 20
-GONE = (ConnectionError, TimeoutError)  # whoever asked is not there any more
+GONE = (ConnectionError, TimeoutError)  # the client has gone away
 
 
 class Core(Protocol):
@@ -80,8 +80,10 @@ def vllm_core(settings: dict[str, Any], folder: Path) -> Core:
 
 
 class EngineServer:
-    """Serves on a listening socket until its first session ends. `on_end` is called as soon as that happens, in another
-    thread than the one that is in `serve`, which may be deep in vLLM."""
+    """Serves on a listening socket until its first session ends.
+
+    on_end: called at once when that happens, in another thread: the one in `serve` may be busy in vLLM.
+    """
 
     def __init__(
         self, listener: socket.socket, make_core: MakeCore = vllm_core, on_end: Callable[[], None] = lambda: None
@@ -98,7 +100,7 @@ class EngineServer:
         self._http = _Http(listener, self)
 
     def serve(self) -> None:
-        """Do what is asked for, in this thread, until the session has ended."""
+        """Run submitted jobs in this thread until the session has ended."""
         listening = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         listening.start()
         try:
@@ -117,7 +119,7 @@ class EngineServer:
             self.clean()
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have it done in the thread of `serve`."""
+        """Queue a job for the thread of `serve`."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
@@ -127,7 +129,7 @@ class EngineServer:
         return future
 
     def _close(self) -> None:
-        """Take no more jobs; nobody does those that are left."""
+        """Refuse new jobs, and fail those still queued."""
         with self._lock:
             self._closed = True
         while not self._jobs.empty():
@@ -135,7 +137,7 @@ class EngineServer:
                 job[1].set_exception(EngineError("the engine there has ended"))
 
     def begin(self, who: str) -> str:
-        """The name of a new session. Raises EngineError while there is one."""
+        """Begin the session and return its name. Raises EngineError if there is one already."""
         with self._lock:
             if self.session:
                 raise EngineError(
@@ -146,7 +148,7 @@ class EngineServer:
             return self.session
 
     def end(self) -> None:
-        """The run has gone."""
+        """End the session: its run has closed the connection."""
         self.clean()
         self._jobs.put(None)
         self.on_end()
@@ -155,7 +157,7 @@ class EngineServer:
         """Remove the files that were sent."""
         self._scratch.close()
 
-    # --- what can be asked for ---
+    # --- requests ---
 
     def health(self) -> dict[str, Any]:
         return {
@@ -167,7 +169,7 @@ class EngineServer:
         }
 
     def place(self, name: str) -> Path:
-        """Where a file of this name goes: NAME or FOLDER/NAME, nowhere else. Raises ValueError."""
+        """The path for a sent file: NAME or FOLDER/NAME below our folder. Raises ValueError for any other name."""
         parts = unquote(name).split("/")
         if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise ValueError(f"no name of a file: {name}")
@@ -189,8 +191,10 @@ class EngineServer:
         return self.core
 
     def weights(self, number: int, last: bool, named: list[tuple[str, Tensor]], *, factors: bool) -> None:
-        """Bucket `number` of the weights, or of an adapter to be added to those that are held here; the last one
-        returns when all are loaded."""
+        """Load bucket `number` of the weights. The last one returns when all are loaded.
+
+        factors: they are LoRA factors, to be added to the base that is held here.
+        """
         core = self.ready()
         if self.loading is None or (number == 0 and self.loading.complete):
             self.loading = _Loading()
@@ -200,7 +204,7 @@ class EngineServer:
         self.loading.give(number, last, named)
 
     def generate(self, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A line for each request as soon as it is finished."""
+        """Yield a line for each request as soon as it is finished, and an end mark."""
         core = self.ready()
         requests, sampling, seed = wire.read_generation(values)
         lines: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
@@ -219,7 +223,7 @@ class EngineServer:
 
 
 class _Loading:
-    """Weights on their way from the network to the core, a bucket or two at a time."""
+    """Passes buckets of weights from the network to the core; at most two wait."""
 
     def __init__(self) -> None:
         self.expected = 0
@@ -230,7 +234,7 @@ class _Loading:
     def give(self, number: int, last: bool, named: list[tuple[str, Tensor]]) -> None:
         if number > self.expected:
             raise EngineError(f"bucket {number} of the weights came before bucket {self.expected}")
-        if number == self.expected:  # else it was sent again because our answer was lost
+        if number == self.expected:  # else it was sent again, since our answer was lost
             while True:
                 with contextlib.suppress(queue.Full):
                     self._buckets.put((last, named), timeout=0.5)
@@ -260,7 +264,7 @@ class _Http(ThreadingHTTPServer):
         self.engine = engine
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in the middle is no event."""
+        """Ignore clients that went away in the middle of a request."""
         if not isinstance(sys.exc_info()[1], GONE):
             super().handle_error(request, client_address)
 
@@ -358,7 +362,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif place.path == "/shared":
             self._line({"found": shared_memory.found(values["place"])})
         elif place.path == "/pause":
-            engine.ready().pause()  # in this thread: the other one is in `complete`
+            engine.ready().pause()  # in this thread, since the other one is busy in `complete`
             self._line({})
         elif place.path == "/start":
             engine.start(values)

@@ -1,9 +1,9 @@
 """Rollouts of several turns, on tokens: the model writes a turn, tools or an environment reply, and so on.
 
-`TurnEngine` is an Engine around another one. All live rollouts of a turn are generated in one call of the engine
-within, and answered in one call of the world. What the model wrote stays as it was sampled; replies are tokens of their
-own segments, which carry no loss. A rollout draws by its place among all of the step (in the engines that draw by
-place), so what it becomes does not depend on which others are still going.
+`TurnEngine` wraps another engine. In each turn, one call of the inner engine continues all unfinished rollouts, and one
+call of the world answers them. The model's tokens stay as they were sampled. Replies are segments of their own, which
+have no loss. An engine that seeds a rollout by its place in the step gives it the same tokens whichever other rollouts
+are still unfinished.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Trajectory:
-    """A rollout under way. used: tokens behind the prompt."""
+    """An unfinished rollout. used: its tokens after the prompt."""
 
     prompt: Prompt
     group: int
@@ -42,7 +42,7 @@ class Trajectory:
         return sum(len(s.ids) for s in self.segments)
 
     def so_far(self) -> Prompt:
-        """What the next turn continues."""
+        """The prompt of the next turn: everything so far."""
         return dataclasses.replace(self.prompt, ids=self.prompt.ids + tuple(i for s in self.segments for i in s.ids))
 
     def rollout(self, version: int, score: float | None) -> Rollout:
@@ -61,7 +61,7 @@ class Trajectory:
 
 
 class TurnEngine:
-    """See above. Everything but `generate` and `close` is the engine's within."""
+    """An Engine for several turns around another engine, which does everything but `generate` and `close`."""
 
     def __init__(self, engine: Engine, world: World, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self.engine, self.world, self.tokenizer = engine, world, tokenizer
@@ -90,8 +90,7 @@ class TurnEngine:
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """See `Engine.generate`; `done` hears of none. Environments are closed when it returns, and
-        when it raises."""
+        """See `Engine.generate`; `done` is never called. Environments are closed when this returns or raises."""
         del done
         numbers = range(len(prompts)) if share is None else share
         mine = [p * n + i for p in numbers for i in range(n)]
@@ -115,7 +114,7 @@ class TurnEngine:
         logprobs: bool | int,
         share: Sequence[int] | None,
     ) -> None:
-        """Turn after turn until none of `mine` goes on."""
+        """Generate turn after turn until all rollouts of `mine` have ended."""
         one = sampling.model_copy(update={"max_new_tokens": turn_limit(sampling)})
         started = time.monotonic()
         live = list(mine)
@@ -142,7 +141,7 @@ class TurnEngine:
                 return
 
     def _take(self, rows: Sequence[Trajectory], drawn: dict[int, Rollout], sampling: Sampling, stop: str) -> None:
-        """Add a turn to each rollout, and its reply. stop: why there is no further turn, "" if there is one."""
+        """Add a turn and its reply to each rollout. stop: why this turn is the last one, "" if it is not."""
         texts: dict[int, str] = {}
         for r, turn in drawn.items():
             cut = add_model_turn(rows[r], turn, sampling.max_new_tokens)
@@ -170,13 +169,13 @@ class TurnEngine:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _written(self, ids: Sequence[int]) -> str:
-        """A turn as the world reads it: with special tokens, which may mark a call, but not the one that ended it."""
+        """A turn as the world reads it: with special tokens, which may mark a call, but without the closing one."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
-    """Append what was sampled, as it was sampled, at most what the budget leaves; whether it was cut."""
+    """Append the sampled turn, cut to what the token budget leaves. Returns whether it was cut."""
     segment, room = turn.segments[0], budget - row.used
     cut = len(segment.ids) > room
     row.version = turn.version if row.version is None else row.version
@@ -187,17 +186,17 @@ def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
 
 
 def turn_limit(sampling: Sampling) -> int:
-    """Tokens of one turn at most."""
+    """The most tokens of one turn."""
     return min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
 
 
 def with_room(sampling: Sampling) -> Sampling:
-    """The sampling whose max_new_tokens the engine must have room for: the last turn may be asked for whole."""
+    """The sampling with the max_new_tokens that the engine needs room for: the last turn is requested in full."""
     return sampling.model_copy(update={"max_new_tokens": sampling.max_new_tokens + turn_limit(sampling)})
 
 
 def turning(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:
-    """The engine itself; or, where the recipe has tools or an environment, one of several turns around it."""
+    """The engine; wrapped in a TurnEngine if the recipe has tools or an environment."""
     if offer is None:
         return engine
     try:
@@ -208,6 +207,6 @@ def turning(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:
 
 
 def check_start(offer: Offer | None, tokenizer: Any) -> None:
-    """Before a model loads: the template can be used for several turns. Raises DataError."""
+    """Check, before a model loads, that the chat template suits several turns. Raises DataError."""
     if offer is not None:
         check_template(tokenizer, offer.reply_role, offer.earlier_turns)

@@ -61,8 +61,8 @@ class Scores:
     first_traceback: str | None
     seconds: float
     call_seconds: dict[str, float] = field(default_factory=dict)  # mean over the calls of a component
-    # Of rewards by turn: name -> a number for each part of the row, () where there is none; and their weighted sum, the
-    # part of `rewards` that is earned in a turn.
+    # Rewards by turn: name -> a number for each part of the row, () if it has none. turn_rewards: their weighted sum, a
+    # part of `rewards`.
     turn_scores: dict[str, list[tuple[float, ...]]] = field(default_factory=dict)
     turn_rewards: list[tuple[float, ...]] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class Scorer:
         self.rewards = [load_reward(section, base_dir) for section in rewards]
         self.per_turn = [i for i, reward in enumerate(self.rewards) if reward.per_turn]
         self.correctness = _correctness(self.sections, self.rewards)
-        _check_limits(self.sections, self.rewards)
+        _check_clips_and_conditions(self.sections, self.rewards)
         self.pool = Pool(
             [target_of(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
             scoring.workers,
@@ -95,8 +95,8 @@ class Scorer:
             printed,
         )
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
-        self._target = {i: n for n, i in enumerate(pooled)}  # number of a reward -> its number in the pool
-        self.busy_seconds = 0.0  # in which calls were under way, since the scorer was made
+        self._target = {i: n for n, i in enumerate(pooled)}  # index of a reward -> its index in the pool
+        self.busy_seconds = 0.0  # with calls in progress, since the scorer was made
 
     def __enter__(self) -> Self:
         for reward in self.rewards:
@@ -110,7 +110,7 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes, and let models go. Both come back if `score` is called."""
+        """End the worker processes and free reward models. `score` would start and load them again."""
         self.pool.close()
         for reward in self.rewards:
             if reward.in_trainer:
@@ -157,7 +157,7 @@ class Scorer:
         )
 
     def combined(self, samples: Sequence[Sample], results: Sequence[Sequence[Result]]) -> list[float | None]:
-        """What is trained on: the weighted sum of the components of each sample, None = not scored."""
+        """The reward of each sample: the weighted sum of its components, None = not scored."""
         named = list(zip((r.name for r in self.rewards), self.sections, results, strict=True))
         return combine(
             {name: self._scores(i, column) for i, (name, _, column) in enumerate(named)},
@@ -207,7 +207,7 @@ class Scorer:
     def results(
         self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
     ) -> list[list[Result]]:
-        """What each component's calls did, [component][sample]. Raises RewardError only for a broken contract.
+        """The results of the calls, [component][sample]. Raises RewardError only for a broken contract.
 
         Components that read `correct` run after the one that says it. only: the indices of the components to run.
         """
@@ -225,7 +225,7 @@ class Scorer:
         return [found[i] for i in which]
 
     def _divided(self, sample: Sample) -> Sample:
-        """The sample with its parts, where it has no turns."""
+        """The sample, with its completion divided into parts by `scoring.split` if it has no turns."""
         return sample if sample.parts else replace(sample, parts=parts_of(sample.completion, self.scoring.split))
 
     def _run(
@@ -346,8 +346,8 @@ def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) ->
     return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
 
 
-def _check_limits(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
-    """Conditions name another reward, and clips are intervals. Raises RewardError."""
+def _check_clips_and_conditions(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
+    """Raises RewardError for a condition on no other reward, and for an empty clip interval."""
     names = [r.name for r in rewards]
     for name, section in zip(names, sections, strict=True):
         if section.clip is not None and section.clip[0] > section.clip[1]:

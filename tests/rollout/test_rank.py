@@ -109,9 +109,9 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert section(2, urls=["http://a:1"]).vllm.places == []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert remote.mine(vllm.places, "devices") == [(1, (3, 4))]
+    assert remote.own_servers(vllm.places, "devices") == [(1, (3, 4))]
     with pytest.raises(RecipeError, match="names 1 server for 2"):
-        remote.mine(vllm.places[:1], "devices")
+        remote.own_servers(vllm.places[:1], "devices")
 
 
 def test_several_engines_on_one_gpu_divide_it() -> None:
