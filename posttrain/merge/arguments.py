@@ -1,4 +1,4 @@
-"""What a rule is called with, tensor by tensor: weights and keyword arguments from the recipe's settings."""
+"""The weights and keyword arguments of a merge rule for each tensor, from the recipe's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCALES = ("lam", "scale", "alpha", "t")  # 0 means that the result is the ancho
 
 @dataclass(frozen=True)
 class Arguments:
-    """Settings of a merge: `common` for all models, `own` one a model (the models that the rule sees)."""
+    """Settings of a merge. common: for all models. own: those of each model that the rule gets."""
 
     rule: Component
     common: dict[str, Any]
@@ -44,7 +44,7 @@ class Arguments:
         return found
 
     def moving(self, name: str) -> list[bool]:
-        """Per model: whether it has a part in the result."""
+        """For each model, whether it changes the result."""
         params = self.params(name)
         still = any(params.get(key, 1.0) == 0 for key in _SCALES)
         return [weight != 0 and not still for weight in self.weights(name)]

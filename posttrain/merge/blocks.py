@@ -1,4 +1,4 @@
-"""Large tensors looked at block by block: no temporaries of their size, and a block stays in the processor's cache."""
+"""Large tensors processed block by block: no large temporaries, and a block stays in the processor's cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ENTRIES = 1 << 18  # of a block: 1 MB in float32
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch with one thread: blocks are small, and threads that wait for each other cost more than they bring.
+    """Run torch with one thread: for small blocks, threads wait for each other longer than they work.
 
-    Beside other processes the difference is a factor of ten; on an idle machine it is small, as memory is the limit.
+    On a busy machine the difference is a factor of ten. On an idle one it is small, since memory is the limit.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -27,21 +27,21 @@ def one_thread() -> Iterator[None]:
 
 
 def reuse_memory() -> None:
-    """Have the C library keep freed blocks for the next ones, instead of fetching each, cleared, from the kernel.
+    """Make the C library reuse freed memory, instead of asking the kernel for cleared pages each time.
 
-    glibc does so with blocks up to the size of the largest one that it saw freed, 32 MB at most; so it is shown one.
-    Other C libraries take no notice.
+    glibc reuses blocks up to the size of the largest one freed so far, 32 MB at most. So we free one of 31 MB. Other C
+    libraries are not affected.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same stretch of each of several tensors of one shape, as vectors, one stretch after the other."""
+    """Tensors of one shape, flattened and cut into blocks: yields the same block of each."""
     yield from zip(*(tensor.reshape(-1).split(ENTRIES) for tensor in tensors), strict=True)
 
 
 def by_block(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`function` of tensors of one shape, where an entry of the result depends on the same entry of each alone."""
+    """`function` of tensors of one shape, block by block. It must work entry by entry."""
     first = tensors[0]
     found = torch.empty(first.shape, dtype=dtype or first.dtype)
     fill(found, function, *tensors)
@@ -49,7 +49,7 @@ def by_block(function: Callable[..., Tensor], *tensors: Tensor, dtype: torch.dty
 
 
 def fill(out: Tensor, function: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """`by_block` into a tensor that is there, in its dtype."""
+    """`by_block`, written into `out` in its dtype."""
     for block, *parts in blocks(out, *tensors):
         block.copy_(function(*parts))
 
@@ -64,7 +64,7 @@ def rule_by_block(
     extra: Sequence[Tensor] | None,
     params: Any,
 ) -> None:
-    """A merge rule that works entry by entry, its result into `out`. extra: its draws, one tensor a model."""
+    """Write the result of an entry-by-entry merge rule into `out`. extra: its draws, one tensor a model."""
     count = len(models)
 
     def part(*parts: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def rule_by_block(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """No NaN and no infinity. A sum that is finite says so; only if it is not are the entries looked at."""
+    """Whether there is no NaN and no infinity. A finite sum proves it; otherwise the entries are checked."""
     return all(bool(torch.isfinite(part.sum()) or torch.isfinite(part).all()) for (part,) in blocks(tensor))
 
 
@@ -99,9 +99,9 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that is another one if a bit of the tensor changes, or blocks of it change places; not cryptographic.
+    """A hash that changes if any bit changes or blocks swap places; not cryptographic.
 
-    It comes from the sum of the 64-bit words of each block, which takes no longer than reading the memory.
+    It hashes the sums of each block's 64-bit words, which takes no longer than reading the memory.
     """
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8

@@ -33,13 +33,13 @@ from posttrain.run.durable import sync_file, told_when_full, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
-_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # ways to start that take the adapter's start out of the base
+_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
 _FACTOR = re.compile(r"\.lora_(embedding_)?A(\.weight)?$")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """One input: `modules` has the name of each factor A in its file, and the module's factors in float32."""
+    """One input. modules: name of the factor A in its file -> the module's factors, in float32."""
 
     name: str
     folder: Path
@@ -50,9 +50,10 @@ class Adapter:
 
 
 def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[str, Any]:
-    """Combine, write beside the goal, load it on its base, rename. `companions(folder)`: tokenizer files that go along.
+    """Combine the adapters, write into a temporary folder, load the result on its base, rename.
 
-    Raises MergeError for adapters that are not of one base and one set of modules, and for what is more than B A.
+    companions: gives the tokenizer files of a folder, which are copied. Raises MergeError for adapters of different
+    bases or modules, and for adapters that are more than B A.
     """
     started = time.perf_counter()
     inputs = [open_adapter(model.model, recipe.base_dir) for model in recipe.models]
@@ -99,7 +100,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
 
 
 def open_adapter(name: str, base_dir: Path) -> Adapter:
-    """Read one adapter. Raises MergeError for what is no plain LoRA adapter, or is incomplete or not finite."""
+    """Read one adapter. Raises MergeError if it is no plain LoRA adapter, or is incomplete or not finite."""
     place = locate(name, base_dir)
     if place.kind != "adapter" or place.path is None:
         raise MergeError(
@@ -177,7 +178,7 @@ def module_of(name: str) -> str:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str) -> str:
-    """The key that fits, by PEFT's rule: a regular expression for the end of the name, the first that fits."""
+    """The key for a module by PEFT's rule: the first regular expression that matches the end of its name."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
 
 
@@ -227,7 +228,7 @@ def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, F
 def distance_from_sum(
     recipe: MergeRecipe, inputs: Sequence[Adapter], combined: Mapping[str, Factors]
 ) -> tuple[float, float]:
-    """Over all modules together: how far what was made is from the exact weighted sum, and the norm of that sum."""
+    """(distance from the exact weighted sum, norm of that sum), over all modules together."""
     settings = arguments(recipe, inputs)
     found = [
         distance([each.modules[name] for each in inputs], settings.weights(name), made)
@@ -266,7 +267,7 @@ def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: 
 
 @torch.no_grad()
 def verify(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
-    """Load the adapter on its base as a run would; largest gap of its logits to the base's, and largest logit.
+    """Load the adapter on its base as a run would. Returns the largest logit, and the largest gap to the base's logits.
 
     Raises RunError if the logits are not finite, MergeError if the base cannot be loaded.
     """
@@ -287,5 +288,5 @@ def _width(dtype: torch.dtype) -> int:
 
 
 def _dtype(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> torch.dtype:
-    """What is written: the recipe's, else the widest that an input has."""
+    """The dtype to write: the recipe's, else the widest of the inputs."""
     return getattr(torch, recipe.dtype) if recipe.dtype else max((x.dtype for x in inputs), key=_width)

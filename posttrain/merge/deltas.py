@@ -1,7 +1,8 @@
-"""Merge rules on differences from a base: difference -> what is left of it -> election or sum -> scale.
+"""Merge rules on task vectors (model - base): sparsify each, elect signs or sum, scale, add to the base.
 
-Every rule is `rule(models, base, weights, *, keys...)` as in rules.py; those that need `draws` get one tensor of
-uniform numbers a model as their fourth argument. A key that may differ between models takes one number, or one a model.
+Every rule is `rule(models, base, weights, *, keys...)` as in rules.py. Rules that need `draws` get a tensor of uniform
+numbers for each model as their fourth argument. A key that may differ between models takes one number, or a list of
+them.
 """
 
 from __future__ import annotations
@@ -174,10 +175,10 @@ def update_selective(
 ) -> Tensor:
     """DLER's update-selective merge: base + scale * the int(density n) largest entries of (model - base).
 
-    Restores accuracy that was lost in length training while most of the shortening stays. The paper does not state
-    whether its quarter is taken per `tensor` (every layer is represented) or over the whole model (`global`: how many
-    entries of each tensor are kept is counted first, in passes over both models). `at_least_one` keeps one entry where
-    the share comes to none.
+    Restores accuracy that was lost in length training, while answers stay nearly as short. The paper does not state
+    whether its quarter is taken per `tensor` (every layer is represented) or over the whole model (`global`: passes
+    over both models first count the entries to keep in each tensor). `at_least_one` keeps one entry where the share
+    rounds to none.
     """
     del weights
     start = required(base, "update_selective")
@@ -287,19 +288,19 @@ def reasoning_vector(
 
 
 def required(base: Tensor | None, name: str) -> Tensor:
-    """The base in the precision of sums. MergeError without one."""
+    """The base in float32 or float64, in which sums are made. Raises MergeError if there is none."""
     if base is None:
         raise MergeError(f"{name} needs a base model", hint="add `base_model: ...`")
     return raised(base)
 
 
 def differences(models: Sequence[Tensor], start: Tensor) -> Iterator[Tensor]:
-    """model - start, one after the other, so that each is gone when its use ends."""
+    """model - start, made one at a time, so that only one is in memory."""
     return (raised(model) - start for model in models)
 
 
 def each(value: PerModel, models: Sequence[Tensor]) -> list[float]:
-    """One value a model. Raises MergeError if a list has another length."""
+    """A value for each model. Raises MergeError for a list of another length."""
     if not isinstance(value, list):
         return [value] * len(models)
     if len(value) != len(models):

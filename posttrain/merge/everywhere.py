@@ -15,9 +15,9 @@ Deltas = Callable[[], Iterator[tuple[str, Tensor]]]  # starts anew at each call,
 def counts(deltas: Deltas, density: float, at_least_one: bool) -> dict[str, int]:
     """Name -> how many of its entries belong to the int(density * size) largest magnitudes of all tensors together.
 
-    Of equal magnitudes the earlier tensor's, and within a tensor the earlier entry, come first; so the entries meant
-    are the `count` largest of each tensor. Holds one tensor at a time: a non-negative float grows with its bits, which
-    are settled 16 at a time in passes over the tensors.
+    Of equal magnitudes, earlier tensors and earlier entries come first. So the entries to keep are the `count` largest
+    of each tensor. It is a radix select that holds one tensor at a time: the bits of non-negative floats are ordered
+    like the floats, and each pass over the tensors finds 16 more bits of the threshold.
     """
     sizes = {name: delta.numel() for name, delta in deltas()}
     wanted = int(density * sum(sizes.values()))
@@ -65,6 +65,6 @@ def _threshold(deltas: Deltas, wanted: int) -> int:
 
 
 def _bits(delta: Tensor) -> Tensor:
-    """The magnitudes as integers [n] that are ordered as they are."""
+    """The magnitudes as integers [n] in the same order."""
     flat = delta.abs().reshape(-1)
     return flat.view(torch.int64) if flat.dtype == torch.float64 else flat.float().view(torch.int32).long()

@@ -1,4 +1,4 @@
-"""What a merge will do, decided from headers alone: inputs, weights, rule arguments, the tensors to write."""
+"""The plan of a merge, made from headers alone: inputs, weights, rule arguments, the tensors to write."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Plan:
 
 
 def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
-    """Open the inputs and settle everything but the values. Raises MergeError for what the recipe gets wrong."""
+    """Open the inputs and decide everything but the tensors' values. Raises MergeError for mistakes in the recipe."""
     for key, what, right in merging.problems(recipe):
         raise MergeError(f"{key}: {what}", hint=right)
     rule = registry.get("merge", recipe.merge_method)
@@ -109,7 +109,7 @@ def _models(recipe: MergeRecipe, needs_base: bool) -> list[tuple[str, MergeModel
 
 
 def _refuse_cancelling(plan: Plan) -> None:
-    """Weights that cancel, or a model given twice with such weights, would leave rounding errors and nothing else."""
+    """Raise MergeError if weights cancel, also those of a model listed twice: only rounding errors would be left."""
     if plan.method in merging.UNWEIGHTED:
         return
     for name in plan.anchor.tensors if plan.arguments.names_matter else [next(iter(plan.anchor.tensors), "")]:

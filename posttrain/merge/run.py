@@ -1,4 +1,4 @@
-"""The merge stage: check, write beside the goal, verify, rename. On the CPU; memory for a few tensors while merging."""
+"""The merge stage: check the inputs, write into a temporary folder, verify, rename. Holds a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COMPANIONS = (
 def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
     """Merge into `directory.final` and return the summary, which is also `final/merge_report.json`.
 
-    Nothing is written before the models are known to fit together, and `final` appears only when it was read back,
+    Nothing is written before the models are known to fit together. `final` appears only after the result was read back,
     loaded by transformers and gave finite logits (for which the merged model is in memory once). Raises MergeError.
     """
     if recipe.merge_method == "lora_combine":
@@ -64,7 +64,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
         check(plan, directory)
         with told_when_full(partial):
             partial.mkdir(parents=True)
-            with syncing() as sync:  # the disk takes its time, in which the result is verified
+            with syncing() as sync:  # the disk works while the result is verified
                 tally = _write(plan, partial, directory, sync)
                 changes = check_written(plan, partial, tally)
                 probe = compare_logits(plan.anchor.folder, partial, probe_ids(plan))

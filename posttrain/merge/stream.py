@@ -1,4 +1,4 @@
-"""The merge itself, one tensor name at a time, and the comparison of what was written with what was meant."""
+"""The merge itself, one tensor name at a time, and the check of the written files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_merged(
 
 
 def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[str, int] | None:
-    """How many entries of each tensor are kept, where a share of the whole model is; None for other merges."""
+    """How many entries to keep of each tensor, for a density over the whole model; None for other merges."""
     params = plan.arguments.params("")
     if params.get("granularity") != "global" or plan.base is None:
         return None
@@ -93,7 +93,7 @@ def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[st
 
 
 def draws(seed: int, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """One tensor of uniform numbers a model; they depend on seed, model number and name, never on order or shards."""
+    """A tensor of uniform numbers for each model. They depend on seed, model number and tensor name only."""
     made = []
     for number, tensor in enumerate(tensors):
         generator = torch.Generator().manual_seed(derive(seed, "merge", number, name))
@@ -161,14 +161,14 @@ def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:
 
 @dataclass(frozen=True)
 class Changes:
-    """Names of tensors by what became of them."""
+    """Names of the tensors that changed, and of those that should have."""
 
     changed: list[str]
     rounded_away: list[str]  # the inputs differ, but too little for the output's dtype, or the rule kept nothing of it
 
 
 def check_written(plan: Plan, folder: Path, tally: Tally) -> Changes:
-    """Read the written model, tensor by tensor, and hold it against what was meant to be written.
+    """Read the written model tensor by tensor and compare it with what was merged.
 
     Raises RunError if a name is missing or a tensor is not the one that was merged; MergeError if inputs differ and yet
     the result equals the anchor everywhere.
