@@ -1,7 +1,7 @@
-"""Which of a prompt's answers make preference pairs: pure functions on scores and flags, nothing of tokens or models.
+"""Which of a prompt's answers make preference pairs: pure functions of scores and flags, without tokens or models.
 
-Tables are lists over B prompts of lists over G answers of that prompt, groups may differ in size; an answer is named by
-its place in its group. Ties go to the first. None is a score that is missing.
+A table has a list for each of B prompts, with a value for each of its G answers; G may differ between prompts. An
+answer is named by its index in its group. The first of equal ones wins. None is a missing score.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """One pair of answers of one prompt, by their places."""
+    """One pair of answers of one prompt, by their indices."""
 
     prompt: int
     chosen: int
@@ -35,7 +35,7 @@ def right_wrong(
     max_pairs: int = 10,
     reject_truncated: bool = False,
 ) -> list[Choice]:
-    """Right answers over wrong ones, at most `max_pairs` a prompt; prompts with one kind only make none.
+    """Right answers over wrong ones, at most `max_pairs` a prompt. A prompt needs both kinds.
 
     Pairs of similar length come first, so that length says little about the side, and every answer is used once before
     any is used again. A truncated answer is never chosen, and rejected only if `reject_truncated`.
@@ -67,7 +67,7 @@ def _closest(right: Sequence[int], wrong: Sequence[int], lengths: Sequence[float
 
 
 def short_long(correct: Table, lengths: Table, truncated: Table | None = None, *, min_gap: float = 1.0) -> list[Choice]:
-    """The shortest right answer over the longest right one, where they differ by at least `min_gap` tokens."""
+    """The shortest right answer over the longest right one, if they differ by at least `min_gap` tokens."""
     found: list[Choice] = []
     for prompt, flags in enumerate(correct):
         cut = truncated[prompt] if truncated is not None else [False] * len(flags)
@@ -363,8 +363,11 @@ class Texts(NamedTuple):
 
 
 def repeats(pairs: Iterable[Texts], earlier: Iterable[Texts] = ()) -> list[str | None]:
-    """For each pair why it is left out, or None: sides that are equal, a pair that was there before or in `earlier`
-    rounds, or whose reverse was, which it contradicts. Texts are compared without outer white space."""
+    """For each pair why it is left out, or None if it is kept.
+
+    Left out are pairs with equal sides, repeated pairs (also of `earlier` rounds), and reversed ones, which contradict
+    a kept pair. Texts are compared without outer white space.
+    """
     seen = {_key(pair) for pair in earlier}
     causes: list[str | None] = []
     for pair in pairs:
@@ -386,9 +389,9 @@ def _key(pair: Texts) -> tuple[str, str, str]:
 
 
 def length_balanced(pairs: Sequence[T], gap: Callable[[T], float]) -> list[T]:
-    """Pairs in order, as many with a longer chosen side as with a longer rejected one; ties all stay.
+    """As many pairs with a longer chosen side as with a longer rejected one, in order. Ties are all kept.
 
-    gap: length of chosen - length of rejected. Of the larger kind those with the largest gap are dropped.
+    gap: length of chosen - length of rejected. Of the more frequent kind, pairs with the largest gap are dropped.
     """
     longer = [i for i, pair in enumerate(pairs) if gap(pair) > 0]
     shorter = [i for i, pair in enumerate(pairs) if gap(pair) < 0]

@@ -1,8 +1,8 @@
-"""From rows to tokens, and which of them are trained on.
+"""From rows to tokens, with a mask of the trained ones.
 
-The rule: what is trained on is what the model has to write itself at inference, behind exactly the tokens that it gets
-there. So the text is rendered twice, once as the prompt of the assistant's turn and once with the turn in it; the first
-must be how the second begins, in text and in tokens. The end-of-turn token belongs to the turn and is trained on, even
+The rule: train on exactly what the model must write itself at inference, after exactly the tokens that it is given
+there. So the text is rendered twice, once as the prompt of the assistant's turn and once with the turn. The second must
+begin with the first, in text and in tokens. The end-of-turn token belongs to the turn and is trained on, even
 where it is also the padding token: masks go by position, never by id.
 """
 
@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Text:
-    """The text of one sequence in pieces. `ids_behind`: the EOS, where the text itself has no end of turn."""
+    """The text of one sequence in pieces. ids_behind: the EOS, if the text itself has no end-of-turn token."""
 
     uid: str
     pieces: tuple[Piece, ...]
@@ -65,7 +65,7 @@ class Text:
 
 
 def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
-    """What is sampled from: the row's conversation up to the turn that the model has to write."""
+    """The prompt to sample from: the row's conversation up to the turn that the model has to write."""
     from posttrain.batch import Prompt
 
     text = prompt_text(row, tokenizer, section)
@@ -73,7 +73,7 @@ def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
 
 
 def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
-    """The row as one training sequence. Raises DataError where it makes several; see render_examples."""
+    """The row as one training sequence. Raises DataError if it makes several; see `render_examples`."""
     found = render_examples(row, tokenizer, section)
     if len(found) > 1:
         raise DataError(
@@ -84,14 +84,16 @@ def render_example(row: Row, tokenizer: Any, section: Data) -> Example:
 
 
 def render_examples(row: Row, tokenizer: Any, section: Data) -> list[Example]:
-    """The row as training sequences: one; or one an assistant turn where the template shows earlier turns differently
-    from how they were written (thinking removed), so that each turn is trained on in the form that it has when written.
+    """The row as training sequences: usually one.
+
+    If the template rewrites earlier turns (removes their thinking), there is one for each assistant turn, so that every
+    turn is trained on in the form in which it is generated.
     """
     return encode(example_texts(row, tokenizer, section), tokenizer, section)
 
 
 def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
-    """Two sequences of one prompt as a pair. Raises DataError where the sides see different prompt tokens."""
+    """Two sequences of one prompt as a pair. Raises DataError if their prompt tokens differ."""
     prompts = {tuple(compress(e.ids, map(not_, e.trained))) for e in (chosen, rejected)}
     if len(prompts) != 1:
         raise DataError("the sides begin with different prompt tokens", where=whereabouts.row(uid))
@@ -169,7 +171,7 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
 
 
 def asked(row: Row, text: str, section: Data) -> Any:
-    """What was asked, as a data row holds it: messages, or the prompt's text where no chat template is used."""
+    """The prompt as a data row holds it: messages, or plain text if no chat template is used."""
     return prompt_messages(row, section) if section.chat else text
 
 
@@ -187,7 +189,7 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
 
 
 def tools(row: Row) -> list[Any] | None:
-    """The row's tools for the template: a list, or JSON text of one (which no table format can fill with nulls)."""
+    """The row's tools for the template, from a list or its JSON text (to which Arrow tables cannot add nulls)."""
     value = row.get("tools")
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value or None
@@ -232,7 +234,7 @@ def _plain_text(uid: str, prompt: str, completion: str, tokenizer: Any) -> Text:
 
 
 def _empty(uid: str, prompt: str) -> Text:
-    """A row whose answer is empty: nothing is trained on, not even the end of the turn, so that it is dropped."""
+    """A row with an empty answer. Nothing of it is trained on, not even the end of the turn, so it will be dropped."""
     return Text(uid, (Piece(prompt, False),))
 
 
@@ -243,7 +245,7 @@ def _eos(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _everything(text: Text) -> Text:
-    """All of it trained on, unless there is no answer in it."""
+    """The text with all pieces trained on, unless it has no answer."""
     if not any(p.trained for p in text.pieces):
         return text
     return Text(text.uid, tuple(Piece(p.text, True) for p in text.pieces), text.ids_behind)
@@ -253,7 +255,7 @@ def _everything(text: Text) -> Text:
 
 
 def _rendered(uid: str, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """What the template writes; where it refuses a row, the error names it."""
+    """The template's text. If the template refuses the row, the error names the row."""
     try:
         return chat.render(tokenizer, messages, **how)
     except DataError as error:
@@ -263,7 +265,7 @@ def _rendered(uid: str, tokenizer: Any, messages: Sequence[Mapping[str, Any]], *
 def _last_turn(
     uid: str, messages: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None, prompt: str | None = None
 ) -> Text:
-    """The conversation with its last message as the trained turn. prompt: what is before it, where that is rendered."""
+    """The conversation with its last message as the trained turn. prompt: the text before it, if rendered already."""
     before, turn = messages[:-1], messages[-1]
     if prompt is None:
         prompt = _rendered(uid, tokenizer, before, tools=tools, generation_prompt=True)
@@ -279,22 +281,25 @@ def _last_turn(
 
 
 def _end_of_turn(written: str, content: str, tokenizer: Any) -> chat.TurnEnd:
-    """What the model has to write of `written`: all up to the first special token behind the content."""
+    """The part of `written` that the model has to write: up to the first special token after the content."""
     start = written.find(content) + len(content)
     end = chat.first_special(tokenizer, written[start:])
     return chat.TurnEnd(written[:start] + end.text, end.id)
 
 
 def _ended(uid: str, prompt: str, answer: chat.TurnEnd, tokenizer: Any) -> Text:
-    """Prompt and answer; a template without an end-of-turn token gets the tokenizer's EOS behind the answer."""
+    """Prompt and answer. If the template has no end-of-turn token, the tokenizer's EOS follows the answer."""
     if answer.id is not None:
         return Text(uid, (Piece(prompt, False), Piece(answer.text, True)))
     return Text(uid, (Piece(prompt, False), Piece(answer.text.rstrip(), True)), _eos(tokenizer))
 
 
 def _written_by_hand(uid: str, prompt: str, before: list[dict[str, Any]], turn: dict[str, Any], tokenizer: Any) -> Text:
-    """Prompt, content, end of turn put behind each other: for templates that write a finished turn differently from how
-    it is generated (thinking cut out; a `<think>` that the generation prompt already opened)."""
+    """Prompt, content and end of turn, joined without the template.
+
+    For templates that write a finished turn differently from how it is generated: they cut the thinking out, or the
+    generation prompt has opened `<think>` already.
+    """
     if turn.get("tool_calls"):
         raise DataError(
             "the chat template writes a tool call differently from how it is generated", where=whereabouts.row(uid)
@@ -320,8 +325,7 @@ def _all_turns(
     tokenizer: Any,
     tools: list[Any] | None,
 ) -> list[Text]:
-    """Every assistant turn that is wanted trained on: in one sequence where the template keeps earlier turns as they
-    were written, else one sequence a turn."""
+    """Train on every wanted assistant turn: in one sequence if the template keeps earlier turns, else one a turn."""
     each = [_last_turn(uid, messages[: i + 1], tokenizer, tools) for i in turns]
     last = "".join(p.text for p in each[-1].pieces)
     pieces: list[Piece] = []
@@ -339,7 +343,7 @@ def _all_turns(
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Any, section: Data) -> list[tuple[int, ...]]:
-    """Tokens of prompts. A template writes its own special tokens; plain text gets the tokenizer's own start."""
+    """Tokens of prompts. Templates write their special tokens themselves; plain text gets the tokenizer's BOS."""
     bos = _bos(tokenizer, section)
     return [(*bos.before(text), *ids) for text, ids in zip(texts, _ids(tokenizer, list(texts)), strict=True)]
 
@@ -347,8 +351,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, section: Data) -> list[
 def encode(texts: Sequence[Text], tokenizer: Any, section: Data) -> list[Example]:
     """Sequences as tokens, all in one call of the tokenizer.
 
-    A sequence is tokenised whole where each piece then ends on a token border, and piece by piece where it does not
-    (a token that spans prompt and answer cannot occur at inference, where the prompt is tokenised alone).
+    A sequence is tokenised as a whole if each piece then ends on a token border. Otherwise it is tokenised piece by
+    piece: at inference the prompt is tokenised alone, so no token can span prompt and answer.
     """
     beginnings = list(dict.fromkeys(beginning for t in texts for beginning in _beginnings(t)))
     ids = dict(zip(beginnings, _ids(tokenizer, beginnings), strict=True))
@@ -405,7 +409,7 @@ def _ids(tokenizer: Any, texts: list[str]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Bos:
-    """The token before plain text: `always` where the tokenizer puts one, `empty` before an empty prompt."""
+    """The BOS before plain text: `always` if the tokenizer adds one, `empty` before an empty prompt in any case."""
 
     always: tuple[int, ...] = ()
     empty: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Records from files, directories, the hub, reasoning-gym and functions, as they are there."""
+"""Unchanged records from files, directories, the hub, reasoning-gym and functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.recipe.sections import Source
 from posttrain.recipe.yaml import shown
 from posttrain.registry import load_function
 
-BROKEN = 5  # lines that one error names
+BROKEN = 5  # the most broken lines that one error names
 Record = tuple[str, dict[str, Any]]  # (where it came from, for errors; the record)
 
 
@@ -69,7 +69,7 @@ def _refuse_params(section: Source) -> None:
 def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
     """Rows of `file.py:function`, called with size, seed and the recipe's params.
 
-    A function whose `size` has a default gives all that it has where the recipe names no size.
+    If the recipe names no size and the function's `size` has a default, the function returns all its rows.
     """
     function = load_function(name, base_dir, what="data function", error=DataError)
     own = inspect.signature(function).parameters.get("size")
@@ -128,7 +128,7 @@ def _file(path: Path, stop: int | None) -> list[Record]:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    """Rows of a file with one object a line. Raises DataError with the broken lines, up to a number of them."""
+    """Rows of a file with one object a line. Raises DataError with the first BROKEN broken lines."""
     name = shown(path)
     with path.open(encoding="utf-8-sig") as lines:
         numbered = ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip())
@@ -145,7 +145,7 @@ def _line(line: str, where: str) -> dict[str, Any]:
 
 
 def _with_others(error: DataError, rest: Iterator[tuple[str, str]]) -> DataError:
-    """The error and those of the lines behind it, told together."""
+    """The error together with those of the remaining lines."""
     problems = list(error.problems)
     for where, line in rest:
         try:
@@ -191,7 +191,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def refuse_halves(row: dict[str, Any], where: str) -> None:
-    """Raises DataError for a text with a lone surrogate: half of a character, which no tokenizer and no file takes."""
+    """Raises DataError for a text with a lone surrogate: half a character, which no tokenizer and no file accepts."""
     for column, value in row.items():
         if any(not _is_whole(text) for text in texts(value)):
             raise DataError(
@@ -280,10 +280,10 @@ def _arrow(data: Any, name: str, stop: int | None) -> list[Record]:
 
 
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of an Arrow table without the null fields of its nested values, which the table format filled in.
+    """A row of an Arrow table without the null fields of its nested values, which the table format adds.
 
-    Every struct of a column has every field there, so that two tools with different parameters each get the other's, as
-    nulls. Columns that are null themselves stay.
+    In Arrow all structs of a column have the same fields: of two tools with different parameters, each gets the other's
+    as nulls. Columns that are null themselves are kept.
     """
     return {k: _pruned(v) for k, v in row.items()}
 

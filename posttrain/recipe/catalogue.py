@@ -120,13 +120,13 @@ def _preset(preset: presets.Preset) -> Entry:
 
 
 def _needs_of(preset: presets.Preset) -> list[str]:
-    """What the components of a preset need of the model beside its log-probs, so that its cost can be seen."""
+    """What the components of a preset need besides the policy's log-probs, which shows its cost."""
     needs = {need for kind, name in chosen(preset) for need in registry.index()[kind][name]["needs"]}
     return sorted(needs & (FROM_MODEL | {"groups", "several_updates"}))
 
 
 def chosen(preset: presets.Preset) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every component that a preset names and that does something."""
+    """(kind, name) of every component that a preset names, without a KL term whose coefficient stays 0."""
     for key, section in preset.choices.items():
         kinds = [kind for kind, (_, place, _) in KINDS.items() if place == key]
         items: list[Any] = section if isinstance(section, list) else [section]
@@ -184,7 +184,7 @@ def _title(doc: str) -> str:
 
 
 def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
-    """In a sentence each: what may not stand beside it."""
+    """What a recipe may not combine it with, one sentence each."""
     for deed in described.get("exclusive", []):
         others = [
             n
@@ -216,14 +216,14 @@ _CONFLICTS = {
 
 
 def _unusable(needs: list[str]) -> str:
-    """Why a recipe cannot use it: it is for callers who have such batches."""
+    """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
     known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | MARKS | {"mc_values"}
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
 
 def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, Any]:
-    """The least recipe that names a component, its stage's other sections left out."""
+    """The shortest recipe lines that choose a component and give it what it needs."""
     _, place, shape = KINDS[kind]
     if shape == "name":
         return {place: name}
@@ -310,7 +310,7 @@ def _rewards() -> list[Entry]:
 
 
 def _keys(function: ast.FunctionDef) -> Entry:
-    """The keyword-only arguments of a function: type and default, which stays text where it is no plain value."""
+    """Type and default of a function's keyword-only arguments. A default that is no literal stays source text."""
     keys: Entry = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         keys[argument.arg] = {"type": ast.unparse(argument.annotation) if argument.annotation else ""}
@@ -323,7 +323,7 @@ def _keys(function: ast.FunctionDef) -> Entry:
 
 
 def _reward_functions(path: Path) -> list[ast.FunctionDef]:
-    """The functions that a script's EXAMPLES are about: those that it names, or the first that takes a completion."""
+    """The functions that a script's EXAMPLES name, or the first function that takes a completion."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     takers = [f for f in functions if f.args.args and f.args.args[0].arg == "completion"]

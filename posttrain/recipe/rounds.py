@@ -1,4 +1,4 @@
-"""Rounds of a pipeline: a list of stages that is run again and again, each time from the model of the time before.
+"""Rounds of a pipeline: a list of stages that is repeated, each round from the model of the round before.
 
     - name: improve
       rounds: 3
@@ -9,9 +9,8 @@
         - {name: pairs, stage: pairs, completions: stage:answers/completions.jsonl}
         - {name: train, stage: dpo, model: {path: round:policy}, data: {source: stage:pairs/pairs.jsonl}, ...}
 
-Rounds are written out when the recipe is read: stage `answers` of round 2 is the stage `improve.2.answers` like any
-other, checked, run and resumed like any other. `stage:improve` is the last round's model, `stage:improve.1` that of
-the first.
+Rounds are expanded when the recipe is read: stage `answers` of round 2 becomes the stage `improve.2.answers`, which is
+checked, run and resumed like any other. `stage:improve` is the last round's model, `stage:improve.1` that of the first.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Rounds(Section):
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a pipeline as it is checked: where it was written, and what its round says of other policies."""
+    """A stage of a pipeline with the place where it was written, its round, and that round's other policies."""
 
     node: Node
     path: Path_
@@ -83,7 +82,7 @@ class Entry:
 
 @dataclass
 class Expanded:
-    """The entries of all rounds; `results`: what `stage:NAME` of a whole round, and of all of them, stands for."""
+    """The stages of all rounds. results: NAME or NAME.ROUND -> the reference of the model that it stands for."""
 
     entries: list[Entry] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
@@ -94,14 +93,14 @@ def is_rounds(entry: Node) -> bool:
 
 
 def names(entry: Node) -> list[str]:
-    """What later stages may call the models of rounds, as far as that can be read."""
+    """The names that later stages may use for models of rounds, as far as the entry can be read."""
     name, count = (entry.mapping[key].value if key in entry.mapping else None for key in ("name", "rounds"))
     most = max(count, 9) if isinstance(count, int) else 9  # the number may be what is wrong
     return [str(name), *(f"{name}.{number}" for number in range(1, most + 1))]
 
 
 def expand(entry: Node, path: Path_, problems: list[Problem]) -> Expanded:
-    """The stages of all rounds one after the other; nothing where the entry itself is wrong."""
+    """The stages of all rounds in order; none if the entry itself is wrong."""
     try:
         settings = Rounds.model_validate(plain(entry))
     except ValidationError as error:
@@ -178,7 +177,7 @@ def _wrong_by_round(entry: Node, settings: Rounds, head: str) -> Iterator[Proble
 
 
 class _Writer:
-    """Writes the rounds out, one after the other; its lists hold the models (`stage:NAME`) of the rounds so far."""
+    """Expands the rounds in order. Its lists hold the models (`stage:NAME`) of the rounds so far."""
 
     def __init__(self, entry: Node, path: Path_, settings: Rounds) -> None:
         self.entry, self.path, self.settings = entry, path, settings
@@ -221,7 +220,7 @@ class _Writer:
         self._next_policy(number)
 
     def _reference(self, number: int) -> str | None:
-        """The model that dpo stages of a round compare with; None: the one that they start from."""
+        """The reference model of a round's dpo stages; None if it is the model that they start from."""
         found = {
             "initial": self.settings.start,
             "average": self.averages[-1],
@@ -231,7 +230,7 @@ class _Writer:
         return None if found == self.policies[-1] else found
 
     def _next_policy(self, number: int) -> None:
-        """The model that the next round starts from, and the average that it is compared with."""
+        """Add the model that the next round starts from, and the average that it is compared with."""
         name = f"{self.settings.name}.{number}"
         if self.settings.reference == "extrapolated":
             merge: dict[str, Any] = {"merge_method": "task_arithmetic", "base_model": self.trained[-2]}
