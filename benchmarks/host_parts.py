@@ -40,6 +40,7 @@ HIDDEN, TOP = 64, 50
 TEXT = 400  # characters of a completion
 ELSEWHERE = ("judge", "code", "sql")  # scripts whose calls wait for a server or a process
 REQUIRED: dict[tuple[str, str], dict[str, Any]] = {
+    ("advantage", "beta_norm"): {"reward_max": 1.1},  # of `reward_weights`
     ("advantage", "channels"): {"channels": [{"rewards": {"accuracy": 1.0}}, {"rewards": {"format": 1.0}}]},
     ("advantage", "decs"): {"max_length": 512},
     ("advantage", "riskpo"): {"bundle_size": 2},

@@ -230,7 +230,11 @@ def all_of(mine: Tried[T]) -> list[T]:
 
 def together(function: Callable[..., T], *args: Any) -> T:
     """What it returns here. If it fails on any rank, all raise as in `all_of`: none goes on, to wait for the others."""
-    mine = tried(function, *args)
+    return own_of(tried(function, *args))
+
+
+def own_of(mine: Tried[T]) -> T:
+    """This rank's value. If any rank has an error instead, all raise as in `all_of`."""
     all_of(Tried(None, mine.error))
     return mine.value
 

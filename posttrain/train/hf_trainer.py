@@ -193,7 +193,7 @@ class RunLoop(abc.ABC):
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
         if self.failed is None and self.done in distributed.share(len(self.micro_batches)):
-            tried = distributed.tried(self._pass, model, inputs, num_items_in_batch)
+            tried = sharding.tried(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
             loss, self.failed = (loss, tried.error) if tried.error else (tried.value, None)
         self.done += 1
         last = self.done == len(self.micro_batches)

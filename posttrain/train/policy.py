@@ -159,7 +159,7 @@ def _in_parts(
     if not divided:
         return _passed(p, sequences, rows, run, divided=False)
     mine = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows])]
-    out = distributed.together(partial(_passed, divided=True), p, sequences, mine, run)
+    out = distributed.own_of(sharding.tried(p.loaded, partial(_passed, divided=True), p, sequences, mine, run))
     return {name: distributed.add_up(value) for name, value in out.items()}
 
 

@@ -88,6 +88,12 @@ def idle(passes: int, loaded: LoadedModel) -> int:
     return max(distributed.gather(passes)) - passes if loaded.is_sharded else 0
 
 
+def tried(loaded: LoadedModel, passes: Callable[..., T], *args: Any) -> distributed.Tried[T]:
+    """`distributed.tried` for forward and backward passes. If the model is divided, an error is raised at once: the
+    others wait for this rank within a pass, where `all_of` does not reach them, but `distributed.alarmed` does."""
+    return distributed.Tried(passes(*args)) if loaded.is_sharded else distributed.tried(passes, *args)
+
+
 # --- whole tensors ---
 
 

@@ -94,7 +94,7 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
         return
     totals = p.objective.totals(minibatch)
     tally.logp[active] = 0.0
-    sums = distributed.all_of(distributed.tried(passes, p, batch, sequences, active, totals, tally))
+    sums = distributed.all_of(sharding.tried(p.loaded, passes, p, batch, sequences, active, totals, tally))
     distributed.sum_gradients(p.loaded.model, p.critic)
     tally.sums.add(distributed.added(sums))
     p.scaler.unscale_(p.optimizer)

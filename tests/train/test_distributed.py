@@ -419,24 +419,35 @@ def pair(batch):
 """
 
 
-@pytest.mark.parametrize("stage", ["rl", "dpo"])
-def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder: Path, stage: str) -> None:
-    """That of rank 1 in step 3: rank 0 hears of it where it would wait for the gradient, and saves."""
-    (folder / "digits.py").write_text(DIGITS)
+@pytest.fixture(params=["rl", "dpo"])
+def failing_loss(request: pytest.FixtureRequest, folder: Path) -> Values:
+    """A recipe whose loss raises on rank 1 in step 3, while there is a file `failing`."""
     (folder / "losses.py").write_text(LOSSES)
+    (folder / "failing").touch()
     shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
     plain = {**{k: RL[k] for k in ("stage", "data", "optim", "rewards")}, "scoring": {"workers": 1}, "rollout": shape}
-    recipe = {**(plain if stage == "rl" else DPO), "model": {"path": "tiny"}, "run": {"steps": 4}}
-    recipe["loss"] = {"use": f"losses.py:{'policy' if stage == 'rl' else 'pair'}"}
-    assert train(recipe, folder / "straight", ranks=2) == [0, 0]
-    (folder / "failing").touch()
-    assert train(recipe, folder / "broken", ranks=2) == [1, 1]
+    recipe, loss = (plain, "policy") if request.param == "rl" else (DPO, "pair")
+    return {**full(recipe), "loss": {"use": f"losses.py:{loss}"}, "run": {"steps": 4}}
+
+
+def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder: Path, failing_loss: Values) -> None:
+    """Rank 0 hears of it where it would wait for the gradient, and saves."""
+    assert train(failing_loss, folder / "broken", ranks=2) == [1, 1]
     newest = checkpoints.latest(folder / "broken" / "checkpoints", hashes=True)
     assert newest is not None and checkpoints.step_of(newest) == 2
     assert len(rows_of(folder / "broken")) == 2
     (folder / "failing").unlink()
-    assert train(recipe, folder / "broken", ranks=2, resume=True) == [0, 0]
+    assert train(failing_loss, folder / "broken", ranks=2, resume=True) == [0, 0]
+    assert train(failing_loss, folder / "straight", ranks=2) == [0, 0]
     assert rows_of(folder / "broken") == rows_of(folder / "straight")
+
+
+def test_a_rank_that_fails_in_a_pass_of_a_divided_model_ends_the_run(
+    train: Train, folder: Path, failing_loss: Values
+) -> None:
+    """Rank 0 waits for it within that pass. So rank 1 says it by the alarm, and does not try to meet rank 0."""
+    assert train(full(failing_loss, shard=True), folder / "broken", ranks=2) == [1, 1]
+    assert checkpoints.latest(folder / "broken" / "checkpoints") is None
 
 
 @pytest.mark.parametrize("rollout", [{}, {"engine": "vllm"}], ids=["transformers", "vllm"])
