@@ -366,7 +366,7 @@ def test_a_rank_that_fails_before_an_update_loses_no_step(
         **plain,
         "model": {"path": "tiny"},
         "rewards": [{"use": "digits.py:breaking"}],
-        "scoring": {"workers": 1},
+        "scoring": {"workers": 1, "max_error_rate": 0},
         **changes,
         "rollout": shape,
         "run": {"steps": 4},
