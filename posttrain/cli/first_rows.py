@@ -1,4 +1,4 @@
-"""Checks of the first rows of local files, so that `recipe validate` finds wrong column names. Loads no tokenizer."""
+"""Checks of the first rows of local files, so that wrong column names are told before torch is loaded. No tokenizer."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
     found.at(loaded.resolved)
     if not found.problems:
         _check_turns(loaded, found)
-    if elsewhere is not None and not found.problems:
+    if "data" not in without and not found.problems:
         _check_first_rows(loaded, found)
     if told := found.told(elsewhere):
         raise UserError.of(told)

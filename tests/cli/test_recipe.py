@@ -230,7 +230,7 @@ COLUMNS_WRONG = [  # stage and its sections, a row, what is told
 
 
 @pytest.mark.parametrize(("stage", "sections", "row", "told"), COLUMNS_WRONG)
-def test_validate_reads_the_first_rows(
+def test_validate_and_runs_read_the_first_rows(
     call: Call, folder: Path, stage: str, sections: str, row: dict[str, Any], told: str
 ) -> None:
     row = dict(row)
@@ -241,10 +241,11 @@ def test_validate_reads_the_first_rows(
         f"stage: {stage}\nmodel: {{path: tiny}}\ndata: {{source: d.jsonl, columns: {columns}}}\n{steps}{sections}\n",
         encoding="utf-8",
     )
-    result = call("recipe", "validate", "first.yaml")
-    assert result.exit_code == (2 if told else 0), result.stderr
-    assert re.search(told, " ".join(result.stderr.split())), result.stderr
-    assert not told or "first.yaml:" in result.stderr
+    for command in (("recipe", "validate", "first.yaml"), (stage.replace("_", "-"), "first.yaml", "--dry-run")):
+        result = call(*command)
+        assert result.exit_code == (2 if told else 0), result.stderr
+        assert re.search(told, " ".join(result.stderr.split())), result.stderr
+        assert not told or "first.yaml:" in result.stderr
 
 
 def test_validate_reads_the_first_rows_of_a_pipeline(call: Call, folder: Path) -> None:
