@@ -70,7 +70,8 @@ def estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> d
         n, c = [row["scored"] for row in judged], [row["right"] for row in judged]
         values[f"pass@{k}"] = pass_contributions(n, c, k)
     for k in settings.k:
-        values[f"cons@{k}"] = _consensus(problems, k).per_problem
+        if k > 1:  # a vote of one would be the first sample's accuracy, beside that of all samples
+            values[f"cons@{k}"] = _consensus(problems, k).per_problem
     values["tokens"] = [row["tokens"] for row in rows]
     return {name: _interval(per_problem, settings, seed) for name, per_problem in values.items()}
 

@@ -26,7 +26,7 @@ class EvalSettings(Section):
     samples: Positive = Field(1, description="completions a prompt")
     k: list[Positive] = Field(
         default_factory=lambda: [1],
-        description="pass@k and cons@k (equal answers vote together) for these k <= samples",
+        description="pass@k and, for k > 1, cons@k (equal answers vote together); each k <= samples",
     )
     bootstrap: Positive = Field(10000, description="resamples of the interval")
     level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")

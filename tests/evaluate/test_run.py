@@ -36,7 +36,7 @@ def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pyt
     """Problems 1+1 .. 1+3: 3 of 4 right, 1+4 .. 1+6: 0 right (four different wrong answers).
 
     accuracy (3 * .75 + 0) / 6 = .375 = pass@1; pass@2: 1 - C(1,2)/C(4,2) = 1 for the first three -> .5; cons@4: 1 for
-    the first three -> .5; cons@1: the first sample is right for them -> .5. `<answer>2</answer>` and EOS: 4 tokens (the
+    the first three -> .5; there is no cons@1, a vote of one. `<answer>2</answer>` and EOS: 4 tokens (the
     tags are one token each).
     """
 
@@ -51,7 +51,6 @@ def test_summary_by_hand(scripted, evaluate: Evaluate, folder: Path, capsys: pyt
             "pass@1": 0.375,
             "pass@2": 0.5,
             "pass@4": 0.5,
-            "cons@1": 0.5,
             "cons@2": 0.5,
             "cons@4": 0.5,
             "tokens": 4.0,
