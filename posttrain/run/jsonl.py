@@ -50,7 +50,9 @@ class StepLog:
             self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        """Also behind a row that had no room: the file still holds it, and tries again."""
+        with told_when_full(self.path):
+            self._file.close()
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:

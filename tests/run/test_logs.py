@@ -1,4 +1,6 @@
+import contextlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,18 @@ def test_every_row_is_there_as_soon_as_it_is_written(tmp_path):
     metrics = log(tmp_path)
     metrics.write(1, {"reward": 0.5, "kl": None})
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5, "kl": None}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_told_at_the_close_too(tmp_path):
+    """The row that had no room is still there, and has none again: the end of a run then closes the file."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    metrics = MetricsLog.muted()
+    metrics.path = tmp_path / "metrics.jsonl"
+    metrics._file.close()
+    metrics._file = metrics.path.open("a")
+    with pytest.raises(RunError, match="no space left on the disk"), contextlib.closing(metrics):
+        metrics.write(1, {"reward": 0.5})
 
 
 def test_nan_and_infinity_are_null(tmp_path):
