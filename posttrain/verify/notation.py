@@ -65,6 +65,8 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (r"\\textcolor\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}|\\(?:bf|it)\b", ""),
         (r"^\*\*(.*)\*\*$", r"\1"),
+        (r"^\\displaystyle\b\s*", ""),
+        (r"^\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}$", r"\1"),
         (r"^\s*(?:=|\\(?:approx|therefore|Rightarrow|implies)\b)", ""),
         (r"(?:\s|\\\\|\\ |[,;])+$", ""),
         (r"\\varnothing", r"\\emptyset"),
@@ -73,7 +75,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         # A text behind a number that says more than its unit: 5\text{ or 6}.
         (r",?\s*\\text\s*\{\s*(?:or|and)\b([^{}]*)\}", r",\1"),
         (r"\\(?:text|mbox)\s*\{([^{}]*(?<![\w^])[0-9][^{}]*)\}", r" \1 "),
-        (rf"(?<=[0-9A-Za-z}})%|.!])(?:\s|\\[ ,;!])*(?:{_TEXT}\s*)+$", ""),
+        (rf"(?<=[0-9A-Za-z}})%|.!])(?:\s|\\[ ,;!])*(?:{_TEXT}\s*)+\.?$", ""),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         # Numbers.
         (
@@ -81,7 +83,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             r"|\\dot\s*\{?(?P<dot>[0-9])\}?|(?P<run>([0-9])\6\6)\6*\s*(?:\\[lcd]?dots\b|\.\.\.))(?![0-9.])",
             _repeating,
         ),
-        (r"(?<=[0-9])(?:\s|\\ )*\.(?=\s*(?:$|[^\s0-9.\\]|\\text))|(?<=[A-Za-z)}])\.$", ""),
+        (r"(?<=[0-9])(?:\s|\\ )*\.(?=\s*(?:$|[^\s0-9.\\]|\\text))|(?<=[A-Za-z)}\]%!])\.$", ""),
         (r"^\(?([A-Z])\)$", r"\1"),
         (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|\\[ ,;])[0-9]{3})+(?![0-9])", lambda m: re.sub(r"\D", "", m[0])),
         (
@@ -103,6 +105,9 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             r"\1(\\frac{\2\\pi}{180})",
         ),
         # Forms.
+        (r"^\\text\s*\{([A-Z](?:\s*,\s*[A-Z])+)\}$", r"\1"),
+        (r"^(?:\\left\s*)?\\langle(.*,.*?)(?:\\right\s*)?\\rangle$", r"(\1)"),
+        (r"^[^:,()=]+(?::[^:,()=]+){2,}$", lambda m: f"({m[0].replace(':', ',')})"),  # 1:2:3, no quotient
         (r"^\](.*,.*)\[$", r"(\1)"),
         (r"^\](.*,.*\])$", r"(\1"),
         (r"^(\[.*,.*)\[$", r"\1)"),

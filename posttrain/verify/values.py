@@ -32,6 +32,7 @@ from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 
 OPEN = (Sum, Product, Integral, Limit, Derivative)
+STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.sign)  # flat between steps
 MOST_OPERATIONS = 250  # of both values together, for what is compared by rearranging
 MOST_TERMS = 100  # of a value multiplied out, and members of a list
 MOST_PIECES = 10  # intervals
@@ -95,7 +96,7 @@ def unwrapped(gold: Any, candidate: Any) -> tuple[Any, Any]:
 def decided(gold: Any, candidate: Any, decimals: int) -> bool | None:
     """Equal or not, where numbers say so: the values, or those of both functions at POINTS. None: they do not.
 
-    Functions that differ at a positive point are not equal; those that agree at every point are.
+    Functions that differ at a positive point are not equal; those without steps that agree at every point are.
     """
     both = (gold, candidate)
     if not all(isinstance(one, Expr) for one in both) or any(isinstance(one, Symbol) for one in both):
@@ -114,7 +115,7 @@ def decided(gold: Any, candidate: Any, decimals: int) -> bool | None:
         if not same and positive and x is not None and y is not None:
             return False
         agreed = agreed and same
-    return True if agreed else None
+    return True if agreed and not any(one.has(*STEPS) for one in both) else None
 
 
 def _symbols(*values: Any) -> list[Symbol]:
@@ -166,7 +167,7 @@ def _soluble(value: Any) -> bool:
     powers = [one for one in value.atoms(Pow) if one.free_symbols]
     roots = [one for one in powers if not one.exp.is_Integer and not one.exp.free_symbols]
     return (
-        sympy.count_ops(value) <= MOST_OPERATIONS // 4
+        _operations(value) <= MOST_OPERATIONS // 4
         and all(not (one.base.free_symbols and one.exp.free_symbols) for one in powers)
         and all(abs(one.exp) <= HIGHEST for one in powers if one.exp.is_Integer)
         and len(roots) <= 2
@@ -213,9 +214,15 @@ def too_many(*values: Any) -> bool:
     if any(len(value.args) > (MOST_PIECES if isinstance(value, Union) else MOST_TERMS) for value in known):
         return True
     return (
-        sum(sympy.count_ops(value) for value in known) > MOST_OPERATIONS
-        or max(map(_terms, known), default=0) > MOST_TERMS
+        sum(_operations(value) for value in known) > MOST_OPERATIONS or max(map(_terms, known), default=0) > MOST_TERMS
     )
+
+
+def _operations(value: Basic) -> int:
+    """sympy counts those of a set by walking through its members, and the integers have no end."""
+    if isinstance(value, Expr):
+        return int(sympy.count_ops(value))
+    return 1 + sum(_operations(one) for one in value.args if isinstance(one, Basic))
 
 
 def _terms(value: Any) -> float:
