@@ -18,7 +18,7 @@ from typing import Any
 
 from posttrain.verify.extract import THINK_END, Extractor, after_think, last_boxed
 from posttrain.verify.extract import extract as find_answer
-from posttrain.verify.notation import based, latex, other_readings, same_bases, same_words, without_modulus
+from posttrain.verify.notation import based, latex, other_readings, plain, same_bases, same_words, without_modulus
 from posttrain.verify.size import LONGEST, too_large
 
 # Plain integers are compared as such: the library does the same with two exact values, a hundred times slower.
@@ -70,6 +70,8 @@ LONGEST_REMEMBERED = 400  # characters
 
 def _same(gold: str, candidate: str, decimals: int) -> bool:
     """Whether the texts, or another reading of one of them, are equal."""
+    if plain(gold) == plain(candidate):
+        return True
     if _DETERMINANT.search(candidate) and not _DETERMINANT.search(gold):
         return False  # left open
     if not same_bases(based(gold)[1], based(candidate.rpartition("=")[2])[1]):

@@ -129,6 +129,8 @@ _THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:,[0-9]{3})+")
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
 _LETTERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
+_IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
+
 
 def latex(text: str) -> str:
     """The text with numbers and signs as the library reads them."""
@@ -136,6 +138,11 @@ def latex(text: str) -> str:
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
     return text.strip()
+
+
+def plain(text: str) -> str:
+    r"""The text without a `\text{}` around all of it and without blanks, but for those between letters or digits."""
+    return _IDLE_BLANKS.sub("", _LETTERS.sub(r"\1", text) if _LETTERS.fullmatch(text) else text)
 
 
 def other_readings(text: str) -> list[str]:
