@@ -58,6 +58,11 @@ def _mixed(match: re.Match[str]) -> str:
     return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else match[0]
 
 
+def _divisor(match: re.Match[str]) -> str:
+    """gcd(m, n) as a function of that name: the library takes letters for numbers without a common divisor."""
+    return rf"f_{{{match[1]}}}({','.join(sorted(one.strip() for one in match[2].split(',')))})"
+
+
 _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -105,6 +110,11 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
             r"\1(\\frac{\2\\pi}{180})",
         ),
         # Forms.
+        (
+            r"\\(?:operatorname\s*\{\s*)?(gcd|lcm)\b\s*\}?\s*(?:\\left\s*)?"
+            r"\(([^()]*(?<![\\A-Za-z])[A-Za-z][^()]*?)(?:\\right\s*)?\)",
+            _divisor,
+        ),
         (r"^\\text\s*\{([A-Z](?:\s*,\s*[A-Z])+)\}$", r"\1"),
         (r"^(?:\\left\s*)?\\langle(.*,.*?)(?:\\right\s*)?\\rangle$", r"(\1)"),
         (r"^[^:,()=]+(?::[^:,()=]+){2,}$", lambda m: f"({m[0].replace(':', ',')})"),  # 1:2:3, no quotient
