@@ -22,6 +22,7 @@ OTHERS = {
     "run.output",  # written
     "tokenizer_source",  # one of the models
     "tools.command",  # looked for on the PATH
+    *("data.split", "data.mix.split"),  # a part of a data set
     *("tools.name", "tools.description", "rewards.name", "best_of.rewards.name", "search.rewards.name"),
 }
 
