@@ -29,6 +29,11 @@ VERBS = {  # of other tools -> ours
     **dict.fromkeys(("list", "ls"), "recipe list"),
     "preprocess": "data inspect",
 }
+INSTEAD = {  # what no verb does
+    **dict.fromkeys(("report", "plot", "dashboard"), "every run leaves its curves in report.html of its run directory"),
+    **dict.fromkeys(("resume", "continue"), "repeat the command of the run with --output DIRECTORY --resume"),
+    **dict.fromkeys(("init", "new"), "write posttrain recipe copy NAME for a recipe to begin with"),
+}
 SWITCHES = ("--resume", "--dry-run", "--debug", "--json", "--help")
 
 
@@ -70,7 +75,8 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
 
 def no_such_command(name: str, commands: Sequence[str]) -> UserError:
     """The error for a verb that there is not."""
-    hint = f"write posttrain {VERBS[name]}" if name in VERBS else did_you_mean(name, commands, "posttrain {}")
+    known = f"write posttrain {VERBS[name]}" if name in VERBS else INSTEAD.get(name)
+    hint = known or did_you_mean(name, commands, "posttrain {}")
     return UserError(f"no command `{name}`", allowed=f"there are: {', '.join(commands)}", hint=hint)
 
 

@@ -152,6 +152,8 @@ def execute(
         ctx.meta[RESUME] = [*typed, *_as_launched(), "--output", str(directory.path), "--resume"]
         if not directory.follows:
             say(f"run directory: {directory.path}")
+            if model := getattr(loaded.recipe, "model", None):
+                say(f"loading {model.path}")  # some seconds for torch alone, minutes for large models
         from posttrain.pipeline import run_stage
 
         return run_stage(loaded.recipe, directory), directory.path

@@ -24,6 +24,7 @@ SWEEP = ("merge", "m.yaml", "--sweep", "weight=0:1:0.5", "--eval", "e.yaml", "--
 def recipes(folder: Path) -> None:
     (folder / "m.yaml").write_text(MERGE)
     (folder / "e.yaml").write_text(EVAL)
+    (folder / "rows.jsonl").write_text('{"prompt": "7?", "answer": "7"}\n')
     (folder / "m a").mkdir()
     (folder / "m a" / "config.json").write_text("{}")
 
