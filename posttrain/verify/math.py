@@ -78,8 +78,8 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
         return False
     if (said := same_words(gold, candidate)) is not None:
         return said
-    if "mod" in candidate and "mod" not in gold:
-        candidate = without_modulus(candidate)
+    if ("mod" in candidate) != ("mod" in gold):
+        gold, candidate = without_modulus(gold), without_modulus(candidate)
     pairs = [(gold, candidate), *((gold, other) for other in other_readings(candidate))]
     pairs += [(other, candidate) for other in other_readings(gold)]
     return any(_equal_values(*pair, decimals) for pair in pairs)
@@ -125,7 +125,7 @@ def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:
     gold, candidate = gold.strip(), candidate.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(candidate):
         return gold == candidate
-    if not _parsed(gold):
+    if not any(map(_parsed, (gold, *other_readings(gold)))):
         return None
     return (_remembered if len(candidate) <= LONGEST_REMEMBERED else _same)(gold, candidate, decimals)
 

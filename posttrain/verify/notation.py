@@ -137,6 +137,12 @@ _PERCENT = re.compile(r"([^%]*[0-9}])\s*\\?%")
 _DECIMAL_COMMA = re.compile(r"([-+]?[0-9]+),([0-9]*[1-9][0-9]*)")
 _THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:,[0-9]{3})+")
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
+# An option with what it says: \textbf{(B)}\ 12, (B) 12, B. 12.
+_GAP = r"(?:\s|~|\\[ ,;]|\\q?quad\b)"
+_OPTION = re.compile(
+    rf"(?:\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{{\s*(?:\(([A-J])\)[.:]?|([A-J])[).:])\s*\}}{_GAP}*"
+    rf"|(?:\(([A-J])\)|([A-J])[).:]){_GAP}+)(?![=+*/^_<>,&]|-\s)(\S.*)"
+)
 _LETTERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
@@ -156,11 +162,12 @@ def plain(text: str) -> str:
 
 
 def other_readings(text: str) -> list[str]:
-    r"""What else it may mean: `0,5` also 0.5, `12.5\%` also 12.5 (not below 1), `1e-3` also a power of ten.
-
-    The first meaning of the last is 1 * e - 3.
+    r"""What else it may mean: `0,5` also 0.5, `12.5\%` also 12.5 (not below 1), `1e-3` also a power of ten, whose first
+    meaning is 1 * e - 3; and `(B) 12` the option B, or 12.
     """
     found = []
+    if option := _OPTION.fullmatch(text):
+        found += [one for one in option.groups() if one]
     if (comma := _DECIMAL_COMMA.fullmatch(text)) and not _THOUSANDS.fullmatch(text):
         found.append(f"{comma[1]}.{comma[2]}")
     if (percent := _PERCENT.fullmatch(text)) and not re.match(r"[-+]?0*\.|[-+]?0+(?:\D|$)", percent[1]):
