@@ -3,7 +3,8 @@
 Two steps: the component is called, a step's loss or gradient is another than without it, its numbers are in the
 metrics, the weights move, and a run that goes on after the first step is the unbroken one. The recipe follows from what
 the component says that it needs; NUMBERS holds arguments without a default, and defaults that are for long answers.
-A component that a preset names trains in test_presets.py as well, so it is here with `make test-slow` only.
+A component that a preset names trains in test_presets.py as well. Of the others the first of each kind is taken with
+every test, the rest with `make test-slow`: each takes some seconds.
 """
 
 from __future__ import annotations
@@ -105,12 +106,10 @@ def by_preset() -> set[tuple[str, str]]:
     return {(registry.kind_of(section.kinds, section.use), section.use) for section in sections}
 
 
+WITHIN = [key for key, entry in ENTRIES.items() if not out_of_reach(entry)]
 COVERED = by_preset()
-REACHED = [
-    pytest.param(*key, id="-".join(key), marks=pytest.mark.slow if key in COVERED else ())
-    for key, entry in ENTRIES.items()
-    if not out_of_reach(entry)
-]
+FIRST = {kind: (kind, name) for kind, name in reversed(WITHIN) if (kind, name) not in COVERED}.values()
+REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.mark.slow) for k in WITHIN]
 
 
 def test_every_kind_has_its_place() -> None:
