@@ -2,9 +2,9 @@
 
 Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"},
 {"file": what must have appeared below the output} or "in save". Whoever is to be killed after some rows does not get
-past its last one, however long the kill takes to come on a busy machine. The libraries are imported once, before any
-child is forked, so that a run costs a second and not ten. Answers each job with a line: the child's exit status,
-negative for a signal.
+past its last but one, however long the kill takes to come on a busy machine: behind the last one nothing is left to do,
+since a step is saved before its row. The libraries are imported once, before any child is forked, so that a run costs a
+second and not ten. Answers each job with a line: the child's exit status, negative for a signal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train(job: dict[str, Any], tell: int) -> None:
     code = 1
     try:
         if isinstance(job["kill"], dict) and "rows" in job["kill"]:
-            tell_rows(tell, job["recipe"]["run"]["steps"])
+            tell_rows(tell, job["recipe"]["run"]["steps"] - 1)
         if job["kill"] == "in save":
             die_within_second_save()
         recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
@@ -83,7 +83,7 @@ def tell_rows(tell: int, last: int) -> None:
 
 
 def kill_later(child: int, told: int, rows: int, delay: float) -> None:
-    """SIGKILL `delay` seconds after the child has written so many rows or its last, whatever it is doing then."""
+    """SIGKILL `delay` seconds after the child has written so many rows or its last but one, whatever it does then."""
     while rows and (byte := os.read(told, 1)) != LAST:
         if not byte:
             return  # it failed
