@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from posttrain.verify import options
 from posttrain.verify.extract import THINK_END, Extractor, after_think, last_boxed
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.notation import based, latex, other_readings, plain, same_bases, same_words, without_modulus
@@ -72,6 +73,8 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
     """Whether the texts, or another reading of one of them, are equal."""
     if plain(gold) == plain(candidate):
         return True
+    if (said := options.same(gold, candidate)) is not None:
+        return said
     if _DETERMINANT.search(candidate) and not _DETERMINANT.search(gold):
         return False  # left open
     if not same_bases(based(gold)[1], based(candidate.rpartition("=")[2])[1]):
