@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -78,6 +79,42 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def put_in_place(finished: Path, folder: Path) -> None:
+    """Give a finished folder the name `folder`; an older folder of that name is removed afterwards.
+
+    Both names are exchanged in one step, so that a crash at any moment leaves the old folder or the new one. Where the
+    file system cannot do that, the old one is called NAME.old for an instant, and comes back at the next call.
+    """
+    old = folder.with_name(folder.name + ".old")
+    if not folder.exists() and old.exists():
+        old.rename(folder)
+    if not folder.exists():
+        finished.rename(folder)
+    elif _exchanged(finished, folder):
+        sync_folder(folder.parent)
+        finished.rename(_emptied(old))
+    else:
+        folder.rename(_emptied(old))
+        finished.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _emptied(place: Path) -> Path:
+    shutil.rmtree(place, ignore_errors=True)
+    return place
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names in one step (Linux's renameat2); False, and nothing is changed, where that is impossible."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):  # another system, or another C library
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), ctypes.c_uint(exchange)) == 0)
 
 
 @contextlib.contextmanager
