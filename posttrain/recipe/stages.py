@@ -111,6 +111,7 @@ _NO_TRAINING = dict.fromkeys(
         "run.samples_per_step",
         "run.keep_rollouts",
         "run.hang_minutes",
+        "run.max_idle_steps",
     ),
     "this stage does not train",
 )

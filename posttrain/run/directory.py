@@ -46,6 +46,7 @@ MAY_CHANGE = {
     "run.keep_checkpoints",
     "run.keep_rollouts",
     "run.log_every",
+    "run.max_idle_steps",
     "run.hang_minutes",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}

@@ -34,6 +34,11 @@ class State:
     step: int = 0  # finished steps
     position: int = 0  # prompts drawn from the endless stream
     tokens: int = 0  # prompt + completion tokens sampled
+    updates: int = 0  # that have changed weights: see `trained`
+    idle: int = 0  # newest steps in a row without one
+    idle_steps: int = 0  # all steps without one
+    trained: float = 0.0  # tokens that had a part in an update
+    seen: float = 0.0  # of so many: sampled ones in rl, all of the rows elsewhere
     seconds: float = 0.0  # spent in steps
     save_seconds: float = 0.0  # spent in saves behind earlier steps
     longest_save: float = 0.0  # of these
@@ -56,9 +61,17 @@ class State:
         step's checkpoint too."""
         return minutes is not None and self.spent >= 60 * minutes
 
-    def count_step(self, seconds: float) -> None:
-        """A step is done; the save behind the one before counts from here on."""
+    def count_tokens(self, trained: float, seen: float, updates: int) -> None:
+        """A step has passed `trained` of the `seen` tokens through the loss; they count if it made an update."""
+        self.trained += trained if updates else 0.0
+        self.seen += seen
+
+    def count_step(self, seconds: float, updates: int) -> None:
+        """A step is done, with so many updates; the save behind the one before counts from here on."""
         self.step += 1
+        self.updates += updates
+        self.idle = 0 if updates else self.idle + 1
+        self.idle_steps += not updates
         self.seconds += seconds
         self.save_seconds += self.own_save
         self.longest_save, self.own_save = max(self.longest_save, self.own_save), 0.0

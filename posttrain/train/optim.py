@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from posttrain.errors import MissingExtra, RecipeError
+from posttrain.errors import MissingExtra, ModelError, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.training_sections import Optim
 
@@ -37,9 +37,12 @@ def check(section: Optim, device: torch.device) -> None:
 def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, critic_lr: float = 0.0) -> Optimizer:
     """The recipe's AdamW over the trainable parameters, without weight decay on vectors (norms and biases).
 
-    A critic has a learning rate of its own, which follows the same schedule, and no weight decay.
+    A critic has a learning rate of its own, which follows the same schedule, and no weight decay. Raises ModelError
+    where all weights are frozen.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ModelError("no weight of the model is trained: all are frozen", hint="see model.lora.targets")
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": section.weight_decay}]
     if section.use != "adamw":

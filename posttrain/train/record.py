@@ -14,6 +14,7 @@ from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
 from posttrain.train.pieces import Pieces
 from posttrain.train.rl_metrics import sample_records, signal_note
+from posttrain.train.trained import idle_note
 from posttrain.verify.failures import Calls
 
 
@@ -48,7 +49,8 @@ class Record:
         saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
         self.samples.write(state.step, sample_records(rollouts, self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)
-        if self.trained_rewards and (warning := signal_note(values)):
+        signal = signal_note(values) if self.trained_rewards else None
+        if warning := idle_note(values, signal) or signal:
             self.progress.note(warning)
         for line in [*self._first_failures(state), *alarms]:
             self.progress.note(line)

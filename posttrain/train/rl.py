@@ -30,7 +30,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, saved_rollouts, sharding
+from posttrain.train import checkpoint, distributed, saved_rollouts, sharding, trained
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of, collect
@@ -50,7 +50,7 @@ from posttrain.train.update import update
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
-COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
+COLUMNS = ("reward", "correct", "signal/share", "updates", "completions/mean_length", "grad_norm", "time/step")
 
 
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
@@ -111,13 +111,16 @@ def train(
             values |= {f"control/{key}": number for key, number in numbers.items()}
             values = finish_step(p, state, values, controllers, started)
             stopping = distributed.any_rank(stop.requested)
+            given_up = trained.check_patience(state, p.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
-                if stopping or ended(p, state) or due(p, state):
+                if stopping or given_up or ended(p, state) or due(p, state):
                     if ahead is not None:
                         with salvage():
                             ahead.finish(p, state)
                     save_step(p, state, directory, ahead)
                     values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
+            if given_up:
+                raise given_up
             if stopping and not ended(p, state):
                 raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=str(directory.path))
         return finish(p, state, directory, record)
@@ -144,7 +147,11 @@ def step(
     values["num_tokens"] = state.tokens
 
     with p.watchdog.phase("update"), p.compiled():
+        before = None if state.updates else trained.fingerprint(p.optimizer)
         metrics, measured, logp = update(p, batch, sequences, state.step)
+        if not trained.moved(before, p.optimizer):
+            metrics["updates"] = 0
+    state.count_tokens(metrics["trained_tokens"] / p.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"])
     state.scaler = p.scaler.state_dict()
     if p.opponent is not None:
         p.opponent.follow(p.loaded.model)
@@ -194,7 +201,7 @@ def finish_step(
     values["time/step"] = time.perf_counter() - started
     values = distributed.from_main(values)
     state.controllers = controllers
-    state.count_step(values["time/step"])
+    state.count_step(values["time/step"], values["updates"])
     state.first_metrics, state.last_metrics = state.first_metrics or values, values
     return values
 
@@ -211,7 +218,8 @@ def due(p: Pieces, state: checkpoint.State) -> bool:
 
 
 def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
-    """Save the model that the run ends with; returns the summary."""
+    """Save the model that the run ends with; returns the summary. Raises RunError if nothing was trained."""
+    trained.check_end(state)
     started = time.perf_counter()
     with p.watchdog.phase("final save"):
         report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
@@ -224,6 +232,7 @@ def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: 
         "reward_first": (state.first_metrics or {}).get("reward"),
         "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
+        **trained.summary(state),
         "model": str(directory.final),
         "save": report,
         **({"canaries": found} if (found := record.canaries.summary()) else {}),

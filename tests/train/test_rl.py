@@ -405,7 +405,7 @@ def test_entropy_of_sampled_tokens_does_not_ask_for_a_signal(changes: dict[str, 
 
 def test_entropy_of_sampled_tokens_is_there_where_no_group_has_a_signal(recipe: Make, opened: Opened) -> None:
     """`entropy` is over no token then; over all sampled ones it is what the model has, near that of its 512 words."""
-    with opened() as directory:
+    with opened() as directory, pytest.raises(RunError, match="nothing was trained"):
         rl.run(recipe(rewards=[{"use": "rewards.py:flat"}], run={"steps": 1}), directory)
     (row,) = read_metrics(directory.path)
     assert row["trained_ratio"] == 0 and "entropy" not in row
