@@ -42,8 +42,13 @@ def load_tools(sections: Sequence[Tool], base_dir: Path | None) -> list[LoadedTo
     tools = [load_tool(section, base_dir) for section in sections]
     for tool in tools:
         if sum(other.name == tool.name for other in tools) > 1:
-            raise ToolError(f"two tools are called `{tool.name}`", hint="give one of them another `name`")
+            raise same_name(tool.name)
     return tools
+
+
+def same_name(name: str) -> ToolError:
+    """The error for a second tool of a name."""
+    return ToolError(f"two tools are called `{name}`", hint="give one of them another `name`")
 
 
 def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
