@@ -33,7 +33,7 @@ _SHORT = r"[kcdm]?m|[km]?g|m?l|[mk]?s|min|sec|hr?s?|yrs?|ft|in|yd|mi|lbs?|oz|gal
 _SHORT += r"|am|pm|a\.m|p\.m|cc|deg|sq|cu|rs|day|men|man|cent|pie|toy|way|per|th|rd|nd|st"
 # What stands behind a number as its unit: short ones, or words in full; never another answer.
 _UNIT = (
-    rf"(?:\s*(?:{_SHORT})(?![A-Za-z])|\s+(?!(?:{_NAMES.replace(' ', '|')})\b)[A-Za-z]?[a-z]{{3,}})"
+    rf"(?:\s*(?:{_SHORT})(?![A-Za-z])|(?:\s+|\s*/\s*)(?!(?:{_NAMES.replace(' ', '|')})\b)[A-Za-z]?[a-z]{{3,}})"
     r"(?!.*\b(?:or|and|not)\b)(?:[\s/]+[a-z]+)*\.?(?:\s*\^\s*\{?[23]\}?|\s*[²³])?$"
 )
 _TEXT = (
