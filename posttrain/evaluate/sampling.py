@@ -167,6 +167,7 @@ def _generate(
                 raise Interrupted(
                     f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
                     where=str(directory.path),
+                    number=stop.number,
                 )
     return records
 

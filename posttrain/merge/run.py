@@ -108,6 +108,7 @@ def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Pa
                     f"stopped before tensor {number} of {len(plan.out)}; the inputs are untouched",
                     where=str(directory.path),
                     hint="the same command with --resume starts the merge anew",
+                    number=stop.number,
                 )
             written += plan.out[name].nbytes
             progress.update(number, {"written/megabytes": written / 1e6})

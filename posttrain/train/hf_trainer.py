@@ -90,6 +90,7 @@ class Job:
     order: StepOrder | None = None  # how to order the rows of a step; None: as they are drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
     saving: bool = False  # within a save, or behind one that failed
+    asked: int = 0  # the signal that has asked some rank to stop
     given_up: RunError | None = None  # what ends the run behind a step, if it trains nothing
 
     @classmethod
@@ -235,7 +236,8 @@ class RunLoop(abc.ABC):
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
         job.given_up = trained.check_patience(state, run.max_idle_steps)
-        over = distributed.any_rank(self.stop.requested) or job.finished or job.given_up is not None
+        job.asked = max(distributed.gather(self.stop.asked))
+        over = bool(job.asked) or job.finished or job.given_up is not None
         self.progress.update(state.step, values, spent=state.spent)
         if warning := trained.idle_note(values):
             self.progress.note(warning)
@@ -350,7 +352,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     if job.given_up is not None:
         raise job.given_up
     if not job.finished:
-        raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
+        said = f"stopped after step {job.state.step} of {job.plan.steps}"
+        raise Interrupted(said, where=str(directory.path), number=job.asked or 2)
     trained.check_end(job.state)
     started = time.perf_counter()
     report = distributed.on_main(saver, sharding.whole(job.loaded), directory.final)

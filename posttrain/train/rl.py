@@ -98,8 +98,9 @@ def train(
         else:
             with explained():
                 prove(p)
-        if distributed.any_rank(stop.requested):  # there is nothing to save yet
-            raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=str(directory.path))
+        if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
+            where = str(directory.path)
+            raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=where, number=asked)
         progress.ready(p.watchdog.seconds)
         while not ended(p, state):
             started = time.perf_counter()
@@ -110,10 +111,10 @@ def train(
                 rollouts, values, saved = step(now, state, ahead)
             values |= {f"control/{key}": number for key, number in numbers.items()}
             values = finish_step(p, state, values, controllers, started)
-            stopping = distributed.any_rank(stop.requested)
+            asked = max(distributed.gather(stop.asked))
             given_up = trained.check_patience(state, p.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
-                if stopping or given_up or ended(p, state) or due(p, state):
+                if asked or given_up or ended(p, state) or due(p, state):
                     if ahead is not None:
                         with salvage():
                             ahead.finish(p, state)
@@ -121,8 +122,9 @@ def train(
                     values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
             if given_up:
                 raise given_up
-            if stopping and not ended(p, state):
-                raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=str(directory.path))
+            if asked and not ended(p, state):
+                where = str(directory.path)
+                raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=where, number=asked)
         return finish(p, state, directory, record)
 
 

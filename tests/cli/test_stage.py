@@ -169,13 +169,21 @@ def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(RunError("the disk is full"), 1), (Interrupted("stopped after step 3"), 130), (KeyboardInterrupt(), 130)],
+    [
+        (RunError("the disk is full"), 1),
+        (Interrupted("stopped after step 3"), 130),
+        (Interrupted("stopped after step 3", number=15), 143),
+        (Interrupted("stopped after step 3", number=1), 129),
+        (KeyboardInterrupt(), 130),
+        (KeyboardInterrupt(15), 143),
+    ],
 )
 def test_a_run_that_stops_can_be_resumed(error: BaseException, code: int, call: Call, stage: Stage) -> None:
     stage(fails(error))
     result = call("sft", "r.yaml", "run.seed=3", "--output", "my out")
     assert result.exit_code == code
-    assert (str(error) or "interrupted").splitlines()[0] in result.stderr
+    said = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error).splitlines()[0]
+    assert said in result.stderr
     assert "resume with:   posttrain sft r.yaml run.seed=3 --output 'my out' --resume\n" in result.stderr
     stage(lambda _, directory: {"attempt": directory.attempt})
     assert call("sft", "r.yaml", "run.seed=3", "--output", "my out", "--resume").stdout == "attempt  2\n"
