@@ -40,8 +40,20 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
             raise
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
             raise _interrupted(meta, error.__cause__) from None
+        if refused := _refused_by_system(error):
+            _debug(meta)
+            tell(refused)
+            _tell_how_to_go_on(meta, refused)
+            raise typer.Exit(refused.exit_code) from None
         _tell_unexpected(error, meta)
         raise typer.Exit(1) from None
+
+
+def _refused_by_system(error: Exception) -> PosttrainError | None:
+    """A file that could not be read or written, where no step on the way has explained it."""
+    from posttrain.run.durable import system_error
+
+    return system_error(error)
 
 
 def _interrupted(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:

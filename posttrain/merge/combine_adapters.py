@@ -29,7 +29,7 @@ from posttrain.models.places import Place, locate
 from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import put_in_place, sync_file, told_when_full, write_json
+from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
@@ -65,7 +65,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
     partial = directory.path / "final.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with told_when_full(partial):
+        with explain_write_errors(partial):
             partial.mkdir(parents=True)
             for file in companions(inputs[0].folder):
                 if file.is_file():

@@ -23,7 +23,7 @@ from posttrain.recipe.merging import ARGUMENTS
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import put_in_place, syncing, told_when_full, write_json
+from posttrain.run.durable import explain_write_errors, put_in_place, syncing, write_json
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 
@@ -60,7 +60,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
         check(plan, directory)
         ids = probe.ids(plan.tokenizer, plan.anchor)
         before = probe.logits(plan.anchor.folder, ids)  # what cannot be tried is refused before the work
-        with told_when_full(partial):
+        with explain_write_errors(partial):
             partial.mkdir(parents=True)
             with syncing() as sync:  # the disk works while the result is verified
                 tally = _write(plan, partial, directory, sync)

@@ -19,7 +19,7 @@ from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, dense, generation_config, positions, quiet
 from posttrain.models.quantize import leave_unpacked
 from posttrain.models.rounding import relative_gap
-from posttrain.run.durable import put_in_place, sync_file, sync_folder, told_when_full
+from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, sync_folder
 
 PROBE = "What is 17 + 25? Say why."
 NEW_TOKENS = 24
@@ -40,7 +40,7 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with told_when_full(partial), quiet():
+    with explain_write_errors(partial), quiet():
         partial.mkdir(parents=True)
         kind, expected = _write(loaded, partial)
         loaded.tokenizer.save_pretrained(partial)

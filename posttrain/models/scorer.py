@@ -24,7 +24,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
 from posttrain.models.save import TOLERANCE, cast_state, sync_all
 from posttrain.recipe.sections import Model
-from posttrain.run.durable import put_in_place, told_when_full
+from posttrain.run.durable import explain_write_errors, put_in_place
 
 CARD = "reward_model.json"
 PROBE = ("What is 17 + 25? Say why.", "42, for 17 + 25 = 42.")
@@ -175,7 +175,7 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with told_when_full(partial), models.quiet():
+    with explain_write_errors(partial), models.quiet():
         partial.mkdir(parents=True)
         model = copy.deepcopy(loaded.model).merge_and_unload() if loaded.is_lora else loaded.model
         dtype = loaded.half or model.dtype

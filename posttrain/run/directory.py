@@ -10,6 +10,8 @@ rollouts/       numbers of the newest rollouts, which `posttrain whatif` reads (
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,14 +20,14 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from posttrain.errors import RunError, UserError
 from posttrain.run import environment
-from posttrain.run.durable import read_json, to_text, told_when_full, write_text
+from posttrain.run.durable import explain_write_errors, read_json, to_text, write_text
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.samples import SamplesLog
 
@@ -78,14 +80,9 @@ class RunDirectory:
         directory that another process has open (RunError). `resume` with a directory that does not exist starts anew.
         """
         path = output if output is not None else _default_path(name, resolved, resume)
-        _refuse_unusable(path, resume)
-        with told_when_full(path):
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as cause:
-                raise UserError(
-                    f"no directory can be made at {path}: {cause.strerror}", hint="name another --output"
-                ) from cause
+        with _refusing(path):
+            _refuse_unusable(path, resume)
+            path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             try:
                 before = read_json(path / "resolved.json")
@@ -128,14 +125,14 @@ class RunDirectory:
         """The open metrics.jsonl, cut back to the step that training resumes after (None: to nothing)."""
         if self.follows:
             return MetricsLog.muted()
-        with told_when_full(self.path):
+        with explain_write_errors(self.path):
             return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs)
 
     def samples(self, resume_after: int | None) -> SamplesLog:
         """The open samples.jsonl, cut back like the metrics."""
         if self.follows:
             return SamplesLog.muted()
-        with told_when_full(self.path):
+        with explain_write_errors(self.path):
             return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs)
 
     def close(self) -> None:
@@ -166,10 +163,25 @@ def _default_path(name: str, resolved: Mapping[str, Any], resume: bool) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """A place where no run directory can be is the user's mistake, not a failed run."""
+    try:
+        with explain_write_errors(path):
+            yield
+    except RunError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        first = error.problems[0]
+        raise UserError(f"no run can be written to {path}: {first.what} ({first.where})", hint=first.hint) from error
+
+
 def _refuse_unusable(path: Path, resume: bool) -> None:
     """A used directory without `resume`, a file, or a folder that is no run."""
     if path.exists() and not path.is_dir():
-        raise UserError("the output is a file, not a directory", where=str(path))
+        raise UserError("the output is a file, not a directory", where=str(path), hint="name another --output")
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"the output is a link that leads nowhere: {path.readlink()}", where=str(path))
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if not resume and LOCK in names:
         _lock(path).close()  # a run that is going on is neither resumed nor removed
@@ -258,5 +270,5 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _attempts(path: Path) -> int:
-    numbers = [int(p.name.removeprefix("attempt_")) for p in (path / "logs").glob("attempt_*")]
-    return max(numbers, default=0)
+    names = [p.name.removeprefix("attempt_") for p in (path / "logs").glob("attempt_*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)

@@ -7,6 +7,8 @@ It counts only when its manifest is sealed; older ones go only after that.
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -48,6 +50,7 @@ class State:
     controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
+    rows: dict[str, int] = field(default_factory=dict)  # that logs had before the newest save, by the log's name
     calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`
 
     @property
@@ -144,28 +147,73 @@ def _told(root: Path, step: int) -> Iterator[None]:
         ) from cause
 
 
-def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Module | None = None) -> State | None:
+def restore(
+    root: Path,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    critic: nn.Module | None = None,
+    also: Callable[[Path, State], None] = lambda *_: None,
+) -> State | None:
     """Load the newest complete checkpoint under `root` in place and return its State; None if there is none.
 
-    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on. Raises
+    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on. One that
+    cannot be loaded is skipped for an older one, with a line on stderr. Raises RunError if none of them can be loaded;
     UserError, on all ranks, if some find another one than rank 0.
+
+    also: loads what else the folder holds.
     """
-    folder = checkpoints.latest(root, hashes=True)
+    checkpoints.refuse_link(root)
+    first: BaseException | None = None
+    before: int | None = None
+    said = ""
+    while (folder := _newest(root, before)) is not None:
+        found = distributed.tried(_load, folder, loaded, optimizer, critic, also)
+        said = next(filter(None, distributed.gather(found.said)), "")
+        if not said:
+            distributed.on_main(checkpoints.set_aside, root, checkpoints.step_of(folder))
+            return found.value
+        if distributed.is_main():
+            print(f"{folder} cannot be loaded and is not used: {said}", file=sys.stderr)
+        first, before = first or found.error, checkpoints.step_of(folder)
+    if before is not None:
+        raise RunError(
+            "no checkpoint can be loaded",
+            where=str(root),
+            allowed=f"the oldest: {said}",
+            hint=f"to start from the beginning, remove them: rm -r {shlex.quote(str(root))}",
+        ) from first
+    return None
+
+
+def _newest(root: Path, before: int | None) -> Path | None:
+    """The newest complete checkpoint of a step before `before`, which must be the same on all ranks."""
+    folder = checkpoints.latest(root, hashes=True, before=before)
     mine = NOTHING if folder is None else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
     alike.check(
         {"checkpoint": mine},
         did="finds another newest checkpoint",
         hint=f"all ranks must see the same {root.parent}: let --output be on a disk that the machines share",
     )
-    if folder is None:
-        return None
+    return folder
+
+
+def _load(
+    folder: Path,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    critic: nn.Module | None,
+    also: Callable[[Path, State], None],
+) -> State:
+    """A checkpoint, in place. `state.json` is read first, so that one which is no State changes nothing."""
+    state = State(**json.loads((folder / "state.json").read_text()))
     load_weights(loaded, folder)
     if critic is not None:
         load_head(critic, folder)
     # From the host: each optimiser brings its moments to where it keeps them.
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(sharding.spread(optimizer, moments))
-    return State(**json.loads((folder / "state.json").read_text()))
+    also(folder, state)
+    return state
 
 
 def load_weights(loaded: LoadedModel, folder: Path) -> None:

@@ -32,6 +32,7 @@ from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
+from posttrain.run.jsonl import lost_rows
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
@@ -243,6 +244,8 @@ class RunLoop(abc.ABC):
             self.progress.note(warning)
         try:
             if over or (run.save_every and state.step % run.save_every == 0):
+                self.metrics.sync()
+                state.rows = {"metrics": self.metrics.rows}
                 with self.watchdog.phase("save"):
                     job.save()
                 values |= state.count_save(distributed.from_main(self.watchdog.seconds["save"]))
@@ -337,6 +340,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
+        if lost := lost_rows(metrics, job.state.rows.get("metrics"), but=job.state.step):
+            progress.note(lost)
         if job.state.step and (job.finished or job.state.step % recipe.run.log_every == 0):
             metrics.fill(job.state.step, job.state.last_metrics or {})
         for note in (*notes, checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)):

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.batch import Rollout
 from posttrain.run.directory import RunDirectory
+from posttrain.run.jsonl import lost_rows
 from posttrain.run.progress import Progress
 from posttrain.train import saved_rollouts
 from posttrain.train.canary import canaries_of
@@ -26,7 +27,13 @@ class Record:
         self.settings, self.folder, self.progress = p.recipe.run, directory.path, progress
         done = state.step
         self.metrics, self.samples = directory.metrics(resume_after=done), directory.samples(resume_after=done)
-        if done:
+        if done and not directory.follows:
+            notes = (
+                lost_rows(self.metrics, state.rows.get("metrics"), but=done),
+                lost_rows(self.samples, state.rows.get("samples")),
+            )
+            for note in filter(None, notes):
+                progress.note(note)
             self.metrics.fill(done, state.last_metrics or {})
         saved_rollouts.cut(self.folder, done)
         self.canaries = canaries_of(p.recipe, directory, done)
@@ -36,6 +43,12 @@ class Record:
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
+
+    def settle(self, state: State) -> None:
+        """Before a checkpoint: the rows that are written are on the disk, and `state` says how many."""
+        self.metrics.sync()
+        self.samples.sync()
+        state.rows = {"metrics": self.metrics.rows, "samples": self.samples.rows}
 
     @contextmanager
     def add(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Rollout
@@ -88,12 +89,12 @@ def train(
     p: Pieces, directory: RunDirectory, progress: Progress, stop: GracefulStop, ahead: Ahead | None = None
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
-    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
+    also = partial(go_on, p, ahead)
+    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic, also) or checkpoint.State()
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
     salvage = partial(salvaged, p, state, directory, ahead, note=progress.note)
     with closing(Record(p, directory, progress, state)) as record:
         if state.step:
-            go_on(p, state, directory, ahead)
             progress.note(f"resumed after step {state.step}")
         else:
             with explained():
@@ -118,6 +119,7 @@ def train(
                     if ahead is not None:
                         with salvage():
                             ahead.finish(p, state)
+                    record.settle(state)
                     save_step(p, state, directory, ahead)
                     values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
             if given_up:
@@ -163,10 +165,9 @@ def step(
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
-def go_on(p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None) -> None:
-    """What `checkpoint.restore` leaves to be brought to the checkpoint's step: everything but model and optimiser, and
-    the engine, which is synced before it draws."""
-    folder = checkpoints.folder_for(directory.checkpoints, state.step)
+def go_on(p: Pieces, ahead: Ahead | None, folder: Path, state: checkpoint.State) -> None:
+    """Bring to a checkpoint's step what `checkpoint.restore` leaves to us: everything but model and optimiser, and the
+    engine, which is synced before it draws."""
     if p.opponent is not None:
         p.opponent.load(folder)
     if ahead is not None:

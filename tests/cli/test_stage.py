@@ -71,7 +71,7 @@ def test_mistakes_exit_with_2(call: Call, folder: Path) -> None:
         "command line  run.seed: must be a whole number, not 4.7\n"
         "command line  run.stepz: unknown key\n"
         "  known here: output, seed, steps, epochs, save_every, keep_checkpoints, log_every, max_minutes,"
-        " hang_minutes\n"
+        " max_idle_steps, hang_minutes\n"
         "  hint: did you mean `steps`?\n\n2 problems\n"
     )
     assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"]
