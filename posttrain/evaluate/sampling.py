@@ -33,7 +33,6 @@ from posttrain.tools.offer import offer_of
 from posttrain.verify.printed import Printed
 
 COMPLETIONS = "completions.jsonl"
-PROBLEMS = "problems.jsonl"
 
 Record = dict[str, Any]
 Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]

@@ -13,6 +13,7 @@ from posttrain.advantage.channels import component_weights
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.rollout.told import turn_metrics, turn_records
+from posttrain.verify.extract import ends_in_thought
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
@@ -30,6 +31,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
         "rollout/rows": len(rollouts),
     }
+    unanswered = [r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in rollouts]
+    if any(unanswered):
+        values["completions/ended_in_thought"] = sum(unanswered) / len(rollouts)
     if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
         values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
     if batch.opponent_rewards is not None:
@@ -122,6 +126,8 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
     """A sentence when a step taught nothing, with what would help."""
     if values["signal/share"] > 0:
         return None
+    if (share := values.get("completions/ended_in_thought", 0.0)) > 0.5:
+        return f"no group has a signal; {share:.0%} of the completions end inside their thought: see rollout.stop"
     causes = {
         "signal/too_easy": "every answer was right: use harder prompts",
         "signal/too_hard": "no answer was right: warm up with SFT, use easier prompts or more samples a prompt",

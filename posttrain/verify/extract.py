@@ -56,6 +56,12 @@ def outside_thoughts(text: str) -> str:
     return "".join(kept) + text[position:]
 
 
+def ends_in_thought(prompt: str, completion: str) -> bool:
+    """Whether a completion ends before its thought does, opened by itself or by the prompt: then it holds no answer."""
+    opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
+    return opened > closed or (closed < 0 and prompt.rstrip().endswith(THINK_START))
+
+
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{..}` or `\fbox{..}` whose braces close. Nested braces count, `\{` and `\}` do not.
 

@@ -161,8 +161,7 @@ def other_readings(text: str) -> list[str]:
     r"""What else it may mean: `0,5` also 0.5, `12.5\%` also 12.5 (not below 1), `1e-3` also a power of ten, whose first
     meaning is 1 * e - 3; and `(B) 12` the option B, or 12.
     """
-    found = []
-    found += labelled(text) or ()
+    found = list(labelled(text) or ())
     if (comma := _DECIMAL_COMMA.fullmatch(text)) and not _THOUSANDS.fullmatch(text):
         found.append(f"{comma[1]}.{comma[2]}")
     if (percent := _PERCENT.fullmatch(text)) and not re.match(r"[-+]?0*\.|[-+]?0+(?:\D|$)", percent[1]):
