@@ -3,7 +3,8 @@
 recipe.yaml     the recipe as given            metrics.jsonl   one object a step
 resolved.json   every value in force           samples.jsonl   some completions with their scores
 env.json        versions, hardware, commit     checkpoints/    step-00000010, ...
-summary.json    the result, written at the end final/          the trained model
+inputs.json     hashes of the files it names   final/          the trained model
+summary.json    the result, written at the end
 report.html     the same for people            logs/attempt_n  recipe, values and environment of each start
 rollouts/       numbers of the newest rollouts, which `posttrain whatif` reads (rl)
 """
@@ -21,6 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,6 +30,7 @@ from typing import IO, Any
 from posttrain.errors import RunError, UserError
 from posttrain.run import environment
 from posttrain.run.durable import explain_write_errors, read_json, to_text, write_text
+from posttrain.run.facts import Fact, differences
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.samples import SamplesLog
 
@@ -52,7 +55,13 @@ MAY_CHANGE = {
     "run.hang_minutes",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
-_STARTED = {LOCK, "recipe.yaml", "env.json", "logs"}  # what a start that died before resolved.json has left
+_STARTED = {
+    LOCK,
+    "recipe.yaml",
+    "env.json",
+    "inputs.json",
+    "logs",
+}  # what a start that died before resolved.json has left
 
 
 class RunDirectory:
@@ -71,11 +80,21 @@ class RunDirectory:
 
     @classmethod
     def open(
-        cls, output: Path | None, *, name: str, text: str, resolved: Mapping[str, Any], resume: bool = False
+        cls,
+        output: Path | None,
+        *,
+        name: str,
+        text: str,
+        resolved: Mapping[str, Any],
+        resume: bool = False,
+        inputs: Mapping[str, Fact] | None = None,
+        allow_changed: bool = False,
     ) -> RunDirectory:
-        """Make or reopen a run directory and write recipe, values and environment.
+        """Make or reopen a run directory and write recipe, values, environment and inputs.
 
         output: where; None = `runs/NAME/TIME-HASH`, with `resume` the newest run of that name. text: the recipe file.
+        inputs: the files that the recipe names, by key. On resume they must be those of before, or `allow_changed`
+        (then a line says which are not).
         A directory that holds anything is refused (UserError) unless `resume`; so is another recipe on resume, and a
         directory that another process has open (RunError). `resume` with a directory that does not exist starts anew.
         """
@@ -88,10 +107,11 @@ class RunDirectory:
                 before = read_json(path / "resolved.json")
                 if before is not None:
                     refuse_other_recipe(path, before, resolved)
+                    _refuse_other_inputs(path, inputs, allow_changed)
                 elif resume:
                     print(f"nothing to resume in {path}: starting from the beginning", file=sys.stderr)
                 directory = cls(path, lock, _attempts(path) + 1)
-                directory._write_origin(text, resolved)
+                directory._write_origin(text, resolved, inputs)
             except BaseException:
                 lock.close()
                 raise
@@ -106,9 +126,12 @@ class RunDirectory:
     def follows(self) -> bool:
         return self._lock is None
 
-    def _write_origin(self, text: str, resolved: Mapping[str, Any]) -> None:
-        """recipe.yaml, env.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
-        files = {"recipe.yaml": text, "env.json": to_text(environment.describe()), "resolved.json": to_text(resolved)}
+    def _write_origin(self, text: str, resolved: Mapping[str, Any], inputs: Mapping[str, Fact] | None) -> None:
+        """recipe.yaml, env.json, inputs.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
+        files = {"recipe.yaml": text, "env.json": to_text(environment.describe())}
+        if inputs is not None:
+            files["inputs.json"] = to_text({key: asdict(fact) for key, fact in sorted(inputs.items())})
+        files["resolved.json"] = to_text(resolved)
         self.logs.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (self.logs / name).write_text(content, encoding="utf-8")
@@ -233,6 +256,24 @@ def refuse_other_recipe(
             allowed=f"only these may change: {', '.join(sorted(may_change))}",
             hint="undo the change, or start a new run with another --output",
         )
+
+
+def _refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:
+    """The files that a recipe names must be those that the run was last started with. UserError names what is not; with
+    `allow_changed` a line on stderr does."""
+    before = read_json(path / "inputs.json")
+    if before is None or now is None:
+        return
+    differ = differences({key: Fact(**fact) for key, fact in before.items()}, now)
+    told = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
+    if told and not allow_changed:
+        raise UserError(
+            f"files have changed since the run in {path} was last started",
+            allowed="\n  ".join(told),
+            hint="put them back, start a new run with another --output, or go on with these: --resume --allow-changed",
+        )
+    for line in told:
+        print(f"goes on with a changed file: {line}", file=sys.stderr)
 
 
 def read_resolved(path: Path, stage: str) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints, ranks
+from posttrain.run.facts import NOTHING, Fact
 from posttrain.train import alike, distributed, sharding
-from posttrain.train.alike import NOTHING, Fact
 from posttrain.train.critic import load_head, save_head
 
 
@@ -50,6 +50,7 @@ class State:
     controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
+    planned: int | None = None  # steps of the whole run, when it was last started
     rows: dict[str, int] = field(default_factory=dict)  # that logs had before the newest save, by the log's name
     calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`
 

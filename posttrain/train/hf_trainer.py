@@ -349,6 +349,11 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
                 progress.note(note)
         if job.state.step:
             progress.note(f"resumed after step {job.state.step}")
+            last = (job.state.last_metrics or {}).get("lr")
+            changed = job.state.planned, job.plan.steps, last
+            if note := optim.changed_lr_note(recipe.optim, job.state.step, *changed):
+                progress.note(note)
+        job.state.planned = job.plan.steps
         trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
             explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)

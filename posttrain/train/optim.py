@@ -118,6 +118,24 @@ def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int
     return lr
 
 
+def changed_lr_note(section: Optim, update: int, planned: int | None, total: int, last: float | None) -> str | None:
+    """What is said of a resumed run whose schedule has become another, because its length has; None if it has not.
+
+    update: the next one, from 0. planned, total: updates of the whole run, before and now. last: the newest rate.
+    """
+    if planned is None or planned == total:
+        return None
+    before, now = (section.lr * lr_factor(update, section, updates) for updates in (planned, total))
+    if last is not None and update >= planned:
+        before = last
+    if abs(now - before) <= 0.01 * max(now, before):
+        return None
+    return (
+        f"the run was {planned} updates long and is {total}: the learning rate goes on at {now:.3g}, where the"
+        f" {section.schedule} schedule of the new length is; it was {before:.3g}"
+    )
+
+
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:
     """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, the same for every schedule, which
     then goes to the end. The first update has more than 0, the one behind the warm-up the peak."""

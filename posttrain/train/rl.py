@@ -31,7 +31,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, saved_rollouts, sharding, trained
+from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, trained
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of, collect
@@ -96,9 +96,14 @@ def train(
     with closing(Record(p, directory, progress, state)) as record:
         if state.step:
             progress.note(f"resumed after step {state.step}")
+            each, last = p.updates_per_step, (state.last_metrics or {}).get("lr")
+            planned = None if state.planned is None else state.planned * each
+            if note := optim.changed_lr_note(p.recipe.optim, state.step * each, planned, p.steps * each, last):
+                progress.note(note)
         else:
             with explained():
                 prove(p)
+        state.planned = p.steps
         if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
             where = str(directory.path)
             raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=where, number=asked)
