@@ -37,25 +37,69 @@ def render(
             hint="give `model.chat_template: FILE.jinja`, or write `data.chat: false` for plain text",
         )
     try:
+        shown = _in_parts(messages) if _reads_parts(tokenizer, str(tokenizer.chat_template)) else list(messages)
         return tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) if tools else None,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
+            shown, tools=list(tools) if tools else None, add_generation_prompt=generation_prompt, tokenize=False
         )
     except Exception as cause:
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise DataError(f"the chat template refuses the messages ({roles}): {type(cause).__name__}: {cause}") from cause
 
 
-def turn_end(tokenizer: Any, before: Sequence[Message] = ()) -> TurnEnd:
-    """The end of an assistant turn, found by rendering one: what follows its content, up to the first special token."""
-    context = list(before) or [{"role": "user", "content": "x"}]
-    text = render(tokenizer, [*context, {"role": "assistant", "content": _PROBE}])
+def _in_parts(messages: Sequence[Message]) -> list[Message]:
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
+        for m in messages
+    ]
+
+
+@functools.lru_cache(maxsize=4)
+def _reads_parts(tokenizer: Any, template: str) -> bool:
+    """Whether the template writes a content of parts and not one that is a text (those of models that see images)."""
+    del template
+    messages = [{"role": "user", "content": _PROBE}]
+    try:
+        if _PROBE in tokenizer.apply_chat_template(messages, tokenize=False):
+            return False
+    except Exception:  # refused as a text, so maybe not as parts
+        pass
+    try:
+        return _PROBE in tokenizer.apply_chat_template(_in_parts(messages), tokenize=False)
+    except Exception:
+        return False
+
+
+def cue(tokenizer: Any) -> str:
+    """What a generation prompt adds to a conversation that ends with a question: the header of the model's turn."""
+    return _cue(tokenizer, str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=4)
+def _cue(tokenizer: Any, template: str) -> str:
+    del template
+    question = [{"role": "user", "content": _PROBE}]
+    before, prompt = (render(tokenizer, question, generation_prompt=asked) for asked in (False, True))
+    return prompt[len(before) :] if prompt.startswith(before) else ""
+
+
+def turn_end(tokenizer: Any) -> TurnEnd:
+    """The end of an assistant turn, found by rendering one: what follows its content, up to the first special token and
+    those that stand directly behind it (Cohere2 closes the answer and then the turn)."""
+    return _turn_end(tokenizer, len(tokenizer), str(tokenizer.chat_template))
+
+
+@functools.lru_cache(maxsize=4)
+def _turn_end(tokenizer: Any, size: int, template: str) -> TurnEnd:
+    """size, template: what the answer depends on and may change."""
+    del size, template
+    text = render(tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}])
     _, found, tail = text.rpartition(_PROBE)
     if not found:
         raise DataError("the chat template does not write the content of the last assistant message")
-    return first_special(tokenizer, tail)
+    end = first_special(tokenizer, tail)
+    while end.id is not None and (match := _any_of(special_texts(tokenizer)).match(tail, len(end.text))):
+        end = TurnEnd(tail[: match.end()], tokenizer.convert_tokens_to_ids(match[0]))
+    return end
 
 
 def first_special(tokenizer: Any, tail: str) -> TurnEnd:
@@ -66,13 +110,20 @@ def first_special(tokenizer: Any, tail: str) -> TurnEnd:
     return TurnEnd(tail[: found.end()], tokenizer.convert_tokens_to_ids(found[0]))
 
 
-def last_special(tokenizer: Any, text: str) -> TurnEnd:
-    """`text` up to and including its last special token."""
-    ends = [(text.rfind(t) + len(t), t) for t in special_texts(tokenizer) if t and t in text]
-    if not ends:
-        return TurnEnd(text, None)
-    end, token = max(ends, key=lambda e: (e[0], len(e[1])))
-    return TurnEnd(text[:end], tokenizer.convert_tokens_to_ids(token))
+def closed(tokenizer: Any, tail: str) -> TurnEnd:
+    """`tail`, which follows the last text of a turn that nothing follows, up to and including the turn's end.
+
+    That is the last token that ends the template's answers, or the last special token where the template ends this turn
+    in another way (gpt-oss ends a call with `<|call|>`). id None: the template writes no such token.
+    """
+    end = turn_end(tokenizer)
+    if end.id is None:
+        return TurnEnd(tail, None)
+    found = [(m.end(), tokenizer.convert_tokens_to_ids(m[0])) for m in _any_of(special_texts(tokenizer)).finditer(tail)]
+    usual = [place for place, token in found if token == end.id]
+    if usual:
+        return TurnEnd(tail[: usual[-1]], end.id)
+    return TurnEnd(tail[: found[-1][0]], found[-1][1]) if found else TurnEnd(tail, None)
 
 
 def special_texts(tokenizer: Any) -> frozenset[str]:
@@ -123,7 +174,9 @@ def _clean_message(message: Message) -> dict[str, Any]:
     clean = {k: v for k, v in message.items() if v is not None}
     clean.setdefault("content", "")
     if isinstance(clean.get("tool_calls"), str):
-        clean["tool_calls"] = json.loads(clean["tool_calls"])
+        clean["tool_calls"] = json.loads(clean["tool_calls"] or "[]")
+    if not clean.get("tool_calls", True):  # some templates ask only whether there is a list
+        del clean["tool_calls"]
     if "tool_calls" in clean:
         clean["tool_calls"] = [_clean_call(c) for c in clean["tool_calls"]]
     return clean

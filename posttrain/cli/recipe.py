@@ -100,7 +100,7 @@ def _tell_notes(notes: Sequence[Problem]) -> None:
     for note in notes:
         say(f"note: {note}")
     if notes:
-        say("(notes are no mistakes: what is not on this machine may be where the recipe will run)\n")
+        say("(notes are no mistakes; what is not on this machine may be where the recipe will run)\n")
 
 
 @app.command()

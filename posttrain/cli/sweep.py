@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,10 +140,9 @@ def _keep_only(chosen: str | None, names: Mapping[str, Any], path: Path) -> None
 
 
 def _to_final(model: Path, final: Path) -> None:
-    from posttrain.run.durable import put_in_place
-
     if any(model.glob("*.safetensors")):
-        put_in_place(model, final)
+        shutil.rmtree(final, ignore_errors=True)
+        model.rename(final)
     elif not final.is_dir():
         say(f"the weights of the best point are gone: make them again with {BEST}")
 

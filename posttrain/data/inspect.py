@@ -13,6 +13,7 @@ from posttrain import chat
 from posttrain.data import prepare, render
 from posttrain.data.prepare import Prepared
 from posttrain.data.render import Example, Pair
+from posttrain.data.turns import ADDED_THOUGHT
 from posttrain.errors import DataError, counted
 from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
@@ -25,7 +26,9 @@ Weigh = Callable[[Example], Sequence[float]]
 STAGES = ("sft", "dpo", "rl", "eval", "generate")
 PROMPT, TRAINED = "prompt", "trained"
 
-CHECKED_ROWS = 500  # rows whose text is compared with what the template made of it
+FRAMES = 3  # ways of writing a turn that are shown
+
+_NOT_OF_THE_TEMPLATE = (prepare.EARLIER_TURNS, prepare.CONTRADICTS)
 
 
 def inspect(
@@ -86,7 +89,7 @@ def _examples(
         "checks": [
             _check_ends(last, eos, tokenizer),
             *_check_template(section, tokenizer),
-            _check_text(prepared, section, tokenizer),
+            *_check_text(prepared),
             _check_unknown([e.ids for e in items], tokenizer),
             _check_doubles([e.ids for e in items]),
         ],
@@ -109,19 +112,30 @@ def _pairs(
 ) -> tuple[Prepared[Any], Report]:
     prepared = prepare.prepare_pairs(section, tokenizer, base_dir, single=single, rules=rules)
     items: list[Pair] = prepared.items
+    rows = {str(row["uid"]): row for row in prepared.rows}
+    sides = [(p.chosen_ids,) if single else (p.chosen_ids, p.rejected_ids) for p in items]
+    # the other side of an answer with a label is another row's answer; what is the row's own is told here
+    wholes = [sum(side, p.prompt_ids) for p, side in zip(items, sides, strict=True)]
+    names = ("answer",) if single else ("chosen", "rejected")
     return prepared, {
         "lengths": {
             "prompt": spread([len(p.prompt_ids) for p in items]),
-            "chosen": spread([len(p.chosen_ids) for p in items]),
-            "rejected": spread([len(p.rejected_ids) for p in items]),
+            **{name: spread([len(side[n]) for side in sides]) for n, name in enumerate(names)},
         },
         "checks": [
-            _check_ends([side[-1] for p in items for side in (p.chosen_ids, p.rejected_ids)], eos, tokenizer),
+            _check_ends([ids[-1] for side in sides for ids in side], eos, tokenizer),
             *_check_template(section, tokenizer),
-            _check_unknown([p.prompt_ids + p.chosen_ids + p.rejected_ids for p in items], tokenizer),
-            _check_doubles([p.prompt_ids + p.chosen_ids + p.rejected_ids for p in items]),
+            *_check_text(prepared),
+            *_check_labels([rows[p.uid] for p in items] if single else []),
+            _check_unknown(wholes, tokenizer),
+            _check_doubles(wholes),
         ],
-        "samples": [{"uid": p.uid, "parts": _pair_parts(p, tokenizer)} for p in items[:samples]],
+        "samples": [
+            {"uid": p.uid, "label": label, "parts": _answer_parts(p, label, tokenizer)}
+            if single and (label := rows[p.uid]["label"]) in (0, 1)
+            else {"uid": p.uid, "parts": _pair_parts(p, tokenizer)}
+            for p in items[:samples]
+        ],
     }
 
 
@@ -137,6 +151,7 @@ def _prompts(
         "lengths": {"prompt": spread([len(p.ids) for p in items])},
         "checks": [
             *_check_template(section, tokenizer),
+            *_check_text(prepared),
             _check_unknown([p.ids for p in items], tokenizer),
             _check_doubles([p.ids for p in items]),
         ],
@@ -187,6 +202,12 @@ def _pair_parts(pair: Pair, tokenizer: Any) -> dict[str, Any]:
     return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
 
 
+def _answer_parts(pair: Pair, label: int, tokenizer: Any) -> dict[str, Any]:
+    name = f"{'good' if label else 'bad'} answer (label {label})"
+    sides = {"prompt": (pair.prompt_ids, False), name: (pair.chosen_ids, True)}
+    return {name: _part(ids, [trained] * len(ids), tokenizer) for name, (ids, trained) in sides.items()}
+
+
 def _last_trained(example: Example) -> int:
     return next(i for i, t in zip(reversed(example.ids), reversed(example.trained), strict=True) if t)
 
@@ -217,34 +238,31 @@ def _check_template(section: Data, tokenizer: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _check_text(prepared: Prepared[Example], section: Data, tokenizer: Any) -> dict[str, Any]:
-    """Is the answer, as the row gives it, in the tokens that are trained on? Templates cut thinking out, silently."""
-    rows = {str(row["uid"]): row for row in prepared.rows}
-    seen = lost = 0
-    for example in prepared.items[:CHECKED_ROWS]:
-        row = rows.get(example.uid)
-        answer = row and _answer(row, section)
-        if not answer:
-            continue
-        written = tokenizer.decode([i for i, t in zip(example.ids, example.trained, strict=True) if t])
-        seen += 1
-        lost += not _contains(written, answer)
-    text = f"{seen - lost} of {counted(seen, 'answer')} in the trained tokens as in the row"
-    return _check("text is kept", lost == 0, text)
+def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
+    """Both ways, for all turns: what of the rows the rendering leaves out, and what it puts round their texts."""
+    lost = {cause: uids for cause, uids in prepared.noted.items() if cause not in _NOT_OF_THE_TEMPLATE}
+    added = lost.pop(ADDED_THOUGHT, [])
+    left_out = {uid for uids in lost.values() for uid in uids}
+    kept = f"{len(prepared.rows) - len(left_out)} of {counted(len(prepared.rows), 'row')}"
+    parts = [f"{kept} with all of its texts in the rendering", *(cause.removeprefix("LOOK: ") for cause in lost)]
+    if prepared.frames:
+        most = sorted(prepared.frames.items(), key=lambda frame: -frame[1])
+        shown = ", ".join(f"{frame!r} ({count})" for frame, count in most[:FRAMES])
+        more = f" and in {counted(len(most) - FRAMES, 'other way')}" if len(most) > FRAMES else ""
+        parts.append(f"trained turns are written, with … for the row's texts, as {shown}{more}")
+    found = [_check("text is kept", not any(cause.startswith("LOOK") for cause in lost), "; ".join(parts))]
+    if added:
+        text = f"an empty thought in {counted(len(added), 'row')}: the model learns to answer without thinking"
+        found.append(_check("nothing is added", False, text))
+    return found
 
 
-def _answer(row: render.Row, section: Data) -> str:
-    if row.get("messages") is None and row.get("prompt") is None:
-        return str(row["text"]).strip()
-    if not section.chat:
-        return str(row["completion"]).strip()
-    turns = [m for m in render.conversation(row, section) if m["role"] == "assistant"]
-    return str(turns[-1].get("content") or "").strip()
-
-
-def _contains(written: str, answer: str) -> bool:
-    """Where the prompt opened <think>, the answer's own opening is not written again."""
-    return answer in written or answer.removeprefix("<think>").strip() in written
+def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:
+    if not rows:
+        return []
+    good = sum(row["label"] for row in rows)
+    text = f"{good} good, {len(rows) - good} bad; each is compared with another row's answer, which is not shown"
+    return [_check("labels", 0 < good < len(rows), text)]
 
 
 def _check_unknown(sequences: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain import whereabouts
+from posttrain.data.messages import answer_of
 from posttrain.errors import DataError
 
 Row = dict[str, Any]
@@ -14,10 +15,10 @@ Row = dict[str, Any]
 def labelled(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Each answer as a row with chosen = the answer, rejected = an answer of another row, and label 1 or 0.
 
-    Rows have prompt, completion and label; a pair (prompt, chosen, rejected) counts as a good and a bad answer. The
-    answer of another row is the next one in the data with a different text and another prompt, round the end: what the
-    model says of it measures how far it is from its reference. Raises DataError where there is none, or a row has
-    neither form.
+    Rows have prompt, completion (a text or messages) and label, or messages and label; a pair (prompt, chosen,
+    rejected) counts as a good and a bad answer. The answer of another row is the next one in the data with a different
+    text and another prompt, round the end: what the model says of it measures how far it is from its reference. Raises
+    DataError where there is none, or a row has neither form.
     """
     answers = [answer for row in rows for answer in answers_of(row)]
     return [{**answer, "rejected": _mismatched(answers, place)} for place, answer in enumerate(answers)]
@@ -30,13 +31,32 @@ def answers_of(row: Mapping[str, Any]) -> Iterator[Row]:
             yield {**row, "uid": f"{row['uid']}/{side}", "chosen": row[side], "label": label}
         return
     where = whereabouts.row(row["uid"])
-    if row.get("prompt") is None or not isinstance(row.get("completion"), str):
+    prompt, answer = _asked_and_answered(row)
+    if answer is None:
         raise DataError(
-            "no prompt and completion text", where=where, hint="this loss takes prompt, completion and label, or pairs"
+            "no prompt and completion",
+            where=where,
+            hint="this loss takes prompt, completion (a text or messages) and label, or pairs",
         )
     if row.get("label") not in (0, 1):  # true and false are 1 and 0
         raise DataError(f"`label` is {row.get('label')!r}", where=where, allowed="true or false, 1 or 0")
-    yield {**row, "chosen": row["completion"], "label": int(row["label"])}
+    yield {**row, "prompt": prompt, "chosen": answer, "label": int(row["label"])}
+
+
+def _asked_and_answered(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(prompt, answer): the answer is the assistant's last message, what stands before it belongs to the prompt."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(completion, str):
+        return (None, None) if prompt is None else (prompt, completion)
+    talk = row.get("messages") if completion is None else completion
+    if not isinstance(talk, list) or not talk or talk[-1]["role"] != "assistant":
+        return None, None
+    if completion is None:
+        return talk[:-1], answer_of(talk)
+    if prompt is None or len(talk) == 1:
+        return prompt, None if prompt is None else answer_of(talk)
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return [*asked, *talk[:-1]], answer_of(talk)
 
 
 def _mismatched(answers: Sequence[Row], place: int) -> Any:

@@ -1,7 +1,8 @@
 """Messages as files write them, brought to {role, content, ...}.
 
-Understood: OpenAI's (role, content as a text or as parts, `weight`), ShareGPT's (from, value; turns of function calls
-and their observations), and `train: true | false` on a message, which says whether it may be trained on.
+Understood: OpenAI's (role, content as a text or as parts, `weight`, the older `function_call` and role function),
+ShareGPT's (from, value; turns of function calls and their observations), and `train: true | false` on a message, which
+says whether it may be trained on.
 """
 
 from __future__ import annotations
@@ -59,11 +60,40 @@ def _message(message: Any, name: str, where: str) -> Message:
         raise DataError(f"`{name}` has no role; it has: {', '.join(found)}", where=where)
     if "content" in found:
         found["content"] = _content(found["content"], name, where)
+    found = _old_call(found, name, where)
     try:
         chat.clean_messages([found])
     except (ValueError, TypeError, AttributeError) as cause:  # JSON text that is none, or a call that is no mapping
         raise DataError(f"`{name}.tool_calls` cannot be read: {cause}", where=where) from cause
     return _marked(found, name, where)
+
+
+def _old_call(message: Message, name: str, where: str) -> Message:
+    """OpenAI's older form of a call and of its result as the one that templates read: `tool_calls`, role tool."""
+    if message["role"] == "function":
+        message = {**message, "role": "tool"}
+    if "function_call" not in message:
+        return message
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    call = message["function_call"]
+    if message["role"] != "assistant" or "tool_calls" in message:
+        raise DataError(
+            f"`{name}` has a `function_call` beside its role or `tool_calls`",
+            where=where,
+            allowed="a call of an assistant message, as `tool_calls` or as the older `function_call`",
+        )
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise DataError(
+            f"`{name}.function_call` is {kind(call)}", where=where, allowed='{"name": ..., "arguments": ...}'
+        )
+    return {**rest, "tool_calls": [{"type": "function", "function": dict(call)}]}
+
+
+def answer_of(messages: list[Message]) -> str | list[Message]:
+    """An answer that is one message: its text, or the message itself where it says more than that."""
+    last = messages[-1]
+    more = any(key not in ("role", "content", "train") for key in last)
+    return [last] if more else str(last.get("content", ""))
 
 
 def _sharegpt(message: Message, name: str, where: str) -> Message:

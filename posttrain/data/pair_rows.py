@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.data import pairs
 from posttrain.data.account import told
+from posttrain.data.messages import answer_of
 from posttrain.data.pair_builders import Options, Record, build
 from posttrain.data.pairs import Texts
 from posttrain.errors import DataError
@@ -117,10 +118,18 @@ def _pools(
                 )
             pools.setdefault(uid, []).append({**record, "source": source})
     for uid, pool in pools.items():
-        if builder == "gold_vs_own" and isinstance(sources[uid].get("completion"), str):
-            gold = {"completion": sources[uid]["completion"], "finish": "stop", "tokens": None, "reward": None}
+        if builder == "gold_vs_own" and (answer := _gold(sources[uid])) is not None:
+            gold = {"completion": answer, "finish": "stop", "tokens": None, "reward": None}
             pool.append({**gold, "uid": uid, "source": "gold"})
     return pools
+
+
+def _gold(row: Mapping[str, Any]) -> str | None:
+    """The row's own completion as a text; None where it has none, or more than a text."""
+    completion = row.get("completion")
+    if isinstance(completion, list) and len(completion) == 1 and completion[0]["role"] == "assistant":
+        completion = answer_of(completion)
+    return completion if isinstance(completion, str) else None
 
 
 def _row(source: Mapping[str, Any], pool: Sequence[Record], chosen: int, rejected: int) -> Row:

@@ -15,6 +15,7 @@ from posttrain.data.labelled import labelled
 from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
 from posttrain.data.sft_rows import without_thought
+from posttrain.data.turns import EMPTY_COMPLETION, Text
 from posttrain.errors import DataError, counted
 from posttrain.recipe.preference_sections import PairRules
 from posttrain.recipe.sections import Data
@@ -28,7 +29,6 @@ SIDES = ("chosen", "rejected")
 
 TOO_LONG = "longer than max_length"
 ANSWER_TOO_LONG = "trained part alone longer than max_length"
-EMPTY_COMPLETION = "empty completion"
 EMPTY_PROMPT = "empty prompt"
 NO_TURN = "no assistant turn"
 PROMPT_CUT = "prompt cut to max_length"
@@ -41,9 +41,10 @@ EARLIER_TURNS = "earlier assistant turns are read, not trained on (data.train_on
 
 @dataclass
 class Prepared(Generic[T]):
-    """Items in the order of their rows. `dropped`, `cut` and `noted` (kept whole) map a cause to the uids of its rows.
+    """Items in the order of their rows. `dropped`, `cut` and `noted` (kept) map a cause to the uids of its rows.
 
-    `trained_ratio`: share of all tokens that are trained on (pairs: of both sides; prompts: 0).
+    `trained_ratio`: share of all tokens that are trained on (pairs: of both sides; prompts: 0). `frames`: how many
+    trained turns the chat template wrote in each way, with `…` for the row's texts.
     """
 
     items: list[T]
@@ -52,6 +53,7 @@ class Prepared(Generic[T]):
     cut: dict[str, list[str]] = field(default_factory=dict)
     noted: dict[str, list[str]] = field(default_factory=dict)
     trained_ratio: float = 0.0
+    frames: dict[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -69,7 +71,9 @@ def prepare_prompts(
     rows = load_rows(section, base_dir)
     texts = [render.prompt_text(shown(row) if shown else row, tokenizer, section) for row in rows]
     prepared: Prepared[Prompt] = Prepared([], rows)
-    for row, text, ids in zip(rows, texts, render.encode_prompts(texts, tokenizer, section), strict=True):
+    prompts = [text.pieces[0].text for text in texts]
+    _note_template(prepared, [[text] for text in texts])
+    for row, text, ids in zip(rows, prompts, render.encode_prompts(prompts, tokenizer, section), strict=True):
         fitted = _fit_prompt(Prompt(str(row["uid"]), row, text, ids), section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
@@ -81,10 +85,12 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[
     rows = load_rows(section, base_dir)
     if section.thought_dropout:
         rows = [without_thought(row, section.thought_dropout, section.seed) for row in rows]
-    texts = [text for row in rows for text in render.example_texts(row, tokenizer, section)]
+    by_row = [render.example_texts(row, tokenizer, section) for row in rows]
     prepared: Prepared[Example] = Prepared([], rows)
-    for example in render.encode(texts, tokenizer, section):
-        fitted = _fit_example(example, section, prepared, tokenizer)
+    _note_template(prepared, by_row)
+    texts = [text for found in by_row for text in found]
+    for text, example in zip(texts, render.encode(texts, tokenizer, section), strict=True):
+        fitted = _fit_example(example, text.untrained, section, prepared, tokenizer)
         if fitted is not None:
             prepared.items.append(fitted)
     if earlier := [str(row["uid"]) for row in rows if _earlier_turns(row, section)]:
@@ -105,9 +111,11 @@ def prepare_pairs(
     rules = rules or PairRules()
     rows = load_rows(section, base_dir)
     rows = labelled(rows) if single else rows
-    texts = [text for row in rows for text in render.pair_texts(row, tokenizer, section)]
-    sides = render.encode(texts, tokenizer, section)
+    by_row = [render.pair_texts(row, tokenizer, section) for row in rows]
+    sides = render.encode([text for found in by_row for text in found], tokenizer, section)
     prepared: Prepared[Pair] = Prepared([], rows)
+    # the other side of an answer with a label is an answer of another row, which says of itself what it lost
+    _note_template(prepared, [found[:1] for found in by_row] if single else by_row)
     for row, chosen, rejected in zip(rows, sides[::2], sides[1::2], strict=True):
         pair = render.join_pair(str(row["uid"]), chosen, rejected)
         cause = _bad_pair(row, pair, rules, single)
@@ -160,12 +168,23 @@ def _fit_prompt(prompt: Prompt, section: Data, into: Prepared[Any], tokenizer: A
     return prompt
 
 
-def _fit_example(example: Example, section: Data, into: Prepared[Any], tokenizer: Any) -> Example | None:
+def _note_template(into: Prepared[Any], by_row: Sequence[Sequence[Text]]) -> None:
+    """Note what the chat template left out of the rows and what it added, and count how it wrote the turns."""
+    for row, texts in zip(into.rows, by_row, strict=True):
+        for cause in dict.fromkeys(loss for text in texts for loss in text.losses):
+            into.noted.setdefault(cause, []).append(str(row["uid"]))
+        for frame in (frame for text in texts for frame in text.frames if frame):
+            into.frames[frame] = into.frames.get(frame, 0) + 1
+
+
+def _fit_example(
+    example: Example, untrained: str, section: Data, into: Prepared[Any], tokenizer: Any
+) -> Example | None:
     # The prompt is everything before the first trained token: only that may be cut.
     prompt = example.trained.index(True) if any(example.trained) else len(example.ids)
     answer = len(example.ids) - prompt
     if not answer:
-        return _drop(into, EMPTY_COMPLETION if example.ids else NO_TURN, example.uid)
+        return _drop(into, untrained if example.ids else NO_TURN, example.uid)
     keep = _room(example.uid, prompt, answer, section, into)
     if keep is None:
         return None

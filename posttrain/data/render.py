@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import not_
 from typing import TYPE_CHECKING, Any
 
 from posttrain import chat, whereabouts
+from posttrain.data import turns
+from posttrain.data.turns import Piece, Text
+from posttrain.data.written import spell
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from posttrain.batch import Prompt
 
 Row = Mapping[str, Any]
+
+PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 
 
 @dataclass(frozen=True)
@@ -47,28 +52,11 @@ class Pair:
     rejected_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A run of text, written by the model (trained) or given to it."""
-
-    text: str
-    trained: bool
-
-
-@dataclass(frozen=True)
-class Text:
-    """The text of one sequence in pieces. ids_behind: the EOS, if the text itself has no end-of-turn token."""
-
-    uid: str
-    pieces: tuple[Piece, ...]
-    ids_behind: tuple[int, ...] = ()
-
-
 def render_prompt(row: Row, tokenizer: Any, section: Data) -> Prompt:
     """The prompt to sample from: the row's conversation up to the turn that the model has to write."""
     from posttrain.batch import Prompt
 
-    text = prompt_text(row, tokenizer, section)
+    text = prompt_text(row, tokenizer, section).pieces[0].text
     return Prompt(str(row["uid"]), row, text, encode_prompts([text], tokenizer, section)[0])
 
 
@@ -104,12 +92,13 @@ def join_pair(uid: str, chosen: Example, rejected: Example) -> Pair:
 # --- text
 
 
-def prompt_text(row: Row, tokenizer: Any, section: Data) -> str:
+def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
     """The prompt as the engine gets it, generation prompt included; without a chat template the prompt's own text."""
+    uid = str(row["uid"])
     if not section.chat:
-        return plain(row, "prompt", section)
+        return Text(uid, (Piece(plain(row, "prompt", section), False),), losses=_tools_unused(row))
     messages = prompt_messages(row, section)
-    return _rendered(str(row["uid"]), tokenizer, messages, tools=tools(row), generation_prompt=True)
+    return turns.prompt_of(uid, spell(tokenizer, messages, tools(row)), tokenizer, tools(row))
 
 
 def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
@@ -118,19 +107,20 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     if row.get("messages") is None and row.get("prompt") is None:
         return [_text_only(uid, row, tokenizer, section)]
     if not section.chat:
-        text = _plain_text(uid, plain(row, "prompt", section), plain(row, "completion", section), tokenizer)
+        text = _plain_text(row, plain(row, "prompt", section), plain(row, "completion", section), tokenizer)
         return [_everything(text) if section.train_on == "all" else text]
     messages = conversation(row, section)
     # `train: false` on a message: the model reads this turn and is not trained to write it
     wanted = [bool(m.pop("train", True)) for m in messages]
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if not turns:
+    messages = spell(tokenizer, messages, tools(row))
+    own = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not own:
         return [_empty(uid, "")]  # no assistant turn: nothing to train on
     if section.train_on == "assistant":
-        return _all_turns(uid, messages, turns, [wanted[i] for i in turns], tokenizer, tools(row))
-    text = _last_turn(uid, messages[: turns[-1] + 1], tokenizer, tools(row))
-    if not wanted[turns[-1]]:
-        return [_empty(uid, "".join(piece.text for piece in text.pieces))]
+        return turns.all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
+    text = turns.last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
+    if not wanted[own[-1]]:
+        return [turns.only_read(text)]
     return [_everything(text) if section.train_on == "all" else text]
 
 
@@ -140,11 +130,18 @@ def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     uid = str(row["uid"])
     if not section.chat:
         prompt = plain(row, "prompt", section)
-        return [_plain_text(uid, prompt, plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
+        return [_plain_text(row, prompt, plain(row, side, section), tokenizer) for side in ("chosen", "rejected")]
     before = prompt_messages(row, section)
-    sides = [[*before, {"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")]
-    prompt = _rendered(uid, tokenizer, before, tools=tools(row), generation_prompt=True)
-    return [_last_turn(uid, messages, tokenizer, tools(row), prompt) for messages in sides]
+    found: dict[str, Text] = {}  # by prompt: the spelling of a call may follow from the side
+    sides = []
+    for side in ("chosen", "rejected"):
+        messages = spell(tokenizer, [*before, *answer_messages(row[side])], tools(row))
+        for message in messages:
+            message.pop("train", None)
+        key = repr(messages[:-1])
+        found[key] = found.get(key) or turns.prompt_of(uid, messages[:-1], tokenizer, tools(row))
+        sides.append(turns.last_turn(uid, messages, tokenizer, tools(row), found[key]))
+    return sides
 
 
 def check_sides(row: Row) -> None:
@@ -166,8 +163,12 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
             where=whereabouts.row(row["uid"]),
             hint="write e.g. columns: {completion: answer}",
         )
-    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    return [*prompt_messages(row, section), *chat.clean_messages(answer)]
+    return [*prompt_messages(row, section), *answer_messages(completion)]
+
+
+def answer_messages(answer: Any) -> list[dict[str, Any]]:
+    """A completion or a side of a pair as messages: a text is one of the assistant."""
+    return chat.clean_messages([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
 
 
 def asked(row: Row, text: str, section: Data) -> Any:
@@ -208,7 +209,7 @@ def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
         raise DataError(
             "a row of plain `text` has no prompt to leave out", where=whereabouts.row(uid), hint="write `train_on: all`"
         )
-    return Text(uid, (Piece(row["text"], True),), _eos(tokenizer))
+    return Text(uid, (Piece(row["text"], True),), turns.eos(tokenizer))
 
 
 def plain(row: Row, column: str, section: Data) -> str:
@@ -227,10 +228,15 @@ def plain(row: Row, column: str, section: Data) -> str:
     return value
 
 
-def _plain_text(uid: str, prompt: str, completion: str, tokenizer: Any) -> Text:
+def _plain_text(row: Row, prompt: str, completion: str, tokenizer: Any) -> Text:
+    uid, losses = str(row["uid"]), _tools_unused(row)
     if not completion.strip():
-        return _empty(uid, prompt)
-    return Text(uid, (Piece(prompt, False), Piece(completion, True)), _eos(tokenizer))
+        return Text(uid, (Piece(prompt, False),), losses=losses)
+    return Text(uid, (Piece(prompt, False), Piece(completion, True)), turns.eos(tokenizer), losses=losses)
+
+
+def _tools_unused(row: Row) -> tuple[str, ...]:
+    return (PLAIN_TOOLS,) if tools(row) else ()
 
 
 def _empty(uid: str, prompt: str) -> Text:
@@ -238,105 +244,11 @@ def _empty(uid: str, prompt: str) -> Text:
     return Text(uid, (Piece(prompt, False),))
 
 
-def _eos(tokenizer: Any) -> tuple[int, ...]:
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end-of-sequence token, so a model could not learn to stop")
-    return (int(tokenizer.eos_token_id),)
-
-
 def _everything(text: Text) -> Text:
     """The text with all pieces trained on, unless it has no answer."""
     if not any(p.trained for p in text.pieces):
         return text
-    return Text(text.uid, tuple(Piece(p.text, True) for p in text.pieces), text.ids_behind)
-
-
-# --- one assistant turn, and all of them
-
-
-def _rendered(uid: str, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
-    """The template's text. If the template refuses the row, the error names the row."""
-    try:
-        return chat.render(tokenizer, messages, **how)
-    except DataError as error:
-        raise error.at(whereabouts.row(uid)) from error.__cause__
-
-
-def _last_turn(
-    uid: str, messages: list[dict[str, Any]], tokenizer: Any, tools: list[Any] | None, prompt: str | None = None
-) -> Text:
-    """The conversation with its last message as the trained turn. prompt: the text before it, if rendered already."""
-    before, turn = messages[:-1], messages[-1]
-    if prompt is None:
-        prompt = _rendered(uid, tokenizer, before, tools=tools, generation_prompt=True)
-    content = str(turn.get("content") or "").strip()
-    if not content and not turn.get("tool_calls"):
-        return _empty(uid, prompt)
-    whole = _rendered(uid, tokenizer, messages, tools=tools)
-    written = whole[len(prompt) :]
-    if not whole.startswith(prompt) or content not in written:
-        return _written_by_hand(uid, prompt, before, turn, tokenizer)
-    end = chat.last_special(tokenizer, written) if turn.get("tool_calls") else _end_of_turn(written, content, tokenizer)
-    return _ended(uid, prompt, end, tokenizer)
-
-
-def _end_of_turn(written: str, content: str, tokenizer: Any) -> chat.TurnEnd:
-    """The part of `written` that the model has to write: up to the first special token after the content."""
-    start = written.find(content) + len(content)
-    end = chat.first_special(tokenizer, written[start:])
-    return chat.TurnEnd(written[:start] + end.text, end.id)
-
-
-def _ended(uid: str, prompt: str, answer: chat.TurnEnd, tokenizer: Any) -> Text:
-    """Prompt and answer. If the template has no end-of-turn token, the tokenizer's EOS follows the answer."""
-    if answer.id is not None:
-        return Text(uid, (Piece(prompt, False), Piece(answer.text, True)))
-    return Text(uid, (Piece(prompt, False), Piece(answer.text.rstrip(), True)), _eos(tokenizer))
-
-
-def _written_by_hand(uid: str, prompt: str, before: list[dict[str, Any]], turn: dict[str, Any], tokenizer: Any) -> Text:
-    """Prompt, content and end of turn, joined without the template.
-
-    For templates that write a finished turn differently from how it is generated: they cut the thinking out, or the
-    generation prompt has opened `<think>` already.
-    """
-    if turn.get("tool_calls"):
-        raise DataError(
-            "the chat template writes a tool call differently from how it is generated", where=whereabouts.row(uid)
-        )
-    content = str(turn["content"])
-    if chat.prefilled_think(prompt):
-        content = content.lstrip().removeprefix("<think>").lstrip("\n")
-        if "</think>" not in content:
-            raise DataError(
-                "the chat template opens <think> before the model's turn, but the answer never closes it",
-                where=whereabouts.row(uid),
-                hint="give answers with their thinking, or another `model.chat_template`",
-            )
-    end = chat.turn_end(tokenizer, before)
-    return _ended(uid, prompt, chat.TurnEnd(content + end.text, end.id), tokenizer)
-
-
-def _all_turns(
-    uid: str,
-    messages: list[dict[str, Any]],
-    turns: list[int],
-    wanted: list[bool],
-    tokenizer: Any,
-    tools: list[Any] | None,
-) -> list[Text]:
-    """Train on every wanted assistant turn: in one sequence if the template keeps earlier turns, else one a turn."""
-    each = [_last_turn(uid, messages[: i + 1], tokenizer, tools) for i in turns]
-    last = "".join(p.text for p in each[-1].pieces)
-    pieces: list[Piece] = []
-    done = 0
-    for number, text in enumerate(each):
-        prompt, answer = text.pieces[0].text, "".join(p.text for p in text.pieces[1:])
-        if not last.startswith(prompt + answer) or len(prompt) < done or (text is not each[-1] and text.ids_behind):
-            return [Text(f"{uid}.{n}", t.pieces, t.ids_behind) for n, t in enumerate(each) if wanted[n]]
-        pieces += [Piece(prompt[done:], False), Piece(answer, wanted[number])]
-        done = len(prompt) + len(answer)
-    return [Text(uid, tuple(pieces), each[-1].ids_behind if wanted[-1] else ())]
+    return replace(text, pieces=tuple(Piece(p.text, True) for p in text.pieces))
 
 
 # --- tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from posttrain.data.written import THOUGHTS
 from posttrain.seeds import derive
 
 
@@ -57,7 +58,11 @@ def without_thought(row: Mapping[str, Any], share: float, seed: int) -> dict[str
 def _last_without_thought(messages: Sequence[Mapping[str, Any]], draw: float, share: float) -> list[dict[str, Any]]:
     found = [dict(message) for message in messages]
     last = next((m for m in reversed(found) if m["role"] == "assistant" and m.get("content")), None)
-    if last is not None:
+    if last is None:
+        return found
+    if draw < share:  # a thought may have a key of its own
+        last |= {name: "" for name in THOUGHTS if isinstance(last.get(name), str)}
+    if isinstance(last["content"], str):
         last["content"] = thought_dropout([last["content"]], [draw], drop_prob=share).responses[0]
     return found
 

@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posttrain.data.messages import are_messages, kind, messages
+from posttrain.data.messages import answer_of, are_messages, kind, messages
 from posttrain.errors import DataError, did_you_mean, nearest
 
 Row = dict[str, Any]
@@ -26,6 +26,10 @@ def normalise(row: Mapping[str, Any], where: str, prompt_template: str | None = 
     """One record as a row with `messages`, `prompt` (and what answers it) or `text`. DataErrors name `where`."""
     out = dict(row)
     _sharegpt(out)
+    if isinstance(out.get("functions"), list) and out.get("tools") is None and are_messages(out.get("messages")):
+        out["tools"] = [
+            {"type": "function", "function": schema} for schema in out.pop("functions")
+        ]  # OpenAI's older name
     for column in ("messages", "prompt", "chosen", "rejected", "completion"):
         if are_messages(out.get(column)):
             out[column] = messages(out[column], column, where)
@@ -89,8 +93,8 @@ def _pair(row: Row, where: str) -> None:
     row |= {side: _behind_prompt(row[side], start, row["prompt"], side, where) for side in ("chosen", "rejected")}
 
 
-def _behind_prompt(messages: list[Row], shared: int, prompt: Any, side: str, where: str) -> str:
-    """The text of the one assistant message behind the shared beginning."""
+def _behind_prompt(messages: list[Row], shared: int, prompt: Any, side: str, where: str) -> str | list[Row]:
+    """The one assistant message behind the shared beginning: its text, if it holds nothing else."""
     rest = messages[shared:]
     if len(rest) != 1 or rest[0]["role"] != "assistant":
         roles = ", ".join(m["role"] for m in rest) or "nothing"
@@ -99,7 +103,7 @@ def _behind_prompt(messages: list[Row], shared: int, prompt: Any, side: str, whe
         raise DataError(f"`{side}` begins with another conversation than `prompt`", where=where)
     if rest[0].get("tool_calls"):
         raise DataError(f"`{side}` is a tool call; pairs compare texts", where=where)
-    return _text(rest[0].get("content"), side, where)
+    return answer_of(rest)
 
 
 def _same_prompt(shared: list[Row], prompt: Any) -> bool:

@@ -26,13 +26,14 @@ from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engi
 from posttrain.rollout.told import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
-from posttrain.run.jsonl import StepLog, sound_rows
+from posttrain.run.jsonl import StepLog, read_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 from posttrain.tools.offer import offer_of
 from posttrain.verify.printed import Printed
 
 COMPLETIONS = "completions.jsonl"
+PROBLEMS = "problems.jsonl"
 
 Record = dict[str, Any]
 Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
@@ -46,7 +47,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     offer = offer_of(recipe, tokenizer, recipe.base_dir)
     turns.check_start(offer, tokenizer)
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
-    for cause, uids in [*prepared.dropped.items(), *prepared.cut.items()]:
+    for cause, uids in [*prepared.dropped.items(), *prepared.cut.items(), *prepared.noted.items()]:
         print(f"{counted(len(uids), 'prompt')}: {cause} ({whereabouts.rows(uids)})", file=sys.stderr)
     return prepared
 
@@ -71,7 +72,7 @@ def sample(
     """
     path = directory.path / file
     chunks = split(len(prompts), n, recipe.engine)
-    records = finished(sound_rows(path, stepped=True)[0], chunks, n)  # a chunk that has lost a row is sampled again
+    records = finished(read_rows(path), chunks, n)
     done = len({record["step"] for record in records})
     log = StepLog(path, done - 1 if done else None, directory.logs)
     try:
@@ -166,7 +167,6 @@ def _generate(
                 raise Interrupted(
                     f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
                     where=str(directory.path),
-                    number=stop.number,
                 )
     return records
 

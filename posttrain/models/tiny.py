@@ -5,8 +5,6 @@ from __future__ import annotations
 import string
 from typing import Any
 
-import torch
-
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
@@ -42,6 +40,7 @@ CHAT_TEMPLATE = """\
 
 def build(seed: int = 0) -> tuple[Any, Any]:
     """(model, tokenizer): float32 on the CPU, 0.11 M parameters. Equal seeds, equal weights; no global RNG moves."""
+    import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     tokenizer = build_tokenizer()

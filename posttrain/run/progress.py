@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -77,8 +76,7 @@ class Progress:
         if head is not None:
             self._history.append(float(head))
         if self._live is not None:
-            with self._unread():
-                self._live.update(self._panel(step, cells, left))
+            self._live.update(self._panel(step, cells, left))
         elif step == self.total or now - self._printed >= PLAIN_EVERY_S:
             self._printed = now
             shown = "  ".join(f"{name} {text}" for name, text in cells)
@@ -105,8 +103,7 @@ class Progress:
         if times > 1:
             text += f" ({times} times so far)"
         if self._live is not None:
-            with self._unread():
-                self._live.console.print(Text(text))
+            self._live.console.print(Text(text))
         else:
             self._plain(text)
 
@@ -117,17 +114,7 @@ class Progress:
             self.note(f"ready after {total:.0f} s: {', '.join(f'{name} {s:.0f} s' for name, s in parts.items())}")
 
     def _plain(self, text: str) -> None:
-        with self._unread():
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-    @contextlib.contextmanager
-    def _unread(self) -> Iterator[None]:
-        """A line that cannot be written (`| head` has read enough, the disk of a log is full) ends the display and not
-        the run."""
-        try:
-            yield
-        except OSError:
-            self._console.quiet = True
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _panel(self, step: int, cells: Sequence[tuple[str, str]], left: float | None) -> Group:
         head = Table.grid(padding=(0, 2))

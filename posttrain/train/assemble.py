@@ -84,7 +84,7 @@ def prepared(recipe: RlRecipe) -> Work:
 
 def left_out(data: Prepared[Prompt]) -> str:
     """The rows that are no prompts, or not whole ones, by cause; empty where all are."""
-    causes = told({**data.dropped, **data.cut})
+    causes = told({**data.dropped, **data.cut, **data.noted})
     return f"{len(data.items)} of {counted(len(data.rows), 'row')} are prompts; {causes}" if causes else ""
 
 

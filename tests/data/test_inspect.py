@@ -117,3 +117,44 @@ def test_answers_with_labels(tiny, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = inspect("dpo", Data(source="rows.jsonl"), tiny, tmp_path, (2,), single=True)
     assert (report["rows"], report["items"]) == (3, 3)
+    assert [(s["label"], list(s["parts"])) for s in report["samples"]] == [
+        (0, ["prompt", "bad answer (label 0)"]),
+        (1, ["prompt", "good answer (label 1)"]),
+        (1, ["prompt", "good answer (label 1)"]),
+    ]
+    assert report["samples"][0]["parts"]["bad answer (label 0)"]["runs"] == [{"text": "1<eos>", "fate": "trained"}]
+    assert set(report["lengths"]) == {"prompt", "answer"}
+    text = next(check["text"] for check in report["checks"] if check["name"] == "labels")
+    assert text.startswith("2 good, 1 bad")
+
+
+THOUGHTFUL = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "<think>hm</think>one"},
+    {"role": "user", "content": "r"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def test_text_is_compared_both_ways_and_in_all_turns(
+    tiny: Any, jsonl: Write, with_template: Callable[[str], Any]
+) -> None:
+    """What the rendering leaves out of earlier turns, and what it adds to the trained one."""
+    path = jsonl([{"messages": THOUGHTFUL}, {"prompt": "q", "completion": "<think>so</think>one"}])
+    plain = inspect("sft", Data(source=path), tiny, Path.cwd(), [tiny.eos_token_id])
+    kept = next(check for check in plain["checks"] if check["name"] == "text is kept")
+    assert kept["ok"] and kept["text"].startswith("2 of 2 rows with all of its texts in the rendering")
+    assert "'…<eos>' (2)" in kept["text"]
+    tokenizer = with_template(
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.role == 'assistant' and loop.last and '<think>' not in m.content %}<think>\n</think>{% endif %}"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    report = inspect("sft", Data(source=path), tokenizer, Path.cwd(), [tiny.eos_token_id])
+    assert (checks(report)["text is kept"], checks(report)["nothing is added"]) == (False, False)
+    kept = next(check["text"] for check in report["checks"] if check["name"] == "text is kept")
+    assert kept.startswith("1 of 2 rows")
+    assert "leaves out thoughts of earlier turns" in kept
+    assert "'<think>\\n</think>…<eos>' (1)" in kept
+    assert sum(cause.startswith("LOOK: the chat template") for cause in report["noted"]) == 2

@@ -64,3 +64,34 @@ def test_weight_says_what_is_trained_on_and_halves_are_refused() -> None:
         read({"role": "assistant", "content": "a", "weight": 0.5})
     with pytest.raises(DataError, match=r"`messages\[0\].train` is str \(false\)"):
         read({"role": "assistant", "content": "a", "train": "false"})
+
+
+def test_openais_older_calls_are_calls() -> None:
+    """`function_call` of an assistant message, and the role function of what it gave."""
+    found = read(
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "f", "content": "2"},
+    )
+    assert found == [
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "name": "f", "content": "2"},
+    ]
+    assert read({"role": "assistant", "content": "x", "function_call": None}) == [{"role": "assistant", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "assistant", "function_call": {"name": "f"}, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "assistant", "function_call": "auto"},
+        {"role": "assistant", "function_call": {"arguments": "{}"}},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}},
+    ],
+)
+def test_older_calls_that_are_none(message: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"function_call|tool_calls"):
+        read(message)

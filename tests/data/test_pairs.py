@@ -186,9 +186,34 @@ def test_labelled_answers() -> None:
     ]
 
 
+def test_labelled_answers_as_messages() -> None:
+    """The last message is the answer; what a completion holds before it is read, as sft reads it."""
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = labelled(
+        [
+            {"uid": "1", "prompt": [asked], "completion": [answer], "label": True},
+            {"uid": "2", "prompt": "b", "completion": [calling, {"role": "tool", "content": "y"}, answer], "label": 0},
+            {"uid": "3", "messages": [asked, {**answer, "content": "z"}], "label": 1},
+            {"uid": "4", "prompt": "c", "completion": [{**answer, "reasoning_content": "hm"}], "label": False},
+        ]
+    )
+    assert [(r["prompt"], r["chosen"]) for r in rows] == [
+        ([asked], "x"),
+        ([{"role": "user", "content": "b"}, calling, {"role": "tool", "content": "y"}], "x"),
+        ([asked], "z"),
+        ("c", [{**answer, "reasoning_content": "hm"}]),
+    ]
+    thoughtful = [{**answer, "reasoning_content": "hm"}]
+    assert [r["rejected"] for r in rows] == [thoughtful, "z", thoughtful, "x"]  # 3 has the prompt of 1
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
+        ({"prompt": "a", "completion": [], "label": True}, "no prompt and completion"),
+        ({"prompt": "a", "completion": [{"role": "user", "content": "x"}], "label": True}, "no prompt and completion"),
+        ({"completion": [{"role": "assistant", "content": "x"}], "label": True}, "no prompt and completion"),
         ({"prompt": "a", "completion": "x"}, "`label` is None"),
         ({"prompt": "a", "completion": "x", "label": "good"}, "`label` is 'good'"),
         ({"prompt": "a", "label": True}, "no prompt and completion"),

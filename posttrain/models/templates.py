@@ -1,0 +1,158 @@
+"""A model's chat template read from its files: enough to render rows before torch and the tokenizer are loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.errors import ModelError
+from posttrain.models import adapters, tiny
+from posttrain.models.places import Place, locate
+from posttrain.places import find
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """What `posttrain.chat` reads of a tokenizer: a template, and which texts are special tokens (ids are made up).
+
+    named: bos_token, eos_token, ... as templates read them.
+    """
+
+    def __init__(self, chat_template: str | None, named: Mapping[str, str], special: Iterable[str] = ()) -> None:
+        self.chat_template = chat_template
+        self.named = dict(named)
+        self.all_special_tokens = list(dict.fromkeys((*named.values(), *special)))
+        self.added_tokens_decoder: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.all_special_tokens)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {token: number for number, token in enumerate(self.all_special_tokens)}
+
+    @property
+    def eos_token_id(self) -> int:
+        return self._ids.get(self.named.get("eos_token", ""), -1)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self._ids[token]
+
+    def apply_chat_template(self, messages: Sequence[Any], *, tokenize: bool, **how: Any) -> str:
+        """The text, from the code that renders for tokenizers, too."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert not tokenize
+        given: dict[str, Any] = {**self.named, **how, "conversations": [messages], "chat_template": self.chat_template}
+        rendered: Any = render_jinja_template(**given)
+        return str(rendered[0][0])
+
+
+def read_template(path: str, chat_template: str | None, base_dir: Path | None) -> ChatTemplate | None:
+    """The template that a recipe's `model` section means. None if it cannot be read here without loading the model.
+
+    path, chat_template: the keys of that section. Raises ModelError for a model or a file that is not there.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    found = _of(locate(path, base_dir), base_dir)
+    if found is not None and chat_template:
+        found.chat_template = find(chat_template, base_dir, "chat template", ModelError).read_text()
+    return found
+
+
+def _of(place: Place, base_dir: Path | None) -> ChatTemplate | None:
+    if place.kind == "tiny":
+        named = {"pad_token": tiny.PAD, "bos_token": tiny.BOS, "eos_token": tiny.EOS, "unk_token": tiny.UNK}
+        return ChatTemplate(tiny.CHAT_TEMPLATE, named, tiny.ROLES)
+    if place.kind == "hub":
+        return _of_files({name: _cached(place.name, name) for name in _FILES})
+    if place.path is None:
+        return None
+    if place.kind == "gguf":
+        with place.path.open("rb") as file:
+            return _of_gguf(file)
+    if place.kind == "adapter" and not (place.path / "tokenizer_config.json").is_file():
+        return _of(locate(adapters.base_of(place.path), base_dir), base_dir)
+    return _of_files({name: place.path / name for name in _FILES})
+
+
+# --- directories
+
+
+_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "tokenizer.json")
+
+
+def _cached(name: str, file: str) -> Path | None:
+    """A file of a hub model, if it was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, file)
+    except ValueError:  # no id of the hub
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _of_files(files: Mapping[str, Path | None]) -> ChatTemplate | None:
+    texts = {name: path.read_text() for name, path in files.items() if path is not None and path.is_file()}
+    if "tokenizer_config.json" not in texts:
+        return None
+    config = json.loads(texts["tokenizer_config.json"])
+    template = texts.get("chat_template.jinja", config.get("chat_template"))
+    if isinstance(template, list):  # several by name
+        template = {one.get("name"): one.get("template") for one in template}.get("default")
+    named = {**json.loads(texts.get("special_tokens_map.json", "{}")), **config}
+    added = config.get("added_tokens_decoder")
+    tokens = added.values() if added else json.loads(texts.get("tokenizer.json", "{}")).get("added_tokens", [])
+    special = [token["content"] for token in tokens if token.get("special")]
+    return ChatTemplate(template, {key: _text(named[key]) for key in _NAMED if named.get(key)}, special)
+
+
+def _text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, Mapping) else str(token)
+
+
+# --- GGUF: its header holds the template and the vocabulary (github.com/ggml-org/ggml, docs/gguf.md)
+
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY, _CONTROL = 8, 9, 3
+
+
+def _of_gguf(file: BinaryIO) -> ChatTemplate | None:
+    if file.read(4) != b"GGUF":
+        return None
+    file.seek(12, 1)  # the version, and the number of tensors
+    header = {_value(file, _STRING): _value(file, _number(file, "I")) for _ in range(_number(file, "Q"))}
+    tokens = header.get("tokenizer.ggml.tokens", [])
+    types = header.get("tokenizer.ggml.token_type", [])
+    special = [token for token, kind in zip(tokens, types, strict=False) if kind == _CONTROL]
+    ids = {name: header.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")}
+    short = {"unknown": "unk", "padding": "pad"}
+    named = {
+        f"{short.get(name, name)}_token": tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)
+    }
+    return ChatTemplate(header.get("tokenizer.chat_template"), named, special)
+
+
+def _number(file: BinaryIO, code: str) -> Any:
+    return struct.unpack(f"<{code}", file.read(struct.calcsize(code)))[0]
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == _STRING:
+        return file.read(_number(file, "Q")).decode(errors="replace")
+    if kind == _ARRAY:
+        inner, count = _number(file, "I"), _number(file, "Q")
+        if inner in _NUMBERS:
+            code = f"{count}{_NUMBERS[inner]}"
+            return list(struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}"))))
+        return [_value(file, inner) for _ in range(count)]
+    return _number(file, _NUMBERS[kind])

@@ -1,0 +1,255 @@
+"""The chat templates that TRL ships, each with twelve conversations: what is trained on, what is refused, and that this
+agrees with the masks of TRL's own training templates."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from posttrain import chat
+from posttrain.data import render
+from posttrain.data.turns import EARLIER_THOUGHTS, EMPTY_TURN, Text
+from posttrain.data.written import spell
+from posttrain.errors import DataError
+from posttrain.models.tiny import build_tokenizer
+from posttrain.recipe.sections import Data
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+SPECIAL = re.compile(
+    r"<\|[A-Za-z_0-9/\"]+\|?>|<[A-Za-z_]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_turn>|<end_of_utterance>|\[gMASK\]|<sop>|</s>"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "forecast",
+            "description": "Tells the weather.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"type": "string", "description": "a town"},
+                    "hours": {"type": "integer", "description": "how far ahead"},
+                },
+                "required": ["place"],
+            },
+        },
+    }
+]
+
+
+def said(role: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": text, **more}
+
+
+def call(number: int = 1, **arguments: Any) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": "forecast", "arguments": arguments}}
+
+
+def result(text: str, number: int = 1) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"c{number}", "content": text}
+
+
+ASK = said("user", "Umbrella in Bergen?")
+BERGEN = said("assistant", "", tool_calls=[call(place="Bergen")])
+CASES: dict[str, list[dict[str, Any]]] = {
+    "plain": [said("user", "Seven plus eight?"), said("assistant", "Fifteen.")],
+    "system": [said("system", "Talk tersely."), said("user", "Morning"), said("assistant", "Hey!")],
+    "turns": [said("user", "Knock"), said("assistant", "Who?"), said("user", "Me"), said("assistant", "Enter.")],
+    "call last": [ASK, said("assistant", "", tool_calls=[call(place="Bergen", hours=6)])],
+    "content and call": [ASK, said("assistant", "Let me see.", tool_calls=[call(place="Bergen")])],
+    "tool result": [ASK, BERGEN, result("showers"), said("assistant", "Take one.")],
+    "parallel calls": [
+        ASK,
+        said("assistant", "", tool_calls=[call(place="Bergen"), call(2, place="Voss")]),
+        result("showers"),
+        result("clear", 2),
+        said("assistant", "Only in Bergen."),
+    ],
+    "reasoning_content": [
+        said("user", "Seven plus eight?"),
+        said("assistant", "Fifteen.", reasoning_content="ten and five"),
+    ],
+    "thoughts": [
+        said("user", "Six sixes?"),
+        said("assistant", "<think>\nsquare it\n</think>\n\nThirty-six"),
+        said("user", "Nine nines?"),
+        said("assistant", "<think>\nsquare that\n</think>\n\nEighty-one"),
+    ],
+    "empty": [said("user", "Anyone?"), said("assistant", ""), said("user", "Hello?"), said("assistant", "Present.")],
+    "header words": [
+        said("user", "assistant"),
+        said("assistant", "final"),
+        said("user", "model"),
+        said("assistant", "a"),
+    ],
+    "unicode": [said("user", "Smørbrød 寿司?"), said("assistant", "Ærlig talt: 寿司 – „ja“ 🍣")],
+}
+
+# What comes of the twelve in their order, and of which templates. +: trained on, as checked below. Else refused: c, the
+# template writes no call, or not all; t, no text beside a call; r, no thought; o, its prompt opens a thought that the
+# answer has not; x, it refuses the conversation itself; w, it writes the turn in another way than it asks for it.
+OUTCOMES = {
+    "++++++++++++": "diffusion_gemma diffusion_gemma_training gemma4_v5 glm4moe glm4moe_training lfm2_2_5 lfm2_2_5_v2 "
+    "lfm2_2_5_vl qwen3 qwen3_5_think qwen3_5_think_training qwen3_6 qwen3_6_training qwen3_8 "
+    "qwen3_8_training qwen3_training",
+    "+++++++r++++": "gemma4 gemma4_v2 gemma4_v3 gemma4_v4 lfm2_v2 lfm2_v2_training qwen2_5 qwen2_5_training "
+    "qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_vl qwen3_vl_training",
+    "+++++++rr+++": "qwen3_5_nothink qwen3_5_nothink_training",
+    "++++++c+++++": "gptoss gptoss_training",
+    "++++t+++++++": "muse_glimmer muse_glimmer_training",
+    "++++t+xr++++": "llama3_1 llama3_2",
+    "+++ccccr++++": "cohere cohere2 cohere2_training cohere_training gemma3 gemma3_training idefics3 idefics3_training "
+    "lfm2 lfm2_training llama3 llama3_training llava_next llava_next_training phi3 phi3_5 phi3_5_training "
+    "phi3_training qwen2_5_vl qwen2_5_vl_training smolvlm smolvlm_training",
+    "+x+ccccr++++": "gemma gemma_training",
+    "ooowwww++ooo": "deepseek_r1_distill deepseek_r1_distill_training deepseekv3 deepseekv3_training "
+    "nemotron_3_5_lightning nemotron_3_5_lightning_training nemotron_3_nano nemotron_3_nano_training "
+    "nemotron_3_super nemotron_3_super_training nemotron_3_ultra nemotron_3_ultra_training",
+}
+
+
+def tokenizer_for(name: str) -> Any:
+    template = (FOLDER / f"{name}.jinja").read_text()
+    tokenizer = build_tokenizer()
+    tokens = [*tokenizer.all_special_tokens[4:], *sorted(set(SPECIAL.findall(template)))]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    texts = template + str(CASES)
+    tokenizer.add_tokens(sorted({letter for letter in texts if not letter.isascii()}))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def texts_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[Text]:
+    tools = TOOLS if any("tool_calls" in m for m in messages) else None
+    row = {"uid": "u", "messages": messages, "tools": tools}
+    return render.example_texts(row, tokenizer, Data(source="x", train_on="assistant"))
+
+
+REFUSALS = {
+    "does not write `tool_calls`": "c",
+    "does not write `content` of this assistant": "t",
+    "does not write `reasoning_content`": "r",
+    "no room for the thought": "r",
+    "never closes it": "o",
+    "the chat template refuses": "x",
+    "differently from how it is generated": "w",
+}
+
+
+def outcome(tokenizer: Any, name: str) -> str:
+    """A letter of OUTCOMES, and for `+` checks of what is trained on."""
+    messages = CASES[name]
+    try:
+        texts = texts_of(tokenizer, messages)
+    except DataError as error:
+        return next((letter for part, letter in REFUSALS.items() if part in str(error)), str(error))
+    check_trained(tokenizer, messages, texts)
+    return "+"
+
+
+def check_trained(tokenizer: Any, messages: list[dict[str, Any]], texts: list[Text]) -> None:
+    """Each turn's own words and its end are trained on, in order, and no word of anybody else."""
+    turns = [m for m in messages if m["role"] == "assistant"]
+    trained = [piece.text for text in texts for piece in text.pieces if piece.trained]
+    filled = [turn for turn in turns if turn["content"] or turn.get("tool_calls")]
+    assert len([piece for piece in trained if piece]) == len(filled)
+    if len(filled) < len(turns):
+        assert any(EMPTY_TURN in text.losses for text in texts)
+    for turn, written in zip(filled, [piece for piece in trained if piece], strict=True):
+        assert [word for word in words(turn) if word not in written] == []
+    if not all(m["content"] in ("assistant", "final", "model", "a") for m in messages):
+        for other in (m for m in messages if m["role"] != "assistant"):
+            assert not any(other["content"] in written for written in trained)
+    examples = render.encode(texts, tokenizer, Data(source="x"))
+    for text, example in zip(texts, examples, strict=True):
+        ids = [i for i, is_trained in zip(example.ids, example.trained, strict=True) if is_trained]
+        behind = tokenizer.decode(list(text.ids_behind))
+        assert tokenizer.decode(ids) == "".join(p.text for p in text.pieces if p.trained) + behind
+        assert not ids or ids[-1] in tokenizer.all_special_ids
+    everything = "".join(piece.text for piece in texts[-1].pieces)
+    missing = [word for m in messages for word in words(m) if word not in everything]
+    assert not missing or EARLIER_THOUGHTS in texts[-1].losses
+
+
+def words(message: dict[str, Any]) -> list[str]:
+    """The texts of a message, those of a thought on their own."""
+    found = [part.strip() for part in re.split(r"</?think>", message["content"]) if part.strip()]
+    found += [message["reasoning_content"]] if "reasoning_content" in message else []
+    for one in message.get("tool_calls", []):
+        found += [one["function"]["name"], *(str(value) for value in one["function"]["arguments"].values())]
+    return found
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_is_trained_on(template: str) -> None:
+    tokenizer = tokenizer_for(template)
+    found = "".join(outcome(tokenizer, name) for name in CASES)
+    known = [outcomes for outcomes, names in OUTCOMES.items() if template in names.split()]
+    assert known in ([found], [])  # TRL may ship more by now: those are checked, too, where they train
+
+
+# --- TRL's masks
+
+
+def masks(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
+    """What stands between `{% generation %}` and `{% endgeneration %}`, runs without a gap together."""
+    tools = TOOLS if any("tool_calls" in m for m in messages) else None
+    shown = spell(tokenizer, chat.clean_messages(messages), tools)
+    if tokenizer.chat_template.count("content'][0]") or "line['type']" in tokenizer.chat_template:
+        shown = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in shown]
+    (whole,), (spans,) = render_jinja_template(
+        [shown],
+        tools=tools,
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    runs: list[list[int]] = []
+    for start, end in spans:
+        if runs and runs[-1][1] == start:
+            runs[-1][1] = end
+        else:
+            runs.append([start, end])
+    return [whole[start:end] for start, end in runs if end > start]
+
+
+def agree(prompt: str, ours: str, theirs: str) -> bool:
+    """TRL's runs may begin with what a generation prompt holds already, and go on behind the end of the turn."""
+    start = theirs.find(ours.removesuffix("<|tool_response>"))  # Gemma 4's models end a call with it
+    behind = theirs[start + len(ours) :].replace("<eos>", "")  # Phi-3 ends a conversation, too
+    return start >= 0 and prompt.endswith(theirs[:start]) and not behind.strip()
+
+
+# This mask leaves out thoughts, although the template's own prompt opens one; we put them behind that prompt.
+DIFFER = {("deepseekv3_training", "reasoning_content"), ("deepseekv3_training", "thoughts")}
+GENERATION = [name for name in TEMPLATES if re.search(r"\{%-?\s*generation", (FOLDER / f"{name}.jinja").read_text())]
+
+
+@pytest.mark.parametrize("template", GENERATION)
+def test_the_masks_of_trl(template: str) -> None:
+    """Where both train on a conversation: its last turn, and earlier ones if the template keeps them as they are."""
+    tokenizer = tokenizer_for(template)
+    compared = 0
+    for name, messages in CASES.items():
+        try:
+            texts, theirs = texts_of(tokenizer, messages), masks(tokenizer, messages)
+        except Exception:  # refused by one of the two
+            continue
+        ours: list[tuple[str, str]] = []
+        for text in texts if len(texts) == 1 else texts[-1:]:
+            prompt = ""
+            for piece in text.pieces:
+                ours += [(prompt, piece.text)] if piece.trained and piece.text else []
+                prompt += piece.text
+        filled = theirs[-len(ours) :]
+        assert len(filled) == len(ours)
+        for (prompt, own), their in zip(ours, filled, strict=True):
+            assert agree(prompt, own, their) != ((template, name) in DIFFER), (name, own, their)
+            compared += 1
+    assert compared

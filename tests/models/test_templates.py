@@ -1,0 +1,95 @@
+"""Chat templates from the files of models, without their tokenizers."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import chat
+from posttrain.models.templates import read_template
+from posttrain.models.tiny import build_tokenizer
+
+TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_tiny_is_rendered_as_its_tokenizer_renders_it() -> None:
+    found, tokenizer = read_template("tiny", None, None), build_tokenizer()
+    assert found is not None
+    assert chat.render(found, TALK) == chat.render(tokenizer, TALK) == "<bos><|user|>q<|assistant|>a<eos>"
+    assert chat.turn_end(found).text == chat.turn_end(tokenizer).text == "<eos>"
+
+
+def of_directory(path: Path, **more: Any) -> None:
+    (path / "config.json").write_text("{}")
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": TEMPLATE, **more}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def of_gguf(path: Path, template: str = TEMPLATE) -> None:
+    """A GGUF header: its count of tensors is 0, its values are texts, a list of texts, one of numbers, and numbers."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    tokens = ["<unk>", "<s>", "</s>", "<|end|>", "q"]
+    values = [
+        (text("tokenizer.chat_template"), struct.pack("<I", 8) + text(template)),
+        (text("tokenizer.ggml.tokens"), struct.pack("<IIQ", 9, 8, 5) + b"".join(map(text, tokens))),
+        (text("tokenizer.ggml.token_type"), struct.pack("<IIQ5i", 9, 5, 5, 2, 3, 3, 3, 1)),
+        (text("tokenizer.ggml.bos_token_id"), struct.pack("<II", 4, 1)),
+        (text("tokenizer.ggml.eos_token_id"), struct.pack("<II", 4, 2)),
+    ]
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(values)) + b"".join(k + v for k, v in values))
+
+
+@pytest.mark.parametrize("added", ["config", "tokenizer"])
+def test_directories_and_gguf_files(tmp_path: Path, added: str) -> None:
+    token = {"content": "<|end|>", "special": True}
+    if added == "config":
+        of_directory(tmp_path, added_tokens_decoder={"7": token, "8": {"content": "q", "special": False}})
+    else:
+        of_directory(tmp_path)
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [token]}))
+    of_gguf(tmp_path / "m.gguf")
+    for name in (str(tmp_path), str(tmp_path / "m.gguf")):
+        found = read_template(name, None, None)
+        assert found is not None
+        assert chat.render(found, TALK) == "<s><|user|>q<|end|><|assistant|>a<|end|>"
+        assert chat.turn_end(found).text == "<|end|>"
+        assert found.eos_token_id >= 0
+
+
+def test_a_template_of_the_recipe_or_of_a_file_beside_the_configuration(tmp_path: Path) -> None:
+    of_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "own.jinja").write_text("own")
+    assert read_template(str(tmp_path), None, None).chat_template == "file"  # type: ignore[union-attr]
+    assert read_template(str(tmp_path), "own.jinja", tmp_path).chat_template == "own"  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_read_here_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert read_template(str(tmp_path), None, None) is None  # no tokenizer_config.json
+    assert read_template("nobody/no-such-model", None, None) is None
+    (tmp_path / "m.gguf").write_bytes(b"something else")
+    assert read_template(str(tmp_path / "m.gguf"), None, None) is None
+
+
+def test_torch_is_not_loaded() -> None:
+    code = (
+        "import sys; from posttrain import chat; from posttrain.models.templates import read_template; "
+        "template = read_template('tiny', None, None); "
+        "print(chat.render(template, [{'role': 'user', 'content': 'q'}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["<bos><|user|>q", "False"]
