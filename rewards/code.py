@@ -52,6 +52,11 @@ def code_exec(
     return None if found["reward"] is None else found
 
 
+def CHECK(function: str, params: Mapping[str, Any]) -> list[str]:
+    """Nothing runs where there is no sandbox."""
+    return sandbox.problems(params)
+
+
 def setup() -> None:
     """Called once in each worker, outside the time limit of a call."""
     sandbox.isolation()

@@ -55,6 +55,9 @@ EXAMPLES = [
     (r"\boxed{72}", {"answer": None}, None),
     ("<think>8+7=15</think><answer>825</answer>", {"answer": "825"}, 1.0, {"extract": ["answer_tag"]}),
     ("**The answer is 12.**", {"answer": "12"}, 1.0, {"extract": ["boxed", "anchor"]}),
+    ("### Final Answer: 12 eggs.", {"answer": "12"}, 1.0, {"extract": ["anchor"]}),
+    (r"It is \boxed{1} or \boxed{-2}.", {"answer": r"$\boxed{1}$ and $\boxed{-2}$"}, 1.0),
+    (r"\boxed{(A) B}", {"answer": "B"}, 0.0),
     (r"\boxed{72}", {"answer": "72"}, 0.0, {"require_think": True}),
 ]
 

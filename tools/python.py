@@ -1,5 +1,9 @@
 """`tools: [{use: python}]`: programs of the model in the sandbox: no network, no files of yours (docs/sandbox.md)."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.verify import sandbox
 from posttrain.verify.sandbox import Limits, run_python
 
 
@@ -16,6 +20,12 @@ def python(code: str, *, seconds: float = 3.0, memory_mb: int = 256, allow_unsan
     if done.exit_code:
         raise ValueError((done.stderr.strip().splitlines() or [f"exit code {done.exit_code}"])[-1])
     return done.stdout or "(nothing was printed)"
+
+
+def CHECK(tool: str, params: Mapping[str, Any]) -> list[str]:
+    """Nothing runs where there is no sandbox."""
+    del tool
+    return sandbox.problems(params)
 
 
 EXAMPLES = [

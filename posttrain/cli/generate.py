@@ -112,7 +112,8 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
             try:
                 summary = run_stage(loaded.recipe, directory)
             except Interrupted as stopped:
-                raise Interrupted("stopped; completions of --prompt are not kept", hint="") from stopped
+                number = stopped.exit_code - 128
+                raise Interrupted("stopped; completions of --prompt are not kept", hint="", number=number) from stopped
         written = summary.get("best", summary["completions"])
         lines = Path(written).read_text(encoding="utf-8").splitlines()
         asked = [json.loads(line)["prompt"] for line in (run / "problems.jsonl").read_text("utf-8").splitlines()]

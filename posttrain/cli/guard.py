@@ -1,6 +1,6 @@
 """How a command ends when something is wrong: problems on stderr, an exit code, and a run that can go on.
 
-2: the user's mistake. 1: a failed run. 130: Ctrl-C.
+2: the user's mistake. 1: a failed run. 130: Ctrl-C, 143: SIGTERM, 129: SIGHUP.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         tell(error)
         _tell_how_to_go_on(meta, error)
         raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        raise _interrupted(meta) from None
+    except KeyboardInterrupt as stopped:
+        raise _interrupted(meta, stopped) from None
     except BrokenPipeError:  # the reader of stdout has gone, as in `posttrain methods list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
@@ -39,16 +39,29 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         if isinstance(error, typer.Exit | typer.Abort) or hasattr(error, "format_message"):  # typer's own
             raise
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
-            raise _interrupted(meta) from None
+            raise _interrupted(meta, error.__cause__) from None
+        if refused := _refused_by_system(error):
+            _debug(meta)
+            tell(refused)
+            _tell_how_to_go_on(meta, refused)
+            raise typer.Exit(refused.exit_code) from None
         _tell_unexpected(error, meta)
         raise typer.Exit(1) from None
 
 
-def _interrupted(meta: MutableMapping[str, Any]) -> typer.Exit:
+def _refused_by_system(error: Exception) -> PosttrainError | None:
+    """A file that could not be read or written, where no step on the way has explained it."""
+    from posttrain.run.durable import system_error
+
+    return system_error(error)
+
+
+def _interrupted(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:
+    """The exit with a shell's code for the signal; `GracefulStop` raises with its number."""
     _debug(meta)
     say("interrupted")
     _tell_how_to_go_on(meta, None)
-    return typer.Exit(130)
+    return typer.Exit(128 + next((int(n) for n in stopped.args if isinstance(n, int)), 2))
 
 
 def say(text: str) -> None:
@@ -104,7 +117,7 @@ def _remove_if_unused(directory: Any) -> bool:
     """Remove a directory that this attempt made and that holds nothing but the recipe and the environment."""
     import shutil
 
-    written = {"recipe.yaml", "resolved.json", "env.json", directory.logs.parent.name}
+    written = {"recipe.yaml", "resolved.json", "env.json", "inputs.json", directory.logs.parent.name}
     if (
         directory.follows
         or directory.attempt != 1

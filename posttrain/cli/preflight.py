@@ -1,6 +1,7 @@
 """Checks of everything that a recipe names, before a run directory is made and without torch.
 
-Scripts of rewards, tools and environments are imported. Scripts of other functions are parsed. Models, data, runs and
+Scripts of rewards, tools and environments are imported, in a process of their own (`imports.py`). Scripts of other
+functions are parsed. Models, data, runs and
 templates must exist. So a wrong name costs half a second, and its error has a line. A recipe with other mistakes is
 checked too, so that all mistakes are told at once.
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from posttrain.cli import imports
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
 from posttrain.places import ROW_FILES, candidates, find, meant, split_function
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from posttrain.recipe.load import Loaded
     from posttrain.recipe.named import Part
+    from posttrain.recipe.rollout_sections import Tool
     from posttrain.recipe.section import Names
     from posttrain.recipe.stages import Stage
     from posttrain.recipe.tree import Node, Path_
@@ -65,8 +68,9 @@ def look(
     try:
         loaded = loading.load(recipe, overrides, stage=stage)
     except loading.WrongRecipe as wrong:
-        found = _Look(wrong.base_dir, _marks_in(wrong.draft), STAGES.get(stage or ""), without)
-        found.at(_plain(wrong.draft))
+        with imports.Importer(wrong.base_dir) as importer:
+            found = _Look(wrong.base_dir, _marks_in(wrong.draft), importer, STAGES.get(stage or ""), without)
+            found.at(_plain(wrong.draft))
         mistakes = [*wrong.problems, *found.told(elsewhere)]
         raise loading.RecipeError.of(sorted(mistakes, key=loading.in_order)) from None
     return loaded, check(loaded, elsewhere, without)
@@ -77,8 +81,9 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
 
     elsewhere, without: as in `look`.
     """
-    found = _Look(loaded.recipe.base_dir, _marks_of(loaded), type(loaded.recipe), without)
-    found.at(loaded.resolved)
+    with imports.Importer(loaded.recipe.base_dir) as importer:
+        found = _Look(loaded.recipe.base_dir, _marks_of(loaded), importer, type(loaded.recipe), without)
+        found.at(loaded.resolved)
     if not found.problems:
         _check_turns(loaded, found)
     if "data" not in without and not found.problems:
@@ -92,19 +97,22 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
 class _Look:
     """The checks, and what they found.
 
-    mark: gives the line of a path in the recipe. verb: the schema, for a recipe that does not say its `stage`. absent:
+    mark: gives the line of a path in the recipe. importer: imports scripts in another process. verb: the schema, for a
+    recipe that does not say its `stage`. absent:
     models, data and runs that are not on this machine. doubts: hub ids that resemble a folder on this machine. rewards:
-    by the path of their stage.
+    by the path of their stage. tools: (path of their list, name) -> path.
     """
 
     base_dir: Path
     mark: Callable[[Path_], str]
+    importer: imports.Importer
     verb: type[Stage] | None = None
     without: Sequence[str] = ()
     problems: list[Problem] = field(default_factory=list)
     absent: list[Problem] = field(default_factory=list)
     doubts: list[Problem] = field(default_factory=list)
     rewards: dict[Path_, list[LoadedReward]] = field(default_factory=dict)
+    tools: dict[tuple[Path_, str], Path_] = field(default_factory=dict)
 
     def told(self, elsewhere: list[Problem] | None) -> list[Problem]:
         """The mistakes, by line. Absent things are mistakes too, unless `elsewhere` takes them."""
@@ -123,7 +131,6 @@ class _Look:
                 for path, names, name in named.names(part):
                     self._named(path, names, name, part)
                 self._part(part, self.rewards[place])
-            self._tools_together(place, section)
 
     def collected(self, path: Path_, into: list[Problem] | None = None, about: str = "") -> _Collected:
         key = ".".join(map(str, path))
@@ -131,28 +138,24 @@ class _Look:
 
     def _part(self, part: Part, rewards: list[LoadedReward]) -> None:
         """Check what the `use` of a section names."""
-        from posttrain.recipe import named
         from posttrain.recipe.reward_sections import Reward
         from posttrain.recipe.rollout_sections import Environment, Tool
         from posttrain.recipe.section import ComponentSection
-        from posttrain.tools.load import environment_class, load_tool
-        from posttrain.verify.load import load_reward
 
         use = (*part.path, "use")
         if issubclass(part.model, ComponentSection):
             self._component(part, part.model)
         elif part.model is Reward and (reward := as_far_as_right(Reward, part.values)):
             with self.collected(use):
-                loaded = load_reward(reward, self.base_dir)
-                rewards.append(loaded)
-                for path, names, name in named.arguments(loaded.function, reward.params, (*part.path, "params")):
-                    self._named(path, names, name, part)
+                described = self.importer.reward(reward.model_dump())
+                rewards.append(described.reward)
+                for path, names, name in described.names:
+                    self._named((*part.path, *path), names, name, part)
         elif part.model is Tool and (tool := as_far_as_right(Tool, part.values)):
-            with self.collected(use if tool.use else (*part.path, "command")):
-                load_tool(tool, self.base_dir)
+            self._tool(part, tool)
         elif part.model is Environment and (environment := as_far_as_right(Environment, part.values)):
             with self.collected(use):
-                environment_class(environment, self.base_dir)
+                self.importer.environment(environment.model_dump())
 
     def _component(self, part: Part, model: type[Any]) -> None:
         from posttrain.recipe.functions import strange_arguments, written
@@ -162,21 +165,22 @@ class _Look:
             return  # registered ones are looked up by the schema
         function = None
         with self.collected((*part.path, "use")):
-            function = written(use, self.base_dir, model.kinds[0].replace("_", " "))
+            function = written(use, self.base_dir, model.kinds[0].replace("_", " "), self.importer.function)
         given = [name for name in part.values if name not in model.model_fields]
         for name, error in strange_arguments(function, given).items() if function else ():
             with self.collected((*part.path, name)):
                 raise error
 
-    def _tools_together(self, place: Path_, section: Values) -> None:
-        from posttrain.recipe.rollout_sections import Tool
-        from posttrain.tools.load import load_tools
+    def _tool(self, part: Part, tool: Tool) -> None:
+        """Check a tool, and that no other tool of its stage has its name."""
+        from posttrain.tools.load import same_name
 
-        listed = section.get("tools")
-        tools = [as_far_as_right(Tool, values) for values in listed] if isinstance(listed, list) else []
-        if len(tools) > 1 and all(tools) and not any("tools." in problem.what for problem in self.problems):
-            with self.collected((*place, "tools", 0, "use" if tools[0] and tools[0].use else "command")):
-                load_tools([tool for tool in tools if tool], self.base_dir)
+        path = (*part.path, "use" if tool.use else "command")
+        with self.collected(path):
+            name = self.importer.tool(tool.model_dump())
+            before = self.tools.setdefault((part.path[:-1], name), path)
+            if before != path:
+                raise same_name(name)
 
     def _named(self, path: Path_, names: Names, name: str, part: Part, about: str = "") -> None:
         """Check that a model, data, a run or a file exists.
@@ -222,7 +226,7 @@ class _Look:
 
         function = None
         with self.collected(path):
-            function = written(use, self.base_dir, "data function", DataError)
+            function = written(use, self.base_dir, "data function", self.importer.function, DataError)
         params = part.values.get("params")
         given = list(params) if isinstance(params, Mapping) else []
         for name, error in strange_arguments(function, given, of_data=True).items() if function else ():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain.cli import imports
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
@@ -63,6 +64,8 @@ def test(
     gold: gold only in the thought, every answer named, an injection for judges, and others.
     """
     script = _script(target)
+    if script:
+        imports.check_script(script[0])
     if labelled is not None:
         _labelled(target, script, overrides or [], labelled, as_json)
         return

@@ -37,6 +37,9 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check the recipe and its scripts, print what would run, run nothing.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --output (default: the newest).")]
+AllowChanged = Annotated[
+    bool, typer.Option("--allow-changed", help="With --resume: go on with rewards, tools or data that have changed.")
+]
 Output = Annotated[Path | None, typer.Option("--output", metavar="DIR", help="Run directory.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", min=1, help="Processes, one a GPU (default: 1).")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -58,6 +61,7 @@ def _command(verb: str) -> Callable[..., None]:
         overrides: Overrides = None,
         dry_run: DryRun = False,
         resume: Resume = False,
+        allow_changed: AllowChanged = False,
         output: Output = None,
         as_json: Json = False,
         debug: Debug = False,
@@ -76,10 +80,11 @@ def _command(verb: str) -> Callable[..., None]:
         packages.require(loaded)
         typed = ["posttrain", verb, recipe, *(overrides or [])]
         if (gpus or 1) > 1:
-            flags = [*(["--resume"] if resume else []), *(["--output", str(output)] if output else [])]
+            flags = [*(["--resume"] if resume else []), *(["--allow-changed"] if allow_changed else [])]
+            flags += [*(["--output", str(output)] if output else [])]
             flags += [*(["--json"] if as_json else []), *(["--debug"] if ctx.meta[DEBUG] else [])]
             raise typer.Exit(launch([*typed, *flags], gpus or 1))
-        summary, path = execute(ctx, loaded, output, resume, typed)
+        summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
         report(summary, path, as_json)
 
     if verb not in TRAINING:
@@ -106,12 +111,13 @@ def _merge(
     ] = None,
     dry_run: DryRun = False,
     resume: Resume = False,
+    allow_changed: AllowChanged = False,
     output: Output = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     if not sweep and evaluation is None:
-        _command("merge")(ctx, recipe, overrides, dry_run, resume, output, as_json, debug)
+        _command("merge")(ctx, recipe, overrides, dry_run, resume, allow_changed, output, as_json, debug)
         return
     if not sweep or evaluation is None:
         raise UserError(
@@ -135,17 +141,35 @@ def launch(typed: list[str], processes: int) -> int:
 
 
 def execute(
-    ctx: typer.Context, loaded: Loaded, output: Path | None, resume: bool, typed: list[str]
+    ctx: typer.Context,
+    loaded: Loaded,
+    output: Path | None,
+    resume: bool,
+    typed: list[str],
+    *,
+    allow_changed: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Run a loaded recipe in its run directory; returns the summary and the directory. `typed`: the command so far."""
     from posttrain.run.directory import RunDirectory
+    from posttrain.train.started import named_files
+
+    if allow_changed and not resume:
+        raise UserError("--allow-changed is for a run that goes on", hint="add --resume")
 
     tell_notes(loaded)
 
     wanted = output or (Path(loaded.recipe.run.output) if loaded.recipe.run.output else None)
 
     def open_it() -> RunDirectory:
-        return RunDirectory.open(wanted, name=loaded.name, text=loaded.text, resolved=loaded.resolved, resume=resume)
+        return RunDirectory.open(
+            wanted,
+            name=loaded.name,
+            text=loaded.text,
+            resolved=loaded.resolved,
+            resume=resume,
+            inputs=named_files(loaded),
+            allow_changed=allow_changed,
+        )
 
     with opened(open_it, loaded) as directory:
         ctx.meta[RUN] = directory

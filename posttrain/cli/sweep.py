@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,9 +139,10 @@ def _keep_only(chosen: str | None, names: Mapping[str, Any], path: Path) -> None
 
 
 def _to_final(model: Path, final: Path) -> None:
+    from posttrain.run.durable import put_in_place
+
     if any(model.glob("*.safetensors")):
-        shutil.rmtree(final, ignore_errors=True)
-        model.rename(final)
+        put_in_place(model, final)
     elif not final.is_dir():
         say(f"the weights of the best point are gone: make them again with {BEST}")
 

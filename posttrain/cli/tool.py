@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain.cli import imports
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
@@ -89,9 +90,13 @@ def _uses(target: str) -> list[str]:
     """What a recipe would write under `use`, for each tool of the target."""
     from posttrain.tools.trial import names_in
 
-    if not target.endswith(".py"):
+    script = target if target.endswith(".py") else target.rpartition(":")[0]
+    if not script.endswith(".py"):
         return [target]
-    path = find(target, Path.cwd(), "tool", ToolError)
+    path = find(script, Path.cwd(), "tool", ToolError)
+    imports.check_script(path)
+    if script != target:
+        return [target]
     return [f"{path}:{name}" for name in names_in(path)]
 
 

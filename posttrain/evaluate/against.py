@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RecipeError
-from posttrain.evaluate.compare import compare
+from posttrain.evaluate.compare import PROBLEMS, compare, problems_of
 from posttrain.evaluate.efficiency import Efficiency, accuracy_capability, efficiency_metrics
-from posttrain.evaluate.sampling import PROBLEMS
-from posttrain.evaluate.summary import Record, verdict
+from posttrain.evaluate.summary import Record, by_problem, verdict
 from posttrain.recipe.eval_sections import EvalSettings
 from posttrain.run.jsonl import read_rows
 
@@ -50,33 +49,25 @@ def against(baseline: Path, run: Path, records: Sequence[Record], settings: Eval
     difficulty and the split of the gain, over problems with as many judged samples in both runs (pass@k for the k of
     the recipe that they allow); None if there are none.
     """
-    before, after = _rows(baseline), _rows(run)
-    shared = [uid for uid in after if uid in before]
-    samples = sum(before[uid]["samples"] for uid in shared)
-    judged = sum(before[uid]["scored"] for uid in shared)
+    before, after = problems_of(baseline), problems_of(run)
+    shared = [problem for problem in after if problem in before]
+    samples = sum(before[problem]["samples"] for problem in shared)
+    judged = sum(before[problem]["scored"] for problem in shared)
     base = None
     if judged:
         base = {
-            "accuracy": sum(before[uid]["right"] for uid in shared) / judged,
-            "length": sum(before[uid]["tokens"] * before[uid]["samples"] for uid in shared) / samples,
+            "accuracy": sum(before[problem]["right"] for problem in shared) / judged,
+            "length": sum(before[p]["tokens"] * before[p]["samples"] for p in shared) / samples,
         }
-    known = set(shared)
-    own = [record for record in records if record["uid"] in known]
+    samples_of = dict(zip(after, by_problem(records), strict=True))  # both in the order of the prompts
+    own = [record for problem in shared for record in samples_of[problem]]
     return {
         "baseline": str(baseline),
         "difference": compare(baseline, run, level=settings.level, resamples=settings.bootstrap, seed=seed),
         "reference": base,
         "efficiency": asdict(efficiency(own, base, settings.aes)),
-        "capability": _capability([(before[uid], after[uid]) for uid in shared], settings),
+        "capability": _capability([(before[p], after[p]) for p in shared], settings),
     }
-
-
-def _rows(run: Path) -> dict[str, Mapping[str, Any]]:
-    """uid -> row; of problems with the same uid, the first."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for row in read_rows(run / PROBLEMS):
-        found.setdefault(row["uid"], row)
-    return found
 
 
 def _capability(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.evaluate.estimators import paired_difference
 from posttrain.run.jsonl import read_rows
+
+PROBLEMS = "problems.jsonl"
+Problem = tuple[str, int]  # its uid, and how many problems with that uid came before
 
 
 def compare(
@@ -43,21 +48,34 @@ def compare(
     }
 
 
-def problem_values(run: Path, metric: str = "accuracy") -> dict[tuple[str, int], float]:
-    """(uid, how often that uid came before) -> value of each problem of an eval run; unscored ones are left out.
+def problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
+    """Problem -> value of each problem of an eval run; unscored ones are left out.
 
     metric: a column of problems.jsonl (accuracy, consensus, tokens).
     """
-    path = run / "problems.jsonl"
-    if not path.is_file():
-        raise UserError("no finished evaluation: problems.jsonl is missing", where=str(run))
-    values: dict[tuple[str, int], float] = {}
-    seen: dict[str, int] = {}
-    for row in read_rows(path):
+    values = {}
+    for key, row in problems_of(run).items():
         if metric not in row:
-            raise UserError(f"no metric {metric}", where=str(path), allowed=f"known: {', '.join(row)}")
-        key = (row["uid"], seen.get(row["uid"], 0))
-        seen[row["uid"]] = key[1] + 1
+            raise UserError(f"no metric {metric}", where=str(run / PROBLEMS), allowed=f"known: {', '.join(row)}")
         if row[metric] is not None:
             values[key] = float(row[metric])
     return values
+
+
+def problems_of(run: Path) -> dict[Problem, Mapping[str, Any]]:
+    """The rows of an eval run's problems.jsonl. Raises UserError without one."""
+    path = run / PROBLEMS
+    if not path.is_file():
+        raise UserError(f"no finished evaluation: {PROBLEMS} is missing", where=str(run))
+    rows = read_rows(path)
+    return dict(zip(numbered([row["uid"] for row in rows]), rows, strict=True))
+
+
+def numbered(uids: Sequence[str]) -> list[Problem]:
+    """(uid, how often it came before) of each, in order: a source that is listed twice gives each problem twice."""
+    seen: Counter[str] = Counter()
+    found = []
+    for uid in uids:
+        found.append((uid, seen[uid]))
+        seen[uid] += 1
+    return found

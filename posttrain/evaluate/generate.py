@@ -15,8 +15,9 @@ from typing import Any
 from posttrain.batch import Rollout
 from posttrain.data.render import asked
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
+from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.run import grade
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Around, Grade, Record, prepare, printed, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, prepare, printed, sample
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.search import SearchEngine
 from posttrain.run.directory import RunDirectory

@@ -12,7 +12,8 @@ from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
 from posttrain.data.separability import FEWEST_PAIRS, separability, style
 from posttrain.errors import DataError, counted
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS
+from posttrain.evaluate.compare import PROBLEMS
+from posttrain.evaluate.sampling import COMPLETIONS
 from posttrain.places import find
 from posttrain.recipe.stages import PairsRecipe
 from posttrain.run.directory import RunDirectory

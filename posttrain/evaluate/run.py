@@ -20,9 +20,10 @@ from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.best_of import SUM, best_of, check_name
 from posttrain.evaluate.best_of import table as best_of_table
+from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.probe import contamination
-from posttrain.evaluate.sampling import COMPLETIONS, PROBLEMS, Record, prepare, printed, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Record, prepare, printed, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.evaluate.votes import joined
 from posttrain.recipe.stages import EvalRecipe
@@ -196,6 +197,13 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{100 * summary['truncated']:.1f}% of the completions hit the limit and count as wrong; "
             f"{summary['truncated_right']} of them held the right answer"
+        )
+    if summary["ended_in_thought"]:
+        stops = ", ".join(map(repr, sampling["stop"]))
+        why = f"see sampling.stop ({stops})" if stops else "the model itself ended them"
+        share = summary["ended_in_thought"] / summary["num_completions"]
+        lines.append(
+            f"{share:.1%} of the completions end inside their thought, below the limit and without an answer: {why}"
         )
     if summary["unscored"]:
         lines.append(

@@ -26,14 +26,13 @@ from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engi
 from posttrain.rollout.told import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
-from posttrain.run.jsonl import StepLog, read_rows
+from posttrain.run.jsonl import StepLog, sound_rows
 from posttrain.run.progress import Progress
 from posttrain.seeds import derive
 from posttrain.tools.offer import offer_of
 from posttrain.verify.printed import Printed
 
 COMPLETIONS = "completions.jsonl"
-PROBLEMS = "problems.jsonl"
 
 Record = dict[str, Any]
 Grade = Callable[[Sequence[Rollout]], Sequence[Mapping[str, Any]]]
@@ -72,7 +71,7 @@ def sample(
     """
     path = directory.path / file
     chunks = split(len(prompts), n, recipe.engine)
-    records = finished(read_rows(path), chunks, n)
+    records = finished(sound_rows(path, stepped=True)[0], chunks, n)  # a chunk that has lost a row is sampled again
     done = len({record["step"] for record in records})
     log = StepLog(path, done - 1 if done else None, directory.logs)
     try:
@@ -167,6 +166,7 @@ def _generate(
                 raise Interrupted(
                     f"stopped after {number + 1} of {counted(len(chunks), 'chunk')}; what they hold is kept",
                     where=str(directory.path),
+                    number=stop.number,
                 )
     return records
 

@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from posttrain.evaluate.estimators import Interval, avg_at_k, bootstrap_ci, cons_at_k, pass_contributions, scored
+from posttrain.evaluate.estimators import (
+    Consensus,
+    Interval,
+    avg_at_k,
+    bootstrap_ci,
+    cons_at_k,
+    pass_contributions,
+    scored,
+)
 from posttrain.recipe.eval_sections import EvalSettings
+from posttrain.verify.extract import ends_in_thought
 
 Record = Mapping[str, Any]
 
@@ -42,7 +51,10 @@ def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     rows = []
     for samples in by_problem(records):
         verdicts = [verdict(r) for r in samples]
-        consensus = _consensus([samples], None)
+        votes = _consensus([samples], None)
+        majority, share, won = next(
+            zip(votes.majority, votes.share, votes.per_problem, strict=True), (None, None, None)
+        )
         rows.append(
             {
                 "uid": samples[0]["uid"],
@@ -52,9 +64,9 @@ def problem_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "accuracy": avg_at_k([verdicts]).avg,
                 "tokens": sum(r["tokens"] for r in samples) / len(samples),
                 "truncated": sum(r["finish"] == "length" for r in samples),
-                "majority": consensus.majority[0],
-                "majority_share": consensus.share[0],
-                "consensus": consensus.per_problem[0],
+                "majority": majority,
+                "majority_share": share,
+                "consensus": won,
             }
         )
     return rows
@@ -76,14 +88,23 @@ def estimates(records: Sequence[Record], settings: EvalSettings, seed: int) -> d
     return {name: _interval(per_problem, settings, seed) for name, per_problem in values.items()}
 
 
-def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Any:
-    """Votes by `vote`: answers that the verifier calls equal are one (`votes.py`).
+def _consensus(problems: Sequence[Sequence[Record]], k: int | None) -> Consensus:
+    """Votes of the first k judged samples of each problem, by `vote`: answers that the verifier calls equal are one.
 
-    A class is right if the verifier said so of its first judged voter.
+    As in accuracy and pass@k, a sample that was not judged is left out, a problem without a judged one too, and what
+    was cut off is wrong: it casts no vote. A class is right if the verifier said so of its first voter.
     """
-    answers = [[r.get("vote", r["answer"]) for r in samples] for samples in problems]  # older records have no vote
-    right = [[None if r["correct"] is None else bool(r["correct"]) for r in samples] for samples in problems]
-    return cons_at_k(answers, right=right, k=k)
+    judged = [[r for r in samples if verdict(r) is not None] for samples in problems]
+    judged = [samples for samples in judged if samples]
+    return cons_at_k([[_ballot(r) for r in samples] for samples in judged], right=_verdicts(judged), k=k)
+
+
+def _ballot(record: Record) -> str | None:
+    return None if record["finish"] == "length" else record.get("vote", record["answer"])  # older records have no vote
+
+
+def _verdicts(problems: Sequence[Sequence[Record]]) -> list[list[bool | None]]:
+    return [[verdict(r) for r in samples] for samples in problems]
 
 
 def _interval(values: Sequence[float] | None, settings: EvalSettings, seed: int) -> Interval:
@@ -104,6 +125,9 @@ def counts(records: Sequence[Record]) -> dict[str, Any]:
         "num_completions": len(records),
         "truncated": len(cut) / len(records),
         "truncated_right": sum(r["correct"] is True for r in cut),
+        "ended_in_thought": sum(
+            r["finish"] == "stop" and ends_in_thought(r["prompt"], r["completion"]) for r in records
+        ),
         "unscored": sum(r["correct"] is None for r in records),
         "unscored_problems": sum(all(r["correct"] is None for r in p) for p in by_problem(records)),
         "timeouts": dict(sorted(Counter(name for r in records for name in r.get("timeouts", ())).items())),

@@ -29,7 +29,7 @@ from posttrain.models.places import Place, locate
 from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import sync_file, told_when_full, write_json
+from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
@@ -65,7 +65,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
     partial = directory.path / "final.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        with told_when_full(partial):
+        with explain_write_errors(partial):
             partial.mkdir(parents=True)
             for file in companions(inputs[0].folder):
                 if file.is_file():
@@ -90,8 +90,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
                 "seconds": round(time.perf_counter() - started, 2),
             }
             write_json(partial / "merge_report.json", summary)
-        shutil.rmtree(directory.final, ignore_errors=True)
-        partial.rename(directory.final)
+        put_in_place(partial, directory.final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     told = ", ".join(f"{rank} ({counted(count, 'module')})" for rank, count in counts.items())
@@ -276,7 +275,7 @@ def verify(folder: Path, first: Adapter, base_dir: Path) -> dict[str, float]:
         after = load(Model(path=str(folder), device="cpu"), base_dir)
     except ModelError as cause:
         raise MergeError(f"the result cannot be tried on its base: {cause}") from cause
-    ids = torch.tensor([before.tokenizer(PROBE)["input_ids"]])
+    ids = torch.tensor([before.tokenizer(PROBE)["input_ids"][: before.window]])
     old, new = (each.model.eval()(input_ids=ids).logits.float() for each in (before, after))
     if not torch.isfinite(new).all():
         raise RunError("the logits of the base with the combined adapter are not finite", where=str(folder))

@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from posttrain.errors import Interrupted, MergeError, RunError, counted
-from posttrain.merge import combine_adapters
-from posttrain.merge.blocks import one_thread
+from posttrain.errors import Interrupted, MergeError, counted
+from posttrain.merge import combine_adapters, probe
 from posttrain.merge.compatibility import compare, refuse, table
 from posttrain.merge.plan import Plan, make_plan
 from posttrain.merge.stream import Changes, Tally, check_written, write_merged
@@ -25,13 +23,11 @@ from posttrain.recipe.merging import ARGUMENTS
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory
-from posttrain.run.durable import syncing, told_when_full, write_json
+from posttrain.run.durable import explain_write_errors, put_in_place, syncing, write_json
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 
 REPORT = "merge_report.json"
-PROBE = "The capital of France is Paris. 17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
-PROBE_TOKENS = 32  # of a model without a tokenizer
 LOG_WIDTH = 160  # of the table where there is no terminal to fit it into
 # Everything beside weights and config that makes a model usable; taken from the tokenizer's source.
 _COMPANIONS = (
@@ -62,16 +58,17 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
     try:
         plan = make_plan(recipe, scratch)
         check(plan, directory)
-        with told_when_full(partial):
+        ids = probe.ids(plan.tokenizer, plan.anchor)
+        before = probe.logits(plan.anchor.folder, ids)  # what cannot be tried is refused before the work
+        with explain_write_errors(partial):
             partial.mkdir(parents=True)
             with syncing() as sync:  # the disk works while the result is verified
                 tally = _write(plan, partial, directory, sync)
                 changes = check_written(plan, partial, tally)
-                probe = compare_logits(plan.anchor.folder, partial, probe_ids(plan))
-            summary = _summary(plan, tally, changes, probe, time.perf_counter() - started, directory.final)
+                gaps = probe.gap(before, probe.logits(partial, ids))
+            summary = _summary(plan, tally, changes, gaps, time.perf_counter() - started, directory.final)
             write_json(partial / REPORT, summary)
-        shutil.rmtree(directory.final, ignore_errors=True)
-        partial.rename(directory.final)
+        put_in_place(partial, directory.final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(scratch, ignore_errors=True)
@@ -111,6 +108,7 @@ def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Pa
                     f"stopped before tensor {number} of {len(plan.out)}; the inputs are untouched",
                     where=str(directory.path),
                     hint="the same command with --resume starts the merge anew",
+                    number=stop.number,
                 )
             written += plan.out[name].nbytes
             progress.update(number, {"written/megabytes": written / 1e6})
@@ -132,46 +130,8 @@ def _write_config(plan: Plan, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def probe_ids(plan: Plan) -> list[int]:
-    """Token ids of a fixed text. (Ids in a row would be special tokens, on which bfloat16 models blow up.)"""
-    from transformers import AutoTokenizer
-
-    if plan.tokenizer.vocabulary is None:
-        return list(range(PROBE_TOKENS))
-    return list(AutoTokenizer.from_pretrained(plan.tokenizer.folder)(PROBE)["input_ids"])
-
-
-def compare_logits(before: Path, after: Path, ids: Sequence[int]) -> dict[str, float]:
-    """Load both models with transformers and compare logits on these token ids: largest gap, and largest logit after.
-
-    Raises RunError if the merged model does not load whole or its logits are not finite.
-    """
-    with one_thread():  # a few tokens: most of the time goes into reading the weights
-        old, new = probe_logits(before, ids), probe_logits(after, ids)
-    gap = float((new - old).abs().max()) if old.shape == new.shape else float("nan")
-    return {"logit_gap": gap, "largest_logit": float(new.abs().max())}
-
-
-@torch.no_grad()
-def probe_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
-    """Output [1, T, V] of a model folder on T token ids; computed in the stored dtype, returned in float32."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
-    loader: Any = getattr(transformers, architectures[0], transformers.AutoModelForCausalLM)
-    model, info = loader.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    if any(wrong.values()):
-        raise RunError(f"transformers does not load it whole: {wrong}", where=str(folder))
-    logits = model.eval()(input_ids=torch.tensor([ids])).logits.float()
-    if not torch.isfinite(logits).all():
-        raise RunError("its logits are not finite", where=str(folder))
-    return logits
-
-
 def _summary(
-    plan: Plan, tally: Tally, changes: Changes, probe: dict[str, float], seconds: float, final: Path
+    plan: Plan, tally: Tally, changes: Changes, gaps: dict[str, float | None], seconds: float, final: Path
 ) -> dict[str, Any]:
     return {
         "model": str(final),
@@ -189,7 +149,7 @@ def _summary(
         "unchanged": sorted(plan.out.keys() - set(changes.changed)),
         "rounded_away": changes.rounded_away,
         "bytes": plan.nbytes,
-        "probe": probe,
+        "probe": gaps,
         "warnings": plan.warnings,
         "seconds": round(seconds, 2),
     }
@@ -215,11 +175,11 @@ def _described(name: str, folder: Path) -> dict[str, str]:
 
 
 def _tell(summary: dict[str, Any]) -> None:
-    probe = summary["probe"]
+    gap = summary["probe"]["logit_gap"]
+    told = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
     print(
         f"merged {counted(len(summary['models']), 'model')} into {summary['model']}: {summary['changed']} of "
-        f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}, "
-        f"largest logit gap on the probe {probe['logit_gap']:.3g}",
+        f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}",
         file=sys.stderr,
     )
     if summary["rounded_away"]:

@@ -65,7 +65,14 @@ class LoadedModel:
     @property
     def window(self) -> int | None:
         """The longest sequence that the model was made for, in tokens; None where its configuration says nothing."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return positions(self.model.config)
+
+
+def positions(config: Any) -> int | None:
+    """How many positions a transformers configuration has, in tokens; None where it says nothing."""
+    text = config.get_text_config()
+    named = (getattr(text, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((count for count in named if count and count > 0), None)
 
 
 def load(

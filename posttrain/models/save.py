@@ -16,10 +16,10 @@ from torch import Tensor
 from posttrain import chat
 from posttrain.errors import RunError
 from posttrain.models import adapters
-from posttrain.models.load import LoadedModel, dense, generation_config, quiet
+from posttrain.models.load import LoadedModel, dense, generation_config, positions, quiet
 from posttrain.models.quantize import leave_unpacked
 from posttrain.models.rounding import relative_gap
-from posttrain.run.durable import sync_file, sync_folder, told_when_full
+from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, sync_folder
 
 PROBE = "What is 17 + 25? Say why."
 NEW_TOKENS = 24
@@ -40,7 +40,7 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with told_when_full(partial), quiet():
+    with explain_write_errors(partial), quiet():
         partial.mkdir(parents=True)
         kind, expected = _write(loaded, partial)
         loaded.tokenizer.save_pretrained(partial)
@@ -146,7 +146,7 @@ def merged_state(peft: Any, adapter: str = "default") -> dict[str, Tensor]:
 def probe_logits(model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None) -> Tensor:
     """Logits [T, vocabulary] of a fixed text, float32 on the CPU; with `state`, of the model with these weights."""
     was_training = model.training
-    ids = _probe_ids(tokenizer).to(next(model.parameters()).device)
+    ids = _probe_ids(model, tokenizer).to(next(model.parameters()).device)
     model.eval()
     try:
         logits = torch.func.functional_call(model, state or {}, (), {"input_ids": ids}, tie_weights=False).logits
@@ -155,11 +155,17 @@ def probe_logits(model: Any, tokenizer: Any, state: dict[str, Tensor] | None = N
     return logits[0].float().cpu()
 
 
-def _probe_ids(tokenizer: Any) -> Tensor:
+def _probe_ids(model: Any, tokenizer: Any) -> Tensor:
+    """The probe [1,T]: as much of it as leaves room for new tokens among the positions of the model."""
     text = PROBE
     if tokenizer.chat_template:
         text = chat.render(tokenizer, [{"role": "user", "content": PROBE}], generation_prompt=True)
-    return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    ids, limit = tokenizer(text, add_special_tokens=False)["input_ids"], positions(model.config)
+    return torch.tensor([ids if limit is None else ids[: limit - _new_tokens(limit)]])
+
+
+def _new_tokens(limit: int | None) -> int:
+    return NEW_TOKENS if limit is None else min(NEW_TOKENS, limit // 2)
 
 
 def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int) -> dict[str, Any]:
@@ -167,7 +173,7 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not torch.equal(_probe_ids(tokenizer), _probe_ids(loaded.tokenizer)):
+    if not torch.equal(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer)):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
     model = leave_unpacked(AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded)))
     model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
@@ -197,9 +203,10 @@ def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path
     saved = model.generation_config.eos_token_id
     if set([saved] if isinstance(saved, int) else saved or ()) != set(eos_ids):
         raise RunError(f"the saved generation config ends at {saved}, not at {list(eos_ids)}", where=str(folder))
-    ids = _probe_ids(tokenizer).to(next(model.parameters()).device)
+    ids = _probe_ids(model, tokenizer).to(next(model.parameters()).device)
+    new = _new_tokens(positions(model.config))
     out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=True
     )[0, ids.shape[1] :].tolist()
     if any(i in eos_ids for i in out[:-1]):
         raise RunError("the saved model generates on behind its end-of-sequence token", where=str(folder))
@@ -214,14 +221,3 @@ def sync_all(folder: Path) -> int:
     for inner in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         sync_folder(inner)
     return sum(p.stat().st_size for p in files)
-
-
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Give the finished folder its name; an older one of that name goes only then."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

@@ -22,9 +22,9 @@ from posttrain.errors import ModelError, RunError, counted
 from posttrain.models import adapters, places
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
-from posttrain.models.save import TOLERANCE, cast_state, put_in_place, sync_all
+from posttrain.models.save import TOLERANCE, cast_state, sync_all
 from posttrain.recipe.sections import Model
-from posttrain.run.durable import told_when_full
+from posttrain.run.durable import explain_write_errors, put_in_place
 
 CARD = "reward_model.json"
 PROBE = ("What is 17 + 25? Say why.", "42, for 17 + 25 = 42.")
@@ -175,7 +175,7 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with told_when_full(partial), models.quiet():
+    with explain_write_errors(partial), models.quiet():
         partial.mkdir(parents=True)
         model = copy.deepcopy(loaded.model).merge_and_unload() if loaded.is_lora else loaded.model
         dtype = loaded.half or model.dtype
@@ -198,7 +198,8 @@ def _gap(loaded: LoadedModel, folder: Path) -> float:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("".join(PROBE), PROBE[1])]
+    texts = ("".join(PROBE), PROBE[1])
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"][: loaded.window] for text in texts]
     saved = AutoModelForSequenceClassification.from_pretrained(folder, dtype="auto").to(loaded.device).eval()
     again = LoadedModel(saved, tokenizer, loaded.eos_ids, loaded.pad_id, str(folder))
     expected, found = score_rows(loaded, rows), score_rows(again, rows)

@@ -5,28 +5,29 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.errors import UserError, did_you_mean
 from posttrain.places import find_module, no_function, place_of
-from posttrain.registry import load_function
 
 
-def written(use: str, base_dir: Path, what: str, error: type[UserError] = UserError) -> ast.FunctionDef | None:
+def written(
+    use: str, base_dir: Path, what: str, check: Callable[[str, str], None], error: type[UserError] = UserError
+) -> ast.FunctionDef | None:
     """The text of `path/file.py:function` or `package.module:function`; None where it is written somewhere else.
 
+    check: imports a function whose text does not say that it is there (`use`, `what`), and raises if it is not.
     Raises `error` where there is no such file, module or function, with what there is and the nearest name.
     """
     left, name = place_of(use, base_dir, what, error)
-    if isinstance(left, Path):
-        return _in_text(left, str(left), name, error)[0]
-    spec = find_module(left)
-    if spec is not None and spec.origin and spec.origin.endswith(".py"):
-        function, sure = _in_text(Path(spec.origin), left, name, error)
+    spec = None if isinstance(left, Path) else find_module(left)
+    path = left if isinstance(left, Path) else Path(spec.origin) if spec is not None and spec.origin else None
+    if path is not None and path.suffix == ".py":
+        function, sure = _in_text(path, str(left), name, error)
         if sure:
             return function
-    load_function(use, base_dir, what=what, error=error)  # compiled, made by another module, or not there
+    check(use, what)  # compiled, made by another module, or not there
     return None
 
 
@@ -34,8 +35,8 @@ def _in_text(path: Path, left: str, name: str, error: type[UserError]) -> tuple[
     """The function in the text of a file, and whether the text says that it is there. Raises `error` if it is not."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
-    except (SyntaxError, UnicodeDecodeError) as cause:
-        why = f"line {cause.lineno}: {cause.msg}" if isinstance(cause, SyntaxError) else str(cause)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as cause:
+        why = f"line {cause.lineno}: {cause.msg}" if isinstance(cause, SyntaxError) else str(cause) or "nested too deep"
         raise error(f"{path} is no Python: {why}") from cause
     names = set(_top_level(body))
     if name in names:

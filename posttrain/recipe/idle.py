@@ -86,8 +86,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule("rollout.max_gen_batches", why.keeps_all, "add `keep: dynamic_sampling`"),
     _rule(TURNS, why.one_turn),
-    _rule("tool_format tool_prompt tool_workers earlier_turns", why.one_turn),
-    _rule("tool_format tool_prompt", why.no_calls, note=True),
+    _rule("tool_format tool_prompt tool_workers tool_memory_mb earlier_turns", why.one_turn),
+    _rule("tool_format tool_prompt tool_memory_mb", why.no_calls, note=True),
     _rule("environment.simulations", why.no_state_values, "write `advantage: mc_critic`, or 0"),
     _rule("environment.horizon", why.no_simulations, "write `environment.simulations`"),
     # rewards

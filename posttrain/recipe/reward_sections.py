@@ -51,7 +51,7 @@ class Scoring(Section):
         0.05, description="refuse to start when gold does not score best on more rows than this"
     )
     memory_mb: Positive | None = Field(
-        None, description="memory of a worker process; a call that needs more fails; null = no limit"
+        4096, description="memory of a worker process; a call that needs more fails; null = no limit"
     )
     split: Literal["lines", "paragraphs"] | None = Field(
         None, description="how a completion of one turn is divided into steps, for rewards by turn (`@per_turn`)"

@@ -114,6 +114,9 @@ class Run(Section):
         description="stop cleanly after the step with which steps and saves have taken this long; time for the last "
         "saves is kept free, as much as earlier ones took",
     )
+    max_idle_steps: Positive | None = Field(
+        50, description="stop, saved, after so many steps in a row that made no update; null = never"
+    )
     hang_minutes: Annotated[float, Field(gt=0)] | None = Field(
         5.0,
         description="stop, with the stacks of all threads in logs/, when a phase of a step takes longer than this and "

@@ -80,6 +80,7 @@ class Acting(Stage):
         "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
     )
     tool_workers: Positive = Field(4, description="worker processes of tools, threads of environments")
+    tool_memory_mb: Positive | None = Field(4096, description="memory of a worker of tools; null = no limit")
     environment: Environment | None = Field(None, description="what it acts in, instead of tools")
     earlier_turns: Literal["refuse", "as_sampled"] = Field(
         "refuse",
@@ -111,6 +112,7 @@ _NO_TRAINING = dict.fromkeys(
         "run.samples_per_step",
         "run.keep_rollouts",
         "run.hang_minutes",
+        "run.max_idle_steps",
     ),
     "this stage does not train",
 )

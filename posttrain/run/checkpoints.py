@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from posttrain.errors import RunError
-from posttrain.run.durable import sync_file, sync_folder, told_when_full, write_json
+from posttrain.run.durable import explain_write_errors, sync_file, sync_folder, write_json
 
 MANIFEST = "MANIFEST.json"
 LONG = 100  # steps of a run that is worth a checkpoint before its end
@@ -50,26 +50,37 @@ def saving(root: Path, step: int) -> Iterator[Path]:
 
     If the block raises, or the process dies, no folder of that name appears and older checkpoints are untouched. A
     complete checkpoint of the same step stays as it is: a run is a function of its recipe, so it holds the same.
+    Raises RunError if `root` is a link: what it leads to may be another run's.
     """
+    refuse_link(root)
     target = folder_for(root, step)
     partial = target.with_name(target.name + _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    with told_when_full(partial):
+    with explain_write_errors(partial):
+        _remove(partial)
         partial.mkdir(parents=True)
         yield partial
         seal(partial)
-    if verify(target):
-        shutil.rmtree(partial)
-        return
-    if target.exists():
+        if verify(target) and not target.is_symlink():
+            _remove(partial)
+            return
         _remove(target)
-    partial.rename(target)
-    sync_folder(root)
+        partial.rename(target)
+        sync_folder(root)
+
+
+def refuse_link(root: Path) -> None:
+    """Checkpoints are removed as well as written: not through a link, behind which others may keep theirs."""
+    if root.is_symlink():
+        raise RunError(
+            f"the checkpoints folder is a link to {root.readlink()}; checkpoints are not written or removed behind it",
+            where=str(root),
+            hint="to keep them on another disk, let the whole run be there: --output /OTHER/DISK/RUN",
+        )
 
 
 def seal(folder: Path) -> None:
     """Bring every file to the disk, then write the manifest of sizes and SHA-256 sums: from here on it counts."""
-    with told_when_full(folder):
+    with explain_write_errors(folder):
         files = {}
         for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
             sync_file(path)
@@ -94,17 +105,31 @@ def verify(folder: Path, *, hashes: bool = True) -> bool:
     return True
 
 
-def latest(root: Path, *, hashes: bool = False) -> Path | None:
-    """The newest complete checkpoint under `root`, or None. Give `hashes=True` before resuming from it.
+def latest(root: Path, *, hashes: bool = False, before: int | None = None) -> Path | None:
+    """The newest complete checkpoint under `root`, of a step before `before`, or None. Give `hashes=True` before
+    resuming from it.
 
     A sealed folder that fails the check is skipped with a line on stderr, so that an older good one is used.
     """
     for folder in reversed(_folders(root)):
+        if before is not None and step_of(folder) >= before:
+            continue
         if verify(folder, hashes=hashes):
             return folder
         if (folder / MANIFEST).exists():
             print(f"{folder} is damaged and is not used", file=sys.stderr)
     return None
+
+
+def set_aside(root: Path, step: int) -> None:
+    """Take complete checkpoints of later steps out of the way, as NAME.unusable: they could not be loaded, and a run
+    that goes on from `step` makes them anew."""
+    for folder in _folders(root):
+        if step_of(folder) > step and verify(folder, hashes=False):
+            aside = folder.with_name(folder.name + ".unusable")
+            with explain_write_errors(aside):
+                _remove(aside)
+                folder.rename(aside)
 
 
 def prune(root: Path, keep: int) -> list[Path]:
@@ -138,14 +163,18 @@ def require_space(root: Path, nbytes: int) -> None:
 
 def _folders(root: Path) -> list[Path]:
     """Folders with a checkpoint's name, oldest step first."""
-    found = [p for p in root.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)] if root.is_dir() else []
-    return sorted(found, key=step_of)
+    here = list(root.iterdir()) if root.is_dir() else []
+    return sorted((p for p in here if p.is_dir() and not p.is_symlink() and _NAME.fullmatch(p.name)), key=step_of)
 
 
-def _remove(folder: Path) -> None:
-    """The manifest goes first: a removal that is cut short leaves no folder that looks complete."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+def _remove(place: Path) -> None:
+    """What has this name, if anything. Of a checkpoint the manifest goes first: a removal that is cut short leaves no
+    folder that looks complete. Of a link only the link goes."""
+    if place.is_symlink() or place.is_file():
+        place.unlink()
+    elif place.exists():
+        (place / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(place)
 
 
 def _sha256(path: Path) -> str:

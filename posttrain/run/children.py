@@ -49,8 +49,8 @@ def run_children(children: Sequence[Child], parallel: int) -> None:
     """Run all, at most `parallel` at a time, in order.
 
     The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines.
-    Ctrl-C and SIGTERM are passed on once, so that each child can save, and raise Interrupted. A child whose parent dies
-    sees the end of its stdin (see `interrupt.stop_with_parent`).
+    Ctrl-C, SIGTERM and SIGHUP are passed on once, as SIGTERM, so that each child can save, and raise Interrupted. A
+    child whose parent dies sees the end of its stdin (see `interrupt.stop_with_parent`).
     """
     waiting, running, failed = list(children), list[_Running](), list[_Running]()
     lines: queue.Queue[tuple[Child, str]] = queue.Queue()
@@ -78,7 +78,7 @@ def run_children(children: Sequence[Child], parallel: int) -> None:
     if failed:
         raise _error(failed[0])
     if stop.requested:
-        raise Interrupted("stopped; every child saved what it had")
+        raise Interrupted("stopped; every child saved what it had", number=stop.number)
 
 
 def _start(child: Child, lines: queue.Queue[tuple[Child, str]]) -> _Running:

@@ -3,13 +3,16 @@
 recipe.yaml     the recipe as given            metrics.jsonl   one object a step
 resolved.json   every value in force           samples.jsonl   some completions with their scores
 env.json        versions, hardware, commit     checkpoints/    step-00000010, ...
-summary.json    the result, written at the end final/          the trained model
+inputs.json     hashes of the files it names   final/          the trained model
+summary.json    the result, written at the end
 report.html     the same for people            logs/attempt_n  recipe, values and environment of each start
 rollouts/       numbers of the newest rollouts, which `posttrain whatif` reads (rl)
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,14 +21,16 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from posttrain.errors import RunError, UserError
 from posttrain.run import environment
-from posttrain.run.durable import read_json, to_text, told_when_full, write_text
+from posttrain.run.durable import explain_write_errors, read_json, to_text, write_text
+from posttrain.run.facts import Fact, differences
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.samples import SamplesLog
 
@@ -46,10 +51,17 @@ MAY_CHANGE = {
     "run.keep_checkpoints",
     "run.keep_rollouts",
     "run.log_every",
+    "run.max_idle_steps",
     "run.hang_minutes",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
-_STARTED = {LOCK, "recipe.yaml", "env.json", "logs"}  # what a start that died before resolved.json has left
+_STARTED = {
+    LOCK,
+    "recipe.yaml",
+    "env.json",
+    "inputs.json",
+    "logs",
+}  # what a start that died before resolved.json has left
 
 
 class RunDirectory:
@@ -68,32 +80,38 @@ class RunDirectory:
 
     @classmethod
     def open(
-        cls, output: Path | None, *, name: str, text: str, resolved: Mapping[str, Any], resume: bool = False
+        cls,
+        output: Path | None,
+        *,
+        name: str,
+        text: str,
+        resolved: Mapping[str, Any],
+        resume: bool = False,
+        inputs: Mapping[str, Fact] | None = None,
+        allow_changed: bool = False,
     ) -> RunDirectory:
-        """Make or reopen a run directory and write recipe, values and environment.
+        """Make or reopen a run directory and write recipe, values, environment and inputs.
 
         output: where; None = `runs/NAME/TIME-HASH`, with `resume` the newest run of that name. text: the recipe file.
+        inputs: the files that the recipe names, by key. On resume they must be those of before, or `allow_changed`
+        (then a line says which are not).
         A directory that holds anything is refused (UserError) unless `resume`; so is another recipe on resume, and a
         directory that another process has open (RunError). `resume` with a directory that does not exist starts anew.
         """
         path = output if output is not None else _default_path(name, resolved, resume)
-        _refuse_unusable(path, resume)
-        with told_when_full(path):
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except (FileExistsError, NotADirectoryError, FileNotFoundError, PermissionError) as cause:
-                raise UserError(
-                    f"no directory can be made at {path}: {cause.strerror}", hint="name another --output"
-                ) from cause
+        with _refusing(path):
+            _refuse_unusable(path, resume)
+            path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             try:
                 before = read_json(path / "resolved.json")
                 if before is not None:
                     refuse_other_recipe(path, before, resolved)
+                    _refuse_other_inputs(path, inputs, allow_changed)
                 elif resume:
                     print(f"nothing to resume in {path}: starting from the beginning", file=sys.stderr)
                 directory = cls(path, lock, _attempts(path) + 1)
-                directory._write_origin(text, resolved)
+                directory._write_origin(text, resolved, inputs)
             except BaseException:
                 lock.close()
                 raise
@@ -108,9 +126,12 @@ class RunDirectory:
     def follows(self) -> bool:
         return self._lock is None
 
-    def _write_origin(self, text: str, resolved: Mapping[str, Any]) -> None:
-        """recipe.yaml, env.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
-        files = {"recipe.yaml": text, "env.json": to_text(environment.describe()), "resolved.json": to_text(resolved)}
+    def _write_origin(self, text: str, resolved: Mapping[str, Any], inputs: Mapping[str, Fact] | None) -> None:
+        """recipe.yaml, env.json, inputs.json and resolved.json of this attempt, at the top and in logs/attempt_n."""
+        files = {"recipe.yaml": text, "env.json": to_text(environment.describe())}
+        if inputs is not None:
+            files["inputs.json"] = to_text({key: asdict(fact) for key, fact in sorted(inputs.items())})
+        files["resolved.json"] = to_text(resolved)
         self.logs.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (self.logs / name).write_text(content, encoding="utf-8")
@@ -127,14 +148,14 @@ class RunDirectory:
         """The open metrics.jsonl, cut back to the step that training resumes after (None: to nothing)."""
         if self.follows:
             return MetricsLog.muted()
-        with told_when_full(self.path):
+        with explain_write_errors(self.path):
             return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs)
 
     def samples(self, resume_after: int | None) -> SamplesLog:
         """The open samples.jsonl, cut back like the metrics."""
         if self.follows:
             return SamplesLog.muted()
-        with told_when_full(self.path):
+        with explain_write_errors(self.path):
             return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs)
 
     def close(self) -> None:
@@ -165,10 +186,25 @@ def _default_path(name: str, resolved: Mapping[str, Any], resume: bool) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """A place where no run directory can be is the user's mistake, not a failed run."""
+    try:
+        with explain_write_errors(path):
+            yield
+    except RunError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        first = error.problems[0]
+        raise UserError(f"no run can be written to {path}: {first.what} ({first.where})", hint=first.hint) from error
+
+
 def _refuse_unusable(path: Path, resume: bool) -> None:
     """A used directory without `resume`, a file, or a folder that is no run."""
     if path.exists() and not path.is_dir():
-        raise UserError("the output is a file, not a directory", where=str(path))
+        raise UserError("the output is a file, not a directory", where=str(path), hint="name another --output")
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"the output is a link that leads nowhere: {path.readlink()}", where=str(path))
     names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     if not resume and LOCK in names:
         _lock(path).close()  # a run that is going on is neither resumed nor removed
@@ -222,6 +258,24 @@ def refuse_other_recipe(
         )
 
 
+def _refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_changed: bool) -> None:
+    """The files that a recipe names must be those that the run was last started with. UserError names what is not; with
+    `allow_changed` a line on stderr does."""
+    before = read_json(path / "inputs.json")
+    if before is None or now is None:
+        return
+    differ = differences({key: Fact(**fact) for key, fact in before.items()}, now)
+    told = [f"{key} was {old.shown}, is {new.shown}" for key, (old, new) in differ.items()]
+    if told and not allow_changed:
+        raise UserError(
+            f"files have changed since the run in {path} was last started",
+            allowed="\n  ".join(told),
+            hint="put them back, start a new run with another --output, or go on with these: --resume --allow-changed",
+        )
+    for line in told:
+        print(f"goes on with a changed file: {line}", file=sys.stderr)
+
+
 def read_resolved(path: Path, stage: str) -> dict[str, Any]:
     """The values of a run of that stage. Raises UserError that says what `path` is instead."""
     if not path.is_dir():
@@ -257,5 +311,5 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _attempts(path: Path) -> int:
-    numbers = [int(p.name.removeprefix("attempt_")) for p in (path / "logs").glob("attempt_*")]
-    return max(numbers, default=0)
+    names = [p.name.removeprefix("attempt_") for p in (path / "logs").glob("attempt_*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)

@@ -1,4 +1,4 @@
-"""Ctrl-C that leaves a run which can be resumed."""
+"""Ctrl-C, SIGTERM and a terminal that closes leave a run which can be resumed."""
 
 from __future__ import annotations
 
@@ -8,33 +8,41 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 ECHO_S = 2.0  # SIGTERMs within so long are one: schedulers send it to each process, and those pass it on
+STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class GracefulStop:
-    """While entered, the first Ctrl-C or SIGTERM only sets `requested`; the loop finishes its step, saves and raises
-    `Interrupted`. A second one raises KeyboardInterrupt at once: the last checkpoint is what remains.
+    """While entered, the first Ctrl-C, SIGTERM or SIGHUP only sets `requested`; the loop finishes its step, saves and
+    raises `Interrupted`. A second one raises KeyboardInterrupt at once, with its number: the last checkpoint is what
+    remains. SIGHUP stays ignored under `nohup`.
 
     A request that comes when nothing is left to stop (in the last step, or while the final model is saved) lets the
     stage end as it would have; `unheeded` tells whoever would begin the next one.
 
+    number: of the signal that has asked.
+
     Signals belong to the main thread: entered from another one, this does nothing.
     """
 
-    _unheeded: ClassVar[bool] = False  # of the process, since it was asked last
+    _unheeded: ClassVar[int] = 0  # of the process, since it was asked last: the signal's number
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int = signal.SIGINT
         self._asked_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def __enter__(self) -> GracefulStop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._on_signal)
+            for number in STOPPING:
+                if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -42,24 +50,39 @@ class GracefulStop:
             signal.signal(number, handler)
         self._before.clear()
         if self.requested and kind is None:
-            GracefulStop._unheeded = True
+            GracefulStop._unheeded = self.number
+
+    @property
+    def asked(self) -> int:
+        """The number of the signal that has asked to stop, 0 if none has."""
+        return self.number if self.requested else 0
 
     @classmethod
-    def unheeded(cls) -> bool:
-        """Whether a stage ended as if nobody had asked it to stop, although somebody had; True once."""
-        found, GracefulStop._unheeded = cls._unheeded, False
+    def unheeded(cls) -> int:
+        """The number of the signal that asked a stage to stop which ended as if nobody had; once, else 0."""
+        found, GracefulStop._unheeded = cls._unheeded, 0
         return found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.requested and number == signal.SIGTERM and time.monotonic() - self._asked_at < ECHO_S:
+        if self.requested and number != signal.SIGINT and time.monotonic() - self._asked_at < ECHO_S:
             return
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested, self._asked_at = True, time.monotonic()
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            raise KeyboardInterrupt(number)
+        self.requested, self.number, self._asked_at = True, int(number), time.monotonic()
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            redirect_to_null(self._terminals)
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         with contextlib.suppress(OSError):  # whoever read our lines may be gone, and that must not end the run here
             print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)
+
+
+def redirect_to_null(descriptors: Sequence[int]) -> None:
+    """What is written to them goes nowhere: a terminal that has closed answers every write with an error."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(null, descriptor)
+    os.close(null)
 
 
 def stop_with_parent() -> None:

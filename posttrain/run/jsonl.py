@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from posttrain.errors import RunError
-from posttrain.run.durable import told_when_full, write_text
+from posttrain.errors import RunError, counted
+from posttrain.run.durable import explain_write_errors, write_text
+
+SHOWN = 60  # characters of a broken line in an error
 
 
 class StepLog:
     """Appends rows that have a `step`; every row is flushed, so `tail -f` and a kill -9 see whole steps.
 
-    On opening, rows after `resume_after` (all rows where it is None) and a torn last line leave the file; whole rows
-    that leave are kept in `attic`, so nothing that was measured is lost.
+    On opening, rows after `resume_after` (all rows where it is None), broken lines and a torn last one leave the file;
+    all but the torn one are kept in `attic`, so nothing that was measured is lost.
+
+    rows: how many the file has. last: the step of the newest.
     """
 
     def __init__(self, path: Path, resume_after: int | None, attic: Path) -> None:
         self.path = path
+        self.rows, self.last = 0, -1
         if path.exists():
             self._cut(resume_after, attic)
         self._file: TextIO = path.open("a", encoding="utf-8")
@@ -31,28 +37,59 @@ class StepLog:
         """A log that keeps nothing: of several processes of a run, one writes."""
         log = cls.__new__(cls)
         log.path = Path(os.devnull)
+        log.rows, log.last = 0, -1
         log._file = log.path.open("a", encoding="utf-8")
         return log
 
     def _cut(self, resume_after: int | None, attic: Path) -> None:
-        rows = read_rows(self.path)
+        rows, broken = sound_rows(self.path, stepped=True)
         kept = [row for row in rows if resume_after is not None and row["step"] <= resume_after]
         left = [row for row in rows if resume_after is None or row["step"] > resume_after]
+        attic.mkdir(parents=True, exist_ok=True)
         if left:
-            attic.mkdir(parents=True, exist_ok=True)
             write_text(attic / f"{self.path.stem}-after-resume-point.jsonl", to_lines(left))
+        if broken:
+            place = attic / f"{self.path.stem}-broken-lines.txt"
+            write_text(place, "".join(f"line {number}: {line}\n" for number, line in broken.items()))
+            lines = counted(len(broken), "broken line")
+            print(f"{self.path}:{next(iter(broken))}  {lines} left out, kept in {place}", file=sys.stderr)
         write_text(self.path, to_lines(kept))
+        self._count(kept)
+
+    def _count(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.rows += len(rows)
+        self.last = max([self.last, *(row["step"] for row in rows)])
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write rows behind the others and flush them."""
-        with told_when_full(self.path):
-            self._file.write(to_lines(rows))
+        written = list(rows)
+        with explain_write_errors(self.path):
+            self._file.write(to_lines(written))
             self._file.flush()
+        self._count(written)
+
+    def sync(self) -> None:
+        """Bring all rows to the disk: a checkpoint must not outlive the rows of the steps before it."""
+        with explain_write_errors(self.path):
+            self._file.flush()
+            if self.path.is_file():  # the null device of a muted log has nothing to bring
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Also behind a row that had no room: the file still holds it, and tries again."""
-        with told_when_full(self.path):
+        with explain_write_errors(self.path):
             self._file.close()
+
+
+def lost_rows(log: StepLog, expected: int | None, *, but: int | None = None) -> str | None:
+    """What is said on resume where the file has fewer rows than a checkpoint has counted; None where it has them.
+
+    but: a step whose row is written behind its checkpoint, and may be there or not.
+    """
+    lost = (expected or 0) - (log.rows - (log.last == but))
+    if lost <= 0:
+        return None
+    return f"{log.path.name} has lost {lost} of {counted(expected or 0, 'row')}: the run goes on, its curves have gaps"
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -73,16 +110,38 @@ def finite(value: Any) -> Any:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows of a file. A torn last line (a kill within a write) is left out; any other broken line is a RunError."""
+    rows, broken = sound_rows(path)
+    for number, line in broken.items():
+        raise RunError(
+            f"broken line: {line[:SHOWN]}",
+            where=f"{path}:{number}",
+            hint="remove the line; a run that is resumed leaves it out by itself",
+        )
+    return rows
+
+
+def sound_rows(path: Path, *, stepped: bool = False) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The rows of a file, and by number the lines that are no JSON object. A torn last line is in neither.
+
+    stepped: a row must have a whole number as its `step`.
+    """
     if not path.exists():
-        return []
-    rows = []
+        return [], {}
+    rows, broken = [], dict[int, str]()
     lines = path.read_bytes().split(b"\n")
     torn = lines.pop()  # what follows the last newline: empty, or a write that was cut short
     for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines) and not torn:
-                break  # a filesystem may bring the newline to disk before the rest of the line
-            raise RunError(f"broken line: {error}", where=f"{path}:{number}") from error
-    return rows
+        row = _row(line)
+        if row is not None and (not stepped or type(row.get("step")) is int):
+            rows.append(row)
+        elif number < len(lines) or torn:  # a filesystem may bring the newline to disk before the rest of the line
+            broken[number] = line.decode(errors="replace")
+    return rows, broken
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

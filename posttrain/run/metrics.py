@@ -19,8 +19,7 @@ class MetricsLog(StepLog):
     def fill(self, step: int, values: Mapping[str, float | int | None]) -> None:
         """Write the row of `step` unless it is there: a run may have been killed between the save of a step, which
         holds its numbers, and its row."""
-        rows = read_rows(self.path)
-        if not rows or rows[-1]["step"] < step:
+        if self.last < step:
             self.write(step, values)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -76,7 +77,8 @@ class Progress:
         if head is not None:
             self._history.append(float(head))
         if self._live is not None:
-            self._live.update(self._panel(step, cells, left))
+            with self._unread():
+                self._live.update(self._panel(step, cells, left))
         elif step == self.total or now - self._printed >= PLAIN_EVERY_S:
             self._printed = now
             shown = "  ".join(f"{name} {text}" for name, text in cells)
@@ -103,7 +105,8 @@ class Progress:
         if times > 1:
             text += f" ({times} times so far)"
         if self._live is not None:
-            self._live.console.print(Text(text))
+            with self._unread():
+                self._live.console.print(Text(text))
         else:
             self._plain(text)
 
@@ -114,7 +117,17 @@ class Progress:
             self.note(f"ready after {total:.0f} s: {', '.join(f'{name} {s:.0f} s' for name, s in parts.items())}")
 
     def _plain(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        with self._unread():
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
+        """A line that cannot be written (`| head` has read enough, the disk of a log is full) ends the display and not
+        the run."""
+        try:
+            yield
+        except OSError:
+            self._console.quiet = True
 
     def _panel(self, step: int, cells: Sequence[tuple[str, str]], left: float | None) -> Group:
         head = Table.grid(padding=(0, 2))

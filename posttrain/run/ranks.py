@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from posttrain.errors import Interrupted, RunError, UserError
 from posttrain.run.environment import usable_cpus
-from posttrain.run.interrupt import stop_with_parent
+from posttrain.run.interrupt import STOPPING, stop_with_parent
 
 LAUNCHED = "POSTTRAIN_LAUNCHED"  # set in processes that `launch` started
 PIPE = "POSTTRAIN_BUSY"  # rank 0's end of a pipe to its launcher, see `unhurried`
@@ -125,8 +125,9 @@ def launch(command: Sequence[str], count: int) -> int:
     """Run `command` in `count` processes and return the exit code of the run: 0 if all ended well.
 
     Rank 0 has our terminal. The first that fails ends all: its own message is told, unless it is rank 0's, which has
-    told it. Ctrl-C and SIGTERM go to rank 0, which agrees with the others on the step to stop after. Raises RunError
-    for a process that was killed; Interrupted after a second signal, or one that came before rank 0 could heed it.
+    told it. Ctrl-C, SIGTERM and SIGHUP go to rank 0, which agrees with the others on the step to stop after. Raises
+    RunError for a process that was killed; Interrupted after a second signal, or one that came before rank 0 could heed
+    it.
     """
     port = _free_port()
     busy = _Busy()
@@ -138,7 +139,8 @@ def launch(command: Sequence[str], count: int) -> int:
             first = _first_failure(processes, received)
             if first is None:
                 return 0
-            stopped = first.popen.returncode == Interrupted.exit_code and len(received) < 2 and busy.ever
+            by_signal = first.popen.returncode in [128 + number for number in STOPPING]
+            stopped = by_signal and len(received) < 2 and busy.ever
             _wait(processes, GRACE_STOPPED_S if stopped else GRACE_S, busy, received)
     finally:
         for process in processes:
@@ -220,7 +222,7 @@ def _first_failure(processes: Sequence[_Process], received: list[int]) -> _Proce
         if all(process.ended for process in processes):
             return None
         if time.monotonic() > deadline:
-            raise Interrupted("stopped at once; the last complete checkpoint is what remains")
+            raise Interrupted("stopped at once; the last complete checkpoint is what remains", number=received[0])
         time.sleep(POLL_S)
 
 
@@ -252,7 +254,7 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
         first.reader.join(timeout=5)
     said = "\n".join(line for line in first.tail if line)
     if code < 0 and -code in received:
-        raise Interrupted(f"stopped by {signal.Signals(-code).name} before the first step")
+        raise Interrupted(f"stopped by {signal.Signals(-code).name} before the first step", number=-code)
     if code < 0:
         raise RunError(
             f"rank {first.rank} was killed by signal {-code} ({signal.Signals(-code).name})",
@@ -266,9 +268,10 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are collected in a list instead of ending this process."""
+    """Ctrl-C, SIGTERM and SIGHUP are collected in a list instead of ending this process."""
     received: list[int] = []
-    handled = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    heard = [n for n in STOPPING if n == signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
+    handled = heard if threading.current_thread() is threading.main_thread() else []
     before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in handled}
     try:
         yield received

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -120,10 +120,11 @@ class Watchdog:
             told = f"stacks of all threads: {path}"
         except OSError as error:
             told = f"stacks could not be written: {error}"
-        print(
-            f"{text} and seems to hang; stopping\n  {told}\n"
-            "  hint: go on with the same command and --resume; run.hang_minutes sets how long is too long",
-            file=sys.stderr,
-            flush=True,
-        )
+        with suppress(OSError):  # nobody may read stderr any more
+            print(
+                f"{text} and seems to hang; stopping\n  {told}\n"
+                "  hint: go on with the same command and --resume; run.hang_minutes sets how long is too long",
+                file=sys.stderr,
+                flush=True,
+            )
         self.stop()

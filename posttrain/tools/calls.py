@@ -18,11 +18,22 @@ from posttrain.verify.printed import Printed
 from posttrain.verify.worker import Call as Work
 from posttrain.verify.worker import Result, Target
 
+MEMORY_MB = 4096  # the default of `tool_memory_mb`
+
 
 class Caller:
-    """A context manager that holds the workers. `run` answers calls in their order; it never raises for a tool."""
+    """A context manager that holds the workers. `run` answers calls in their order; it never raises for a tool.
 
-    def __init__(self, tools: Sequence[LoadedTool], workers: int, printed: Printed | None = None) -> None:
+    memory_mb: of each worker; a call that needs more fails.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[LoadedTool],
+        workers: int,
+        printed: Printed | None = None,
+        memory_mb: int | None = MEMORY_MB,
+    ) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self._numbers = {tool.name: n for n, tool in enumerate(tools)}
         targets = [
@@ -36,7 +47,7 @@ class Caller:
             )
             for tool in tools
         ]
-        self.pool = pool.Pool(targets, workers, printed=printed)
+        self.pool = pool.Pool(targets, workers, memory_mb, printed)
 
     def __enter__(self) -> Self:
         self.pool.start()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import ToolError, did_you_mean, nearest
+from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.places import find, known_files, shipped, split_function
 from posttrain.recipe.rollout_sections import Environment, Tool
-from posttrain.registry import load_function, types_of, wrong_type
+from posttrain.registry import load_function, load_module, types_of, wrong_type
 from posttrain.tools.schema import schema_of
 
 
@@ -42,8 +42,13 @@ def load_tools(sections: Sequence[Tool], base_dir: Path | None) -> list[LoadedTo
     tools = [load_tool(section, base_dir) for section in sections]
     for tool in tools:
         if sum(other.name == tool.name for other in tools) > 1:
-            raise ToolError(f"two tools are called `{tool.name}`", hint="give one of them another `name`")
+            raise same_name(tool.name)
     return tools
+
+
+def same_name(name: str) -> ToolError:
+    """The error for a second tool of a name."""
+    return ToolError(f"two tools are called `{name}`", hint="give one of them another `name`")
 
 
 def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
@@ -54,6 +59,7 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
     function = load_function(target, base_dir, what="tool", error=ToolError)
     name = section.name or target.rpartition(":")[2]
     params = _params(function, name, section.params, base_dir)
+    _own_check(target, params)
     schema = schema_of(function, name, params)
     return LoadedTool(name, target, schema, params, section.timeout_s, section.max_chars)
 
@@ -91,6 +97,14 @@ def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base
     paths = {k for k, a in own.items() if "Path" in str(a.annotation)}
     _check_types(f"tool {name}", function, {k: v for k, v in given.items() if k not in paths})
     return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
+
+
+def _own_check(target: str, params: Mapping[str, Any]) -> None:
+    """What the script itself finds wrong with its parameters, or the machine: `CHECK(name, params) -> sentences`."""
+    file, _, name = target.rpartition(":")
+    check = getattr(load_module(Path(file)), "CHECK", None) if file.endswith(".py") else None
+    if callable(check) and (found := check(name, params)):
+        raise ToolError.of([Problem(f"tool {name}", what) for what in found])
 
 
 def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) -> None:

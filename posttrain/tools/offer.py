@@ -26,6 +26,7 @@ class Offer:
     timeout_s: float
     earlier_turns: str
     system: str | None  # what a system message says about the tools, where the template says nothing
+    memory_mb: int | None  # of each worker of tools
     shown: bool  # prompts tell of the tools
     given_system: str | None = None  # the recipe's system message, which that text stands behind
     simulations: Simulations | None = None  # of states before each turn, where an advantage reads their values
@@ -39,7 +40,7 @@ class Offer:
         """Started: workers run until it is closed."""
         if self.make is not None:
             return Environments(self.make, self.workers, self.timeout_s, self.simulations)
-        return Tools(Caller(self.tools, self.workers, self.printed), self.form)
+        return Tools(Caller(self.tools, self.workers, self.printed, self.memory_mb), self.form)
 
     def row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The data row as it is rendered: with the tools."""
@@ -72,6 +73,7 @@ def offer_of(recipe: Acting, tokenizer: Any, base_dir: Path | None) -> Offer | N
         form=form,
         make=None if section is None else environment_class(section, base_dir),
         workers=recipe.tool_workers,
+        memory_mb=recipe.tool_memory_mb,
         timeout_s=10.0 if section is None else section.timeout_s,
         earlier_turns=recipe.earlier_turns,
         system=explained(schemas, form) if silent else None,

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from posttrain.errors import DataError, UserError, counted
+from posttrain.run.facts import Fact, differences
 from posttrain.train import distributed
 
 TOLD = 8  # differences that an error lists
 SAMPLED = 1024  # numbers of a tensor that are compared
-
-
-@dataclass(frozen=True)
-class Fact:
-    """What is compared, and what people are told of it."""
-
-    compared: str
-    shown: str
-
-    @classmethod
-    def of(cls, content: bytes, shown: str = "") -> Fact:
-        """By a hash of the content, of which people see the beginning."""
-        digest = hashlib.sha256(content).hexdigest()
-        return cls(digest, f"{shown} ({digest[:8]})" if shown else digest[:8])
-
-
-NOTHING = Fact("", "nothing")
 
 
 def check(
@@ -46,9 +28,7 @@ def check(
     """
     first, *others = distributed.gather(dict(found))
     for rank, theirs in enumerate(others, 1):
-        pairs = {key: (first.get(key, NOTHING), theirs.get(key, NOTHING)) for key in {**first, **theirs}}
-        differ = {key: pair for key, pair in pairs.items() if pair[0].compared != pair[1].compared}
-        if differ:
+        if differ := differences(first, theirs):
             told = [f"{key}: {a.shown} on rank 0, {b.shown} on rank {rank}" for key, (a, b) in differ.items()]
             more = [f"and {len(told) - TOLD} more"] if len(told) > TOLD else []
             raise error(f"rank {rank} {did} than rank 0", allowed="\n  ".join([*told[:TOLD], *more]), hint=hint)

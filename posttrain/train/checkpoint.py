@@ -7,6 +7,8 @@ It counts only when its manifest is sealed; older ones go only after that.
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -22,8 +24,8 @@ from torch.optim import Optimizer
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models.load import LoadedModel
 from posttrain.run import checkpoints, ranks
+from posttrain.run.facts import NOTHING, Fact
 from posttrain.train import alike, distributed, sharding
-from posttrain.train.alike import NOTHING, Fact
 from posttrain.train.critic import load_head, save_head
 
 
@@ -34,6 +36,11 @@ class State:
     step: int = 0  # finished steps
     position: int = 0  # prompts drawn from the endless stream
     tokens: int = 0  # prompt + completion tokens sampled
+    updates: int = 0  # that have changed weights: see `trained`
+    idle: int = 0  # newest steps in a row without one
+    idle_steps: int = 0  # all steps without one
+    trained: float = 0.0  # tokens that had a part in an update
+    seen: float = 0.0  # of so many: sampled ones in rl, all of the rows elsewhere
     seconds: float = 0.0  # spent in steps
     save_seconds: float = 0.0  # spent in saves behind earlier steps
     longest_save: float = 0.0  # of these
@@ -43,6 +50,8 @@ class State:
     controllers: dict[str, Any] | None = None  # state of each controller in the newest step; None: there was none
     scaler: dict[str, Any] = field(default_factory=dict)  # of the loss; empty but for float16 products
     memory: dict[str, Any] = field(default_factory=dict)  # what components remember, by their name
+    planned: int | None = None  # steps of the whole run, when it was last started
+    rows: dict[str, int] = field(default_factory=dict)  # that logs had before the newest save, by the log's name
     calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`
 
     @property
@@ -56,9 +65,17 @@ class State:
         step's checkpoint too."""
         return minutes is not None and self.spent >= 60 * minutes
 
-    def count_step(self, seconds: float) -> None:
-        """A step is done; the save behind the one before counts from here on."""
+    def count_tokens(self, trained: float, seen: float, updates: int) -> None:
+        """A step has passed `trained` of the `seen` tokens through the loss; they count if it made an update."""
+        self.trained += trained if updates else 0.0
+        self.seen += seen
+
+    def count_step(self, seconds: float, updates: int) -> None:
+        """A step is done, with so many updates; the save behind the one before counts from here on."""
         self.step += 1
+        self.updates += updates
+        self.idle = 0 if updates else self.idle + 1
+        self.idle_steps += not updates
         self.seconds += seconds
         self.save_seconds += self.own_save
         self.longest_save, self.own_save = max(self.longest_save, self.own_save), 0.0
@@ -131,28 +148,73 @@ def _told(root: Path, step: int) -> Iterator[None]:
         ) from cause
 
 
-def restore(root: Path, loaded: LoadedModel, optimizer: Optimizer, critic: nn.Module | None = None) -> State | None:
+def restore(
+    root: Path,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    critic: nn.Module | None = None,
+    also: Callable[[Path, State], None] = lambda *_: None,
+) -> State | None:
     """Load the newest complete checkpoint under `root` in place and return its State; None if there is none.
 
-    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on. Raises
+    Every byte of it is compared with the manifest first: weights that a disk has damaged would train on. One that
+    cannot be loaded is skipped for an older one, with a line on stderr. Raises RunError if none of them can be loaded;
     UserError, on all ranks, if some find another one than rank 0.
+
+    also: loads what else the folder holds.
     """
-    folder = checkpoints.latest(root, hashes=True)
+    checkpoints.refuse_link(root)
+    first: BaseException | None = None
+    before: int | None = None
+    said = ""
+    while (folder := _newest(root, before)) is not None:
+        found = distributed.tried(_load, folder, loaded, optimizer, critic, also)
+        said = next(filter(None, distributed.gather(found.said)), "")
+        if not said:
+            distributed.on_main(checkpoints.set_aside, root, checkpoints.step_of(folder))
+            return found.value
+        if distributed.is_main():
+            print(f"{folder} cannot be loaded and is not used: {said}", file=sys.stderr)
+        first, before = first or found.error, checkpoints.step_of(folder)
+    if before is not None:
+        raise RunError(
+            "no checkpoint can be loaded",
+            where=str(root),
+            allowed=f"the oldest: {said}",
+            hint=f"to start from the beginning, remove them: rm -r {shlex.quote(str(root))}",
+        ) from first
+    return None
+
+
+def _newest(root: Path, before: int | None) -> Path | None:
+    """The newest complete checkpoint of a step before `before`, which must be the same on all ranks."""
+    folder = checkpoints.latest(root, hashes=True, before=before)
     mine = NOTHING if folder is None else Fact.of((folder / checkpoints.MANIFEST).read_bytes(), folder.name)
     alike.check(
         {"checkpoint": mine},
         did="finds another newest checkpoint",
         hint=f"all ranks must see the same {root.parent}: let --output be on a disk that the machines share",
     )
-    if folder is None:
-        return None
+    return folder
+
+
+def _load(
+    folder: Path,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    critic: nn.Module | None,
+    also: Callable[[Path, State], None],
+) -> State:
+    """A checkpoint, in place. `state.json` is read first, so that one which is no State changes nothing."""
+    state = State(**json.loads((folder / "state.json").read_text()))
     load_weights(loaded, folder)
     if critic is not None:
         load_head(critic, folder)
     # From the host: each optimiser brings its moments to where it keeps them.
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     optimizer.load_state_dict(sharding.spread(optimizer, moments))
-    return State(**json.loads((folder / "state.json").read_text()))
+    also(folder, state)
+    return state
 
 
 def load_weights(loaded: LoadedModel, folder: Path) -> None:

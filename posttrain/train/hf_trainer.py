@@ -25,18 +25,19 @@ from posttrain import whereabouts
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, NonFiniteError, counted
+from posttrain.errors import DataError, Interrupted, NonFiniteError, RunError, counted
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
+from posttrain.run.jsonl import lost_rows
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained
 from posttrain.train.dealing import StepOrder
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
@@ -90,6 +91,8 @@ class Job:
     order: StepOrder | None = None  # how to order the rows of a step; None: as they are drawn
     state: checkpoint.State = field(default_factory=checkpoint.State)
     saving: bool = False  # within a save, or behind one that failed
+    asked: int = 0  # the signal that has asked some rank to stop
+    given_up: RunError | None = None  # what ends the run behind a step, if it trains nothing
 
     @classmethod
     def of(
@@ -144,6 +147,7 @@ class RunLoop(abc.ABC):
     watchdog: Watchdog
     sums: dict[str, Any]
     failed: Exception | None  # of this rank, in the passes of this step
+    before: int | None  # what the weights were before this step, until the first update that changed them
 
     def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
         self.metrics, self.progress, self.stop, self.watchdog = metrics, progress, stop, watchdog
@@ -175,6 +179,7 @@ class RunLoop(abc.ABC):
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
+        self.before = None if self.job.state.updates else trained.fingerprint(self.job.optimizer)
         self.lr = optim.set_lr(self.job.optimizer, self.job.recipe.optim, step, self.job.plan.steps)
         torch.manual_seed(distributed.own_seed(derive(self.job.recipe.run.seed, "step", step)))
         return batches, torch.tensor(self.denominator(batches) or 1, device=device)  # if it is 0, so is the sum
@@ -231,10 +236,16 @@ class RunLoop(abc.ABC):
         job, run, state = self.job, self.job.recipe.run, self.job.state
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
-        over = distributed.any_rank(self.stop.requested) or job.finished
+        job.given_up = trained.check_patience(state, run.max_idle_steps)
+        job.asked = max(distributed.gather(self.stop.asked))
+        over = bool(job.asked) or job.finished or job.given_up is not None
         self.progress.update(state.step, values, spent=state.spent)
+        if warning := trained.idle_note(values):
+            self.progress.note(warning)
         try:
             if over or (run.save_every and state.step % run.save_every == 0):
+                self.metrics.sync()
+                state.rows = {"metrics": self.metrics.rows}
                 with self.watchdog.phase("save"):
                     job.save()
                 values |= state.count_save(distributed.from_main(self.watchdog.seconds["save"]))
@@ -250,13 +261,17 @@ class RunLoop(abc.ABC):
         sums = distributed.total({"loss": loss, **{name: float(value) for name, value in self.sums.items()}})
         loss = sums.pop("loss")
         seconds = distributed.from_main(time.perf_counter() - self.started)
-        state.count_step(seconds)
+        moved = trained.moved(self.before, self.job.optimizer)
+        updates = int(moved and sums["trained"] > 0 and grad_norm > 0 and self.lr > 0)
+        state.count_tokens(sums["trained"], sums["tokens"], updates)
+        state.count_step(seconds, updates)
         state.position = min(state.step * planned.size, planned.rows)
         state.tokens += int(sums["tokens"])
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": self.lr,
+            "updates": updates,
             **self.step_metrics(sums),
             "trained_ratio": sums["trained"] / sums["tokens"],
             "epoch": state.position / self.job.sampler.n_items,
@@ -325,6 +340,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
+        if lost := lost_rows(metrics, job.state.rows.get("metrics"), but=job.state.step):
+            progress.note(lost)
         if job.state.step and (job.finished or job.state.step % recipe.run.log_every == 0):
             metrics.fill(job.state.step, job.state.last_metrics or {})
         for note in (*notes, checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)):
@@ -332,13 +349,22 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
                 progress.note(note)
         if job.state.step:
             progress.note(f"resumed after step {job.state.step}")
+            last = (job.state.last_metrics or {}).get("lr")
+            changed = job.state.planned, job.plan.steps, last
+            if note := optim.changed_lr_note(recipe.optim, job.state.step, *changed):
+                progress.note(note)
+        job.state.planned = job.plan.steps
         trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
             explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
             with explained, salvaged(job, progress.note), compiled.compiled(job.loaded.model, recipe.model)():
                 trainer.train()
+    if job.given_up is not None:
+        raise job.given_up
     if not job.finished:
-        raise Interrupted(f"stopped after step {job.state.step} of {job.plan.steps}", where=str(directory.path))
+        said = f"stopped after step {job.state.step} of {job.plan.steps}"
+        raise Interrupted(said, where=str(directory.path), number=job.asked or 2)
+    trained.check_end(job.state)
     started = time.perf_counter()
     report = distributed.on_main(saver, sharding.whole(job.loaded), directory.final)
     return {
@@ -348,6 +374,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "loss_first": (job.state.first_metrics or {}).get("loss"),
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
+        **trained.summary(job.state),
         "model": str(directory.final),
         "save": report,
     }

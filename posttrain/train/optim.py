@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from posttrain.errors import MissingExtra, RecipeError
+from posttrain.errors import MissingExtra, ModelError, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.training_sections import Optim
 
@@ -37,9 +37,12 @@ def check(section: Optim, device: torch.device) -> None:
 def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, critic_lr: float = 0.0) -> Optimizer:
     """The recipe's AdamW over the trainable parameters, without weight decay on vectors (norms and biases).
 
-    A critic has a learning rate of its own, which follows the same schedule, and no weight decay.
+    A critic has a learning rate of its own, which follows the same schedule, and no weight decay. Raises ModelError
+    where all weights are frozen.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ModelError("no weight of the model is trained: all are frozen", hint="see model.lora.targets")
     matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": section.weight_decay}]
     if section.use != "adamw":
@@ -113,6 +116,24 @@ def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("scale", 1.0)
     return lr
+
+
+def changed_lr_note(section: Optim, update: int, planned: int | None, total: int, last: float | None) -> str | None:
+    """What is said of a resumed run whose schedule has become another, because its length has; None if it has not.
+
+    update: the next one, from 0. planned, total: updates of the whole run, before and now. last: the newest rate.
+    """
+    if planned is None or planned == total:
+        return None
+    before, now = (section.lr * lr_factor(update, section, updates) for updates in (planned, total))
+    if last is not None and update >= planned:
+        before = last
+    if abs(now - before) <= 0.01 * max(now, before):
+        return None
+    return (
+        f"the run was {planned} updates long and is {total}: the learning rate goes on at {now:.3g}, where the"
+        f" {section.schedule} schedule of the new length is; it was {before:.3g}"
+    )
 
 
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:

@@ -8,12 +8,14 @@ from typing import Any
 
 from posttrain.batch import Rollout
 from posttrain.run.directory import RunDirectory
+from posttrain.run.jsonl import lost_rows
 from posttrain.run.progress import Progress
 from posttrain.train import saved_rollouts
 from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
 from posttrain.train.pieces import Pieces
 from posttrain.train.rl_metrics import sample_records, signal_note
+from posttrain.train.trained import idle_note
 from posttrain.verify.failures import Calls
 
 
@@ -25,7 +27,13 @@ class Record:
         self.settings, self.folder, self.progress = p.recipe.run, directory.path, progress
         done = state.step
         self.metrics, self.samples = directory.metrics(resume_after=done), directory.samples(resume_after=done)
-        if done:
+        if done and not directory.follows:
+            notes = (
+                lost_rows(self.metrics, state.rows.get("metrics"), but=done),
+                lost_rows(self.samples, state.rows.get("samples")),
+            )
+            for note in filter(None, notes):
+                progress.note(note)
             self.metrics.fill(done, state.last_metrics or {})
         saved_rollouts.cut(self.folder, done)
         self.canaries = canaries_of(p.recipe, directory, done)
@@ -35,6 +43,12 @@ class Record:
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
+
+    def settle(self, state: State) -> None:
+        """Before a checkpoint: the rows that are written are on the disk, and `state` says how many."""
+        self.metrics.sync()
+        self.samples.sync()
+        state.rows = {"metrics": self.metrics.rows, "samples": self.samples.rows}
 
     @contextmanager
     def add(
@@ -48,7 +62,8 @@ class Record:
         saved_rollouts.write(self.folder, state.step, saved, keep=self.settings.keep_rollouts)
         self.samples.write(state.step, sample_records(rollouts, self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)
-        if self.trained_rewards and (warning := signal_note(values)):
+        signal = signal_note(values) if self.trained_rewards else None
+        if warning := idle_note(values, signal) or signal:
             self.progress.note(warning)
         for line in [*self._first_failures(state), *alarms]:
             self.progress.note(line)

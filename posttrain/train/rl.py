@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Rollout
@@ -30,7 +31,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, saved_rollouts, sharding
+from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, trained
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of, collect
@@ -50,7 +51,7 @@ from posttrain.train.update import update
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
-COLUMNS = ("reward", "correct", "signal/share", "completions/mean_length", "grad_norm", "time/step")
+COLUMNS = ("reward", "correct", "signal/share", "updates", "completions/mean_length", "grad_norm", "time/step")
 
 
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
@@ -88,18 +89,24 @@ def train(
     p: Pieces, directory: RunDirectory, progress: Progress, stop: GracefulStop, ahead: Ahead | None = None
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
-    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic) or checkpoint.State()
+    also = partial(go_on, p, ahead)
+    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic, also) or checkpoint.State()
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
     salvage = partial(salvaged, p, state, directory, ahead, note=progress.note)
     with closing(Record(p, directory, progress, state)) as record:
         if state.step:
-            go_on(p, state, directory, ahead)
             progress.note(f"resumed after step {state.step}")
+            each, last = p.updates_per_step, (state.last_metrics or {}).get("lr")
+            planned = None if state.planned is None else state.planned * each
+            if note := optim.changed_lr_note(p.recipe.optim, state.step * each, planned, p.steps * each, last):
+                progress.note(note)
         else:
             with explained():
                 prove(p)
-        if distributed.any_rank(stop.requested):  # there is nothing to save yet
-            raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=str(directory.path))
+        state.planned = p.steps
+        if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
+            where = str(directory.path)
+            raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=where, number=asked)
         progress.ready(p.watchdog.seconds)
         while not ended(p, state):
             started = time.perf_counter()
@@ -110,16 +117,21 @@ def train(
                 rollouts, values, saved = step(now, state, ahead)
             values |= {f"control/{key}": number for key, number in numbers.items()}
             values = finish_step(p, state, values, controllers, started)
-            stopping = distributed.any_rank(stop.requested)
+            asked = max(distributed.gather(stop.asked))
+            given_up = trained.check_patience(state, p.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
-                if stopping or ended(p, state) or due(p, state):
+                if asked or given_up or ended(p, state) or due(p, state):
                     if ahead is not None:
                         with salvage():
                             ahead.finish(p, state)
+                    record.settle(state)
                     save_step(p, state, directory, ahead)
                     values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
-            if stopping and not ended(p, state):
-                raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=str(directory.path))
+            if given_up:
+                raise given_up
+            if asked and not ended(p, state):
+                where = str(directory.path)
+                raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=where, number=asked)
         return finish(p, state, directory, record)
 
 
@@ -144,7 +156,11 @@ def step(
     values["num_tokens"] = state.tokens
 
     with p.watchdog.phase("update"), p.compiled():
+        before = None if state.updates else trained.fingerprint(p.optimizer)
         metrics, measured, logp = update(p, batch, sequences, state.step)
+        if not trained.moved(before, p.optimizer):
+            metrics["updates"] = 0
+    state.count_tokens(metrics["trained_tokens"] / p.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"])
     state.scaler = p.scaler.state_dict()
     if p.opponent is not None:
         p.opponent.follow(p.loaded.model)
@@ -154,10 +170,9 @@ def step(
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
-def go_on(p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None) -> None:
-    """What `checkpoint.restore` leaves to be brought to the checkpoint's step: everything but model and optimiser, and
-    the engine, which is synced before it draws."""
-    folder = checkpoints.folder_for(directory.checkpoints, state.step)
+def go_on(p: Pieces, ahead: Ahead | None, folder: Path, state: checkpoint.State) -> None:
+    """Bring to a checkpoint's step what `checkpoint.restore` leaves to us: everything but model and optimiser, and the
+    engine, which is synced before it draws."""
     if p.opponent is not None:
         p.opponent.load(folder)
     if ahead is not None:
@@ -194,7 +209,7 @@ def finish_step(
     values["time/step"] = time.perf_counter() - started
     values = distributed.from_main(values)
     state.controllers = controllers
-    state.count_step(values["time/step"])
+    state.count_step(values["time/step"], values["updates"])
     state.first_metrics, state.last_metrics = state.first_metrics or values, values
     return values
 
@@ -211,7 +226,8 @@ def due(p: Pieces, state: checkpoint.State) -> bool:
 
 
 def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
-    """Save the model that the run ends with; returns the summary."""
+    """Save the model that the run ends with; returns the summary. Raises RunError if nothing was trained."""
+    trained.check_end(state)
     started = time.perf_counter()
     with p.watchdog.phase("final save"):
         report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
@@ -224,6 +240,7 @@ def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: 
         "reward_first": (state.first_metrics or {}).get("reward"),
         "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
+        **trained.summary(state),
         "model": str(directory.final),
         "save": report,
         **({"canaries": found} if (found := record.canaries.summary()) else {}),

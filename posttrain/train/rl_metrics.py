@@ -13,6 +13,7 @@ from posttrain.advantage.channels import component_weights
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
 from posttrain.rollout.told import turn_metrics, turn_records
+from posttrain.verify.extract import ends_in_thought
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
@@ -30,6 +31,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
         "rollout/rows": len(rollouts),
     }
+    unanswered = [r.finish == "stop" and ends_in_thought(r.prompt.text, r.text) for r in rollouts]
+    if any(unanswered):
+        values["completions/ended_in_thought"] = sum(unanswered) / len(rollouts)
     if not torch.equal(batch.rewards.nan_to_num(), rewards.to(batch.rewards).nan_to_num()):
         values["reward/shaped"] = _mean(batch.rewards)  # after group_rewards
     if batch.opponent_rewards is not None:
@@ -41,8 +45,10 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
 
 def _by_row(batch: RolloutBatch) -> RolloutBatch:
     """What metrics read of the batch, on the CPU. What is there by token stays: hidden states may be gigabytes."""
-    names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights")
-    return RolloutBatch(mask=batch.mask[:, :0], **{name: getattr(batch, name) for name in names}).to("cpu")
+    names = ("group_ids", "rewards", "components", "correct", "truncated", "opponent_rewards", "reward_weights", "keep")
+    return RolloutBatch(mask=batch.mask.any(-1, keepdim=True), **{name: getattr(batch, name) for name in names}).to(
+        "cpu"
+    )
 
 
 def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
@@ -83,11 +89,16 @@ def sampled_metrics(batch: RolloutBatch, rollout: Rollouts, trained_tokens: floa
 
 def signal(batch: RolloutBatch) -> dict[str, float]:
     """Shares of groups: with a signal, and by the reason why there is none (they add up to 1). Where every completion
-    stands alone, the step is the group."""
+    stands alone, the step is the group.
+
+    batch: after `assign`. A group whose rewards differ has no signal if `keep` has dropped all of its rows (`dropped`),
+    or if no token of theirs is left to train on (`masked`).
+    """
     assert batch.rewards is not None and batch.correct is not None
     weights = component_weights(batch)
     paid = [column for name, column in batch.components.items() if weights[name]]  # others are annotations
-    counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored"), 0)
+    counts = dict.fromkeys(("share", "too_easy", "too_hard", "cancelled", "unscored", "dropped", "masked"), 0)
+    kept = torch.ones_like(batch.group_ids, dtype=torch.bool) if batch.keep is None else batch.keep
     groups = _groups(batch.group_ids)
     if len(groups) == len(batch):
         groups = _groups(torch.zeros_like(batch.group_ids))
@@ -97,7 +108,9 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
         if len(scored) < 2:
             counts["unscored"] += 1
         elif scored.max() > scored.min():
-            counts["share"] += 1
+            stays = kept[rows]
+            trained = bool(batch.mask[rows][stays].any())
+            counts["share" if trained else "masked" if bool(stays.any()) else "dropped"] += 1
         elif any(_std(column[rows]) > 0 for column in (*paid, batch.correct)):
             counts["cancelled"] += 1  # answers differ in what is paid, or in being right, but not in the sum
         elif _mean(correct) == 1.0:
@@ -105,18 +118,23 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
         else:
             counts["too_hard"] += 1
     shares = {f"signal/{name}": count / len(groups) for name, count in counts.items()}
-    return {**shares, "frac_reward_zero_std": 1.0 - shares["signal/share"]}
+    differ = counts["share"] + counts["dropped"] + counts["masked"]
+    return {**shares, "frac_reward_zero_std": 1.0 - differ / len(groups)}
 
 
 def signal_note(values: Mapping[str, Any]) -> str | None:
     """A sentence when a step taught nothing, with what would help."""
     if values["signal/share"] > 0:
         return None
+    if (share := values.get("completions/ended_in_thought", 0.0)) > 0.5:
+        return f"no group has a signal; {share:.0%} of the completions end inside their thought: see rollout.stop"
     causes = {
         "signal/too_easy": "every answer was right: use harder prompts",
         "signal/too_hard": "no answer was right: warm up with SFT, use easier prompts or more samples a prompt",
         "signal/cancelled": "answers that differ had equal rewards: change the weights of the components",
         "signal/unscored": "rewards could not be computed: see rewards/*/errors, /timeouts and /abstained",
+        "signal/dropped": "`keep` dropped every group whose rewards differ: see what it filters on",
+        "signal/masked": "no token is left of the groups whose rewards differ: see loss.mask_truncated and `select`",
     }
     return "no group has a signal; " + causes[max(causes, key=lambda name: values[name])]
 
@@ -165,8 +183,9 @@ class Mismatch:
         }
 
 
-def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float) -> dict[str, Any]:
-    """Means over the trained tokens of all updates of a step; loss and gradient norm are means over updates."""
+def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float, updates: int) -> dict[str, Any]:
+    """Means over the trained tokens of all updates of a step; loss and gradient norm are means over updates, also over
+    those whose gradient was 0. updates: how many had another one."""
     tokens, skipped = max(sums.get("tokens", 0.0), 1.0), sums.get("skipped", 0.0)
     means = {name: value / tokens for name, value in sums.items() if name not in ("loss", "tokens", "skipped")}
     return {
@@ -174,7 +193,7 @@ def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: flo
         "loss": sums.get("loss", 0.0) / max(len(norms) + skipped, 1),
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "lr": lr,
-        "updates": len(norms),
+        "updates": updates,
         **({"updates_skipped": skipped} if skipped else {}),
         "trained_tokens": sums.get("tokens", 0.0),
     }

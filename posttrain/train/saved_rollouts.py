@@ -20,7 +20,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
-from posttrain.run.durable import told_when_full
+from posttrain.run.durable import explain_write_errors
 from posttrain.train import distributed
 
 FOLDER = "rollouts"
@@ -65,7 +65,7 @@ def write(run: Path, step: int, saved: Saved, *, keep: int) -> None:
             tensors |= {f"{item.name}/{name}": column for name, column in value.items()}
     path = folder / f"step-{step:08d}.safetensors"
     partial = path.with_suffix(".partial")
-    with told_when_full(partial):
+    with explain_write_errors(partial):
         folder.mkdir(exist_ok=True)
         save_file({name: value.contiguous() for name, value in tensors.items()}, partial, {"plain": json.dumps(plain)})
         partial.replace(path)

@@ -1,11 +1,13 @@
-"""What all ranks of a run must have been started with, wherever they are: posttrain, the recipe, and what it names.
+"""What a run is started with: posttrain, the recipe, and what it names, by hashes.
 
-Each rank prepares the data, loads the model and scores by itself; nothing would say that they do not do the same. Paths
-may differ between machines, what is found there may not.
+All ranks must have the same: each prepares the data, loads the model and scores by itself, and nothing would say that
+they do not do the same. Paths may differ between machines, what is found there may not. A run that is resumed must find
+what it began with.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,13 +22,14 @@ from posttrain.recipe.section import Names
 from posttrain.recipe.tree import Path_
 from posttrain.run.directory import flatten
 from posttrain.run.environment import package_version
-from posttrain.train.alike import Fact
+from posttrain.run.facts import Fact
 from posttrain.verify import load as rewards
 
 LIBRARIES = ("torch", "transformers", "tokenizers")  # they make the numbers
 MAY_DIFFER = ("run.output",)  # rank 0 writes
 LONG = 60  # characters of a value that are shown
-LARGE, MANY = 4 << 20, 64  # bytes of a file, files of a folder: of more only a part is read
+LARGE, MANY = 4 << 20, 64  # bytes of a file of a model, files of a folder: of more only a part is read
+LARGE_DATA = 4 << 30  # bytes of a file of data, which may be edited in place
 BLOCKS, BLOCK = 256, 4096  # of a large file; of many one each
 SOURCE = (".py", ".json", ".yaml")  # endings of what posttrain is made of
 
@@ -37,10 +40,17 @@ def started_with(loaded: Loaded) -> dict[str, Fact]:
     facts |= {name: Fact(version, version) for name in LIBRARIES if (version := package_version(name))}
     values = json.loads(json.dumps(loaded.resolved))
     facts |= {key: _text(value) for key, value in flatten(values).items() if key not in MAY_DIFFER}
+    return facts | named_files(loaded)
+
+
+def named_files(loaded: Loaded) -> dict[str, Fact]:
+    """By the key of the recipe that names it: each script, file and folder."""
+    values = json.loads(json.dumps(loaded.resolved))
+    facts: dict[str, Fact] = {}
     for _, model, section in named.stages(values, type(loaded.recipe)):
         for part in named.parts(model, section):
-            for path, files, shown in _named(part, loaded.recipe.base_dir):
-                facts[_key(path)] = _content(files, shown)
+            for path, files, shown, large in _named(part, loaded.recipe.base_dir):
+                facts[_key(path)] = _content(files, shown, large=large)
     return facts
 
 
@@ -49,20 +59,21 @@ def _text(value: object) -> Fact:
     return Fact(text, text) if len(text) <= LONG else Fact.of(text.encode(), f"{text[:LONG]}...")
 
 
-def _named(part: named.Part, base_dir: Path) -> Iterator[tuple[Path_, list[Path], str]]:
-    """(place, files, name) of each thing that a section names and that is on this machine."""
+def _named(part: named.Part, base_dir: Path) -> Iterator[tuple[Path_, list[Path], str, int]]:
+    """(place, files, name, bytes above which a file is large) of each thing that a section names and that is on this
+    machine."""
     use = part.values.get("use")
     if isinstance(use, str) and (script := _script(use, base_dir, reward=part.model is Reward)):
-        yield (*part.path, "use"), [script], use
+        yield (*part.path, "use"), [script], use, LARGE
     for path, mark, name in named.names(part):
         script = _script(name, base_dir) if mark.kind == "data" else None
         if files := [script] if script else _files(mark, name, base_dir):
-            yield path, files, name
+            yield path, files, name, LARGE_DATA if mark.kind == "data" else LARGE
     if part.model is Reward:
         reward = Reward.model_validate(part.values)
         for name, value in rewards.load_reward(reward, base_dir).params.items():
             if isinstance(value, Path) and name in reward.params:
-                yield (*part.path, "params", name), [value], str(reward.params[name])
+                yield (*part.path, "params", name), [value], str(reward.params[name]), LARGE_DATA
 
 
 def _script(use: str, base_dir: Path, *, reward: bool = False) -> Path | None:
@@ -101,24 +112,29 @@ def _own_files() -> Iterator[Path]:
     return (path for path in root.rglob("*") if path.suffix in SOURCE and path.is_file())
 
 
-def _content(files: Sequence[Path], shown: str, *, whole: bool = False) -> Fact:
+def _content(files: Sequence[Path], shown: str, *, whole: bool = False, large: int = LARGE) -> Fact:
     """The names, sizes and contents of files; of large ones, and of many, a part."""
-    blocks = BLOCKS if len(files) <= MANY else 1
-    return Fact.of(
-        b"".join(_read(path, whole or (blocks > 1 and _size(path) <= LARGE), blocks) for path in files), shown
-    )
+    many, digest = len(files) > MANY, hashlib.sha256()
+    for path in files:
+        size = _size(path)
+        digest.update(f"{path.name} {size}\n".encode())
+        everything = whole or (not many and size <= large)
+        for block in _blocks(path) if everything else _some_blocks(path, size, 1 if many else BLOCKS):
+            digest.update(block)
+    return Fact.hashed(digest.hexdigest(), shown)
 
 
-def _read(path: Path, whole: bool, blocks: int) -> bytes:
-    size = _size(path)
-    parts = [f"{path.name} {size}\n".encode()]
+def _blocks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        if whole:
-            return parts[0] + file.read()
+        while block := file.read(LARGE):
+            yield block
+
+
+def _some_blocks(path: Path, size: int, blocks: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
         for number in range(1, blocks + 1):
             file.seek(max(0, size - BLOCK) * number // blocks)
-            parts.append(file.read(BLOCK))
-    return b"".join(parts)
+            yield file.read(BLOCK)
 
 
 def _size(path: Path) -> int:

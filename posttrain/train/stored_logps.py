@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from posttrain.run.durable import sync_file, told_when_full
+from posttrain.run.durable import explain_write_errors, sync_file
 
 ROWS = "rows"  # beside the log-probs: which rows they are of
 
@@ -29,7 +29,7 @@ def read(path: Path, rows: Sequence[Any]) -> dict[str, Tensor] | None:
 def write(path: Path, rows: Sequence[Any], logps: Mapping[str, Tensor]) -> None:
     """Write in one step: a kill leaves no half-written file under this name."""
     partial = path.with_suffix(".partial")
-    with told_when_full(path):
+    with explain_write_errors(path):
         save_file({**{name: value.contiguous() for name, value in logps.items()}, ROWS: fingerprint(rows)}, partial)
         sync_file(partial)
         partial.replace(path)

@@ -61,15 +61,19 @@ def update(
     if batch.old_logp is not None and batch.rollout_logp is not None:
         mine = [active[n] for n in distributed.share(len(active))]
         tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], batch.mask[mine])
-    done = step * p.updates_per_step
+    done, made = step * p.updates_per_step, 0
     for epoch in range(settings.epochs):
         seed = derive(p.recipe.run.seed, "minibatch", step, epoch)
         for rows in minibatches(batch.group_ids, settings.minibatches, seed, whole=p.objective.whole_groups):
             lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
             done += 1
-            update_once(p, batch, sequences, rows, step, tally)
+            made += update_once(p, batch, sequences, rows, step, tally) and lr > 0
     mismatch = Mismatch.together(distributed.gather(tally.mismatch.told())).metrics()
-    return {**update_metrics(tally.sums, tally.norms, lr=lr), **mismatch}, batch, distributed.add_up(tally.logp)
+    return (
+        {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch},
+        batch,
+        distributed.add_up(tally.logp),
+    )
 
 
 def needs_old_logp(p: Pieces) -> bool:
@@ -82,8 +86,8 @@ def needs_old_logp(p: Pieces) -> bool:
     return p.updates_per_step > 1 or (dropout and "rollout_logp" in p.objective.needs)
 
 
-def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> None:
-    """One optimiser update on `rows`, or none if no row has a signal.
+def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> bool:
+    """One optimiser update on `rows`, or none if no row has a signal. Returns whether it followed a gradient.
 
     Every rank holds all rows of the update, and runs forward and backward on its share of them. If one fails there, all
     raise its error: they would wait for its gradient.
@@ -91,7 +95,7 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
     minibatch = batch.select(rows)
     active = [rows[n] for n in with_signal(p, minibatch)]
     if not active:
-        return
+        return False
     totals = p.objective.totals(minibatch)
     tally.logp[active] = 0.0
     sums = distributed.all_of(sharding.tried(p.loaded, passes, p, batch, sequences, active, totals, tally))
@@ -109,8 +113,9 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
     p.optimizer.zero_grad(set_to_none=True)  # here, so that their memory is free until the next update
     if overflow:
         tally.sums.add({"skipped": 1.0})
-    else:
-        tally.norms.append(norm)
+        return False
+    tally.norms.append(norm)
+    return any(length > 0 for length in (norm, *others))
 
 
 def passes(

@@ -9,10 +9,30 @@ from typing import Literal
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
 THINK_START, THINK_END = "<think>", "</think>"
+MOST_BOXES = 50  # of one list answer
 
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
-_HASH = re.compile(r"####[ \t]*([^\n]+)")
-_ANCHOR = re.compile(r"answer\s+is[ \t]*:?", re.IGNORECASE)
+# What may stand between two boxes of one answer: `$\boxed{1}$ and $x_2 = \boxed{-2}$`; never a blank line or a word.
+_BETWEEN_BOXES = re.compile(
+    r"(?!\s*\n\s*\n)(?:[\s$,;.&*~{}]|\\[ ,;!]|\\[()\[\]]|\\q?quad\b|\b(?:and|or)\b"
+    r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:and|or)?[\s,;]*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
+)
+_LONGEST_BETWEEN = 60  # characters
+_HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
+# `the answer is x`, `Answer: x` with what marks it as bold or as a heading, or a heading alone with x below it.
+_COLON = r"[ \t*_`]*[:\N{FULLWIDTH COLON}][*_`]*(?:[ \t]*\n\s*(?=\S))?"
+_ANCHOR = re.compile(
+    rf"\banswers?(?:\s+is\b(?:{_COLON})?|{_COLON})|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_DISPLAYED = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\\((.*?)\\\))", re.DOTALL)
+_MARKUP = " \t\r*_`$"
+_BOLD = re.compile(r"\*\*([^*]+)\*\*")
+# Behind the answer, a remark that says nothing else: `72 (seventy-two)`, `12. I hope it is correct.`
+_HEDGE = r"(?!.*\b(?:or|not|and|but|nor|wrong|maybe|perhaps|possibly|alternatively|wait|actually)\b)"
+_LONGEST_LINE = 500  # characters; in longer ones no remark is looked for
+_IN_WORDS = re.compile(rf"(?<=\S)\s+{_HEDGE}\([A-Za-z]{{2,}}(?:[\s,-]+[A-Za-z]{{2,}})*\)[.!]?$", re.IGNORECASE)
+_SENTENCE = re.compile(rf"[.!][*$]*\s+{_HEDGE}[A-Z][a-z']*(?:,?\s+[A-Za-z'-]+){{2,}}[.!]?$")
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[-+])?\.\d+")
 
 
@@ -36,21 +56,85 @@ def outside_thoughts(text: str) -> str:
     return "".join(kept) + text[position:]
 
 
+def ends_in_thought(prompt: str, completion: str) -> bool:
+    """Whether a completion ends before its thought does, opened by itself or by the prompt: then it holds no answer."""
+    opened, closed = completion.rfind(THINK_START), completion.rfind(THINK_END)
+    return opened > closed or (closed < 0 and prompt.rstrip().endswith(THINK_START))
+
+
 def last_boxed(text: str) -> str | None:
     r"""Content of the last `\boxed{..}` or `\fbox{..}` whose braces close. Nested braces count, `\{` and `\}` do not.
 
     An unclosed last box falls back to the previous closed one. One pass over the text, whatever it holds.
     """
+    last = max(_boxes(text), default=None)
+    return text[last[0] : last[1]] if last else None
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """(start, end) of the content of every box that closes, in the order of their ends."""
     opened: list[tuple[bool, int]] = []  # (is a box, where its content starts) for every brace still open
-    last: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         if match["box"] or match["open"]:
             opened.append((match["box"] is not None, match.end()))
         elif match["close"] and opened:
             is_box, start = opened.pop()
-            if is_box and (last is None or start > last[0]):
-                last = (start, match.start())
-    return text[last[0] : last[1]] if last else None
+            if is_box:
+                found.append((start, match.start()))
+    return found
+
+
+def boxed_answer(text: str, count: int = 1) -> str | None:
+    r"""The last box, or the boxes of one answer as a list: `\boxed{1}` for one, `1, -2` for `\boxed{1} and \boxed{-2}`.
+
+    Boxes belong together where only blanks, `,`, `and`, `or` or the name of a variable stand between them; the same
+    content counts once. So a right box beside a wrong one is a list, which is wrong. count: values that the answer
+    has; where fewer stand together, those before them are taken too.
+    """
+    boxes = _innermost(_boxes(text))
+    taken: list[tuple[int, int]] = []
+    for start, end in reversed(boxes[-MOST_BOXES:]):
+        if taken and len(_contents(text, taken)) >= count and not _together(text, end + 1, taken[-1][0]):
+            break
+        taken.append((start, end))
+    return ", ".join(_contents(text, taken[::-1])) if taken else None
+
+
+def _together(text: str, end: int, start: int) -> bool:
+    """Whether the box that ends at `end` and the one whose content begins at `start` are one answer."""
+    if start - end > _LONGEST_BETWEEN:
+        return False
+    between = text[end:start].rpartition("\\")[0].removesuffix("\\")  # without the next `\boxed{`, or `\\boxed{`
+    return _BETWEEN_BOXES.fullmatch(between) is not None
+
+
+def every_box(text: str) -> list[str]:
+    """The contents of all boxes, once each and in order."""
+    return _contents(text, _innermost(_boxes(text)))
+
+
+def _innermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The boxes that hold no other, in order: of nested ones the inner is the answer."""
+    kept: list[tuple[int, int]] = []
+    for start, end in boxes:  # in the order of their ends, so a box comes right behind those that it holds
+        if not kept or kept[-1][0] < start:
+            kept.append((start, end))
+    return kept
+
+
+def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
+    return list(dict.fromkeys(text[start:end] for start, end in boxes))
+
+
+def gold_text(answer: str) -> str | None:
+    r"""The gold answer inside a reference solution: its boxes, else what follows the last `####`, else all of it.
+
+    Several boxes are one list answer. None if it is blank: the row has no gold.
+    """
+    boxes = every_box(answer)
+    text = ", ".join(boxes) if boxes else hash_line(answer) or answer.rpartition("####")[2]
+    return text.strip() or None
 
 
 def thought_of(text: str) -> str | None:
@@ -83,23 +167,54 @@ def answer_tag(text: str) -> str | None:
     content = last_tag(text, "answer")
     if content is None:
         return None
-    box = last_boxed(content)
+    box = boxed_answer(content)
     return content if box is None else box
 
 
 def hash_line(text: str) -> str | None:
-    """x of the last `#### x` (GSM8K's form), up to the end of its line."""
+    """x of the last `#### x` (GSM8K's form), without what only marks it: `**#### 72 (seventy-two)**` gives 72."""
     found = _HASH.findall(text)
-    return found[-1].strip() if found else None
+    if not found:
+        return None
+    line = found[-1]
+    said = anchor(line)
+    return answer_alone(line if said is None else said)
 
 
 def anchor(text: str) -> str | None:
-    """x of the last `answer is x`, up to the line end, without outer blanks, `*`, `$` and one final full stop."""
+    """x of the last `answer is x` or `Answer: x`, without what only marks it.
+
+    x ends with its line. Bold, a heading (`### Final Answer:`) and a line break behind the colon are no part of it.
+    """
     found = list(_ANCHOR.finditer(text))
     if not found:
         return None
-    line = text[found[-1].end() :].partition("\n")[0].strip(" \t\r*$")
-    return line.removesuffix(".").strip(" \t\r*$")
+    rest = text[found[-1].end() :]
+    displayed = _DISPLAYED.match(rest)
+    line = (
+        rest[: displayed.end()] + rest[displayed.end() :].partition("\n")[0] if displayed else rest.partition("\n")[0]
+    )
+    return answer_alone(line)
+
+
+def answer_alone(line: str) -> str:
+    r"""An answer without marks around it, a closing full stop, and a remark in words: `**12.** I hope so` gives 12.
+
+    What may be a second answer stays, so that it is wrong: `5 (or 6)`, `5. Not 6`.
+    """
+    text = _unmarked(line)
+    for pattern in (_SENTENCE, _IN_WORDS) if len(text) <= _LONGEST_LINE else ():
+        text = _unmarked(pattern.sub("", text))
+    return text
+
+
+def _unmarked(text: str) -> str:
+    text = text.strip()
+    text = (_BOLD.sub(r"\1", text) if text.startswith("**") else text).strip(_MARKUP)
+    if text.endswith("."):
+        text = text.removesuffix(".").strip(_MARKUP)
+    displayed = _DISPLAYED.fullmatch(text)
+    return next(part for part in displayed.groups() if part is not None).strip() if displayed else text
 
 
 def last_number(text: str) -> str | None:
@@ -109,7 +224,7 @@ def last_number(text: str) -> str | None:
 
 
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {
-    "boxed": last_boxed,
+    "boxed": boxed_answer,
     "answer_tag": answer_tag,
     "hash": hash_line,
     "anchor": anchor,

@@ -5,17 +5,21 @@
 Level `namespaces`: user, network, process, IPC, host name and mount namespaces of its own; a file system of read-only
 mounts of the interpreter and the system's libraries, and one small tmpfs that can be written; no capabilities, no new
 privileges. The first process of the process namespace watches the memory of all others and the clock; when it ends,
-the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel.
+the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel. Both: a session
+keyring of its own, and the filter of system calls that `system_calls.py` builds.
 
 It writes `ended CODE` (of the program, 128 + n for signal n), `timeout`, `memory`, `processes`, or `failed WHY` into
-REPORT_FD. The program does not have that: it cannot say that the sandbox failed.
+REPORT_FD. The program does not have that: it cannot say that the sandbox failed. When the caller is killed, the jail
+ends the program and removes its folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import platform
 import resource
 import signal
 import sys
@@ -23,13 +27,17 @@ import time
 from collections.abc import Callable
 
 POLL_SECONDS = 0.01
+END_SECONDS = 1.0
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID = 1, 2
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _SYS_MOUNT_SETATTR = 442  # the same on all architectures
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+_PR_SET_CHILD_SUBREAPER = 36
+_SECCOMP_MODE_FILTER, _KEYCTL_JOIN_SESSION_KEYRING = 2, 1
+_SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
 _FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user that owns nothing and nobody else has
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -99,7 +107,7 @@ def build_root(root: str, spec: dict) -> None:
             mount(source, target, "none", _MS_BIND)
             read_only(target, recursive=False)
     os.mkdir(root + "/dev")
-    for name in ("null", "zero", "random", "urandom"):
+    for name in ("null", "random", "urandom"):  # a shared mapping of /dev/zero is memory that nothing counts
         with open(f"{root}/dev/{name}", "w"):
             pass
         mount(f"/dev/{name}", f"{root}/dev/{name}", "none", _MS_BIND)
@@ -130,8 +138,32 @@ def limit(spec: dict) -> None:
         resource.setrlimit(what, (value, value))
 
 
+class _Instruction(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("k", ctypes.c_uint32))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
+
+
+def filter_calls(instructions: list) -> None:
+    """Deny system calls to this process and all that it starts, for good. A text as a constant is this process's id."""
+    lines = [(code, yes, no, os.getpid() if isinstance(k, str) else k) for code, yes, no, k in instructions]
+    array = (_Instruction * len(lines))(*lines)
+    program = _Program(len(lines), array)
+    check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "system call filter")
+
+
+def own_keyring() -> None:
+    """Join a new session keyring. Where that is not allowed (containers), the filter denies the calls of keyrings."""
+    if number := _SYS_KEYCTL.get(platform.machine()):
+        libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
 def become_program(spec: dict, uid: int | None) -> None:
     """Give everything up and be the program."""
+    os.setsid()  # its process group is its own: what it signals there does not reach the jail
+    own_keyring()
     limit(spec)
     for capability in range(64) if uid is not None else ():
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -142,28 +174,34 @@ def become_program(spec: dict, uid: int | None) -> None:
     check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    if spec["filter"]:
+        filter_calls(spec["filter"])
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
 def usage() -> tuple[int, int]:
-    """(processes, bytes of memory) of this namespace but for its first process."""
+    """(processes and threads, bytes of memory) of this namespace but for its first process: in memory, swapped out,
+    and in page tables."""
     total, count = 0, 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            count += 1
             try:
-                with open(f"/proc/{name}/statm") as file:
-                    total += int(file.read().split()[1])
-            except (OSError, IndexError):
+                with open(f"/proc/{name}/status") as file:
+                    found = dict(line.split(":", 1) for line in file)
+            except (OSError, ValueError):
                 continue  # it has just ended
-    return count, total * resource.getpagesize()
+            count += int(found.get("Threads", "1"))
+            total += sum(int(found[key].split()[0]) for key in ("VmRSS", "VmSwap", "VmPTE") if key in found)
+    return count, total << 10
 
 
 def supervise(child: int, spec: dict, *, watch: bool) -> str:
     """What became of the program `child`, once it has ended or was over a limit."""
     give_up = time.monotonic() + spec["seconds"]
     while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
+        if pid == child and os.WIFSTOPPED(status):  # nobody would ever continue it
+            return f"ended {128 + os.WSTOPSIG(status)}"
         if pid == child:
             code = os.waitstatus_to_exitcode(status)
             return f"ended {code if code >= 0 else 128 - code}"
@@ -179,22 +217,34 @@ def supervise(child: int, spec: dict, *, watch: bool) -> str:
 
 
 def fork_program(spec: dict, uid: int | None) -> int:
-    """Start the program; returns its process id. Its input and output are then its own alone."""
+    """Start the program; returns its process id. Its input and output are then its own alone.
+
+    Raises OSError where it cannot be started: that is the sandbox's failure and not the program's.
+    """
+    failure, told = os.pipe()  # both close when the program starts
     child = os.fork()
     if child == 0:
         try:
             become_program(spec, uid)
-        except OSError as error:
-            os.write(2, f"the program cannot be started: {error}\n".encode())
+        except BaseException as error:
+            os.write(told, f"the program cannot be started: {error}".encode())
         finally:
             os._exit(127)
+    os.close(told)
     for stream in (0, 1):
         os.close(stream)
+    why = os.read(failure, 4096)
+    os.close(failure)
+    if why:
+        os.waitpid(child, 0)
+        raise OSError(why.decode(errors="replace"))
     return child
 
 
 def first_process(spec: dict, uid: int) -> str:
     """Process 1 of the new namespace; all others end with it."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a handler would let the program of an ordinary user end it
+        signal.signal(number, signal.SIG_IGN)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     build_root(spec["root"], spec)
@@ -221,6 +271,46 @@ def with_limits(spec: dict) -> str:
     return supervise(fork_program(spec, None), spec, watch=False)
 
 
+def end_children(proc: int) -> None:
+    """End all that this process has started, what has moved to a session of its own as well: orphans become its own.
+
+    proc: a descriptor of /proc as it was before the namespaces.
+    """
+    give_up = time.monotonic() + END_SECONDS
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < give_up:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            with contextlib.suppress(OSError):
+                listed = os.open(f"{os.getpid()}/task/{os.getpid()}/children", os.O_RDONLY, dir_fd=proc)
+                with open(listed) as file:
+                    left = file.read().split()
+                for child in left:
+                    os.kill(int(child), signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def end_when_told(spec: dict, proc: int) -> None:
+    """On SIGTERM, which also comes when the caller is killed: end what was started, remove the folder, and end."""
+    me, name = os.getpid(), os.path.basename(spec["root"])
+    above = os.open(os.path.dirname(spec["root"]), os.O_RDONLY | os.O_DIRECTORY)
+    if spec["level"] == "limits":
+        from shutil import rmtree as remove  # slow to import; with namespaces the folder is an empty mount point
+    else:
+        remove = os.rmdir
+
+    def leave(*_: object) -> None:
+        if os.getpid() == me:
+            end_children(proc)
+            with contextlib.suppress(OSError):
+                remove(name, dir_fd=above)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 def tell(report: int, work: Callable[[], str | None]) -> None:
     """Write what `work` returns, or why it failed, into the report."""
     try:
@@ -232,16 +322,17 @@ def tell(report: int, work: Callable[[], str | None]) -> None:
 
 
 def main() -> None:
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     spec_file, report = map(int, sys.argv[1:])
     os.set_inheritable(report, False)
-    with open(spec_file, encoding="utf-8") as file:
+    with open(spec_file, encoding="utf-8") as file:  # closes it: the program does not have it either
         spec = json.load(file)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    end_when_told(spec, proc)
     if spec["level"] == "namespaces":
         tell(report, lambda: in_namespaces(spec, report))
     else:
         tell(report, lambda: with_limits(spec))
-        os.killpg(0, signal.SIGKILL)  # what is still in our session, this process too
+    end_children(proc)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ class LoadedReward:
     optional_columns may be. all_columns: it takes `**kwargs`, so it gets every column. batched: it has the form
     `f(completions, ...) -> list`. batch_size: rows of one call; 1, so that a list is never stretched over rows, unless
     the function is marked `@batched`; 0 = all. judge_timeout_s: of a function marked `@judge`, else None. per_turn: it
-    is marked `@per_turn` and returns a list with a number for each of `parts`.
+    is marked `@per_turn` and returns a list with a number for each of `parts`. in_trainer: it runs in this process
+    (`contract.in_trainer`), not in a worker.
     """
 
     name: str
@@ -81,6 +82,7 @@ class LoadedReward:
     batch_size: int = 1
     judge_timeout_s: float | None = None
     per_turn: bool = False
+    in_trainer: bool = False
 
     @property
     def knows_gold(self) -> bool:
@@ -95,11 +97,6 @@ class LoadedReward:
     def limit(self, section: Reward) -> float:
         """Seconds that a call may take: what the recipe says, else what the script of a judge says, else 10."""
         return section.timeout_s or self.judge_timeout_s or CALL_SECONDS
-
-    @property
-    def in_trainer(self) -> bool:
-        """It runs in this process (`contract.in_trainer`), not in a worker."""
-        return hasattr(self.function, "posttrain_in_trainer")
 
     @property
     def reads_data(self) -> bool:
@@ -213,6 +210,7 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         judge_timeout_s=getattr(function, "posttrain_judge_timeout_s", None),
         per_turn=by_turn,
+        in_trainer=hasattr(function, "posttrain_in_trainer"),
     )
 
 

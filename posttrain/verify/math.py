@@ -16,7 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.verify.extract import THINK_END, Extractor, after_think, last_boxed
+from posttrain.verify import options
+from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box, gold_text
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.notation import based, latex, other_readings, plain, same_bases, same_words, without_modulus
 from posttrain.verify.size import LONGEST, too_large
@@ -33,16 +34,6 @@ _DETERMINANT = re.compile(r"[vV]matrix|\\det\b")  # the library works it out as 
 def prepare() -> None:
     """Import math-verify and build its patterns, so that the first comparison is as fast as the others."""
     equal("1/2", "0.5")
-
-
-def gold_text(answer: str) -> str | None:
-    r"""The gold answer inside a reference solution: its last box, else what follows the last `####`, else all of it.
-
-    None if that is blank: the row has no gold.
-    """
-    box = last_boxed(answer)
-    text = answer.rpartition("####")[2] if box is None else box
-    return text.strip() or None
 
 
 def parsed(text: str) -> list[Any]:
@@ -72,6 +63,8 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
     """Whether the texts, or another reading of one of them, are equal."""
     if plain(gold) == plain(candidate):
         return True
+    if (said := options.same(gold, candidate)) is not None:
+        return said
     if _DETERMINANT.search(candidate) and not _DETERMINANT.search(gold):
         return False  # left open
     if not same_bases(based(gold)[1], based(candidate.rpartition("=")[2])[1]):
@@ -142,7 +135,8 @@ def grade(
     r"""{"reward": 1, 0 or None, "extracted": text or None} of one completion.
 
     Everything up to the last `think_delimiter` is ignored; with `require_think` a missing delimiter scores 0. The
-    first extractor that finds something decides; nothing found, or only blanks, scores 0. None: the gold is empty or
+    first extractor that finds something decides; nothing found, or only blanks, scores 0. Where the gold has several
+    boxes, as many last boxes of the completion are its answer too, wherever they stand. None: the gold is empty or
     cannot be parsed, so the row cannot be graded. Only `\boxed{what was extracted}` goes to the library, because it
     merges several boxes of one text into a set.
     """
@@ -156,6 +150,10 @@ def grade(
         readable = bool(_INTEGER.fullmatch(gold)) or bool(_parsed(gold))
         return {"reward": 0.0 if readable else None, "extracted": found}
     same = equal(gold, found, decimals=decimals)
+    parts = every_box(str(answer))
+    if same is False and len(parts) > 1 and "boxed" in extract:
+        found = boxed_answer(after_think(completion, think_delimiter), len(parts)) or found
+        same = equal(gold, found, decimals=decimals)
     return {"reward": None if same is None else float(same), "extracted": found}
 
 

@@ -10,6 +10,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from posttrain.verify.options import labelled
+
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
 _VULGAR |= {"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
 # Signs that the library does not know. It reads the others itself: pi, <=, the union.
@@ -31,7 +33,7 @@ _SHORT = r"[kcdm]?m|[km]?g|m?l|[mk]?s|min|sec|hr?s?|yrs?|ft|in|yd|mi|lbs?|oz|gal
 _SHORT += r"|am|pm|a\.m|p\.m|cc|deg|sq|cu|rs|day|men|man|cent|pie|toy|way|per|th|rd|nd|st"
 # What stands behind a number as its unit: short ones, or words in full; never another answer.
 _UNIT = (
-    rf"(?:\s*(?:{_SHORT})(?![A-Za-z])|\s+(?!(?:{_NAMES.replace(' ', '|')})\b)[A-Za-z]?[a-z]{{3,}})"
+    rf"(?:\s*(?:{_SHORT})(?![A-Za-z])|(?:\s+|\s*/\s*)(?!(?:{_NAMES.replace(' ', '|')})\b)[A-Za-z]?[a-z]{{3,}})"
     r"(?!.*\b(?:or|and|not)\b)(?:[\s/]+[a-z]+)*\.?(?:\s*\^\s*\{?[23]\}?|\s*[²³])?$"
 )
 _TEXT = (
@@ -137,12 +139,6 @@ _PERCENT = re.compile(r"([^%]*[0-9}])\s*\\?%")
 _DECIMAL_COMMA = re.compile(r"([-+]?[0-9]+),([0-9]*[1-9][0-9]*)")
 _THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:,[0-9]{3})+")
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
-# An option with what it says: \textbf{(B)}\ 12, (B) 12, B. 12.
-_GAP = r"(?:\s|~|\\[ ,;]|\\q?quad\b)"
-_OPTION = re.compile(
-    rf"(?:\\(?:text|textbf|textrm|mathrm|mathbf)\s*\{{\s*(?:\(([A-J])\)[.:]?|([A-J])[).:])\s*\}}{_GAP}*"
-    rf"|(?:\(([A-J])\)|([A-J])[).:]){_GAP}+)(?![=+*/^_<>,&]|-\s)(\S.*)"
-)
 _LETTERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
@@ -165,9 +161,7 @@ def other_readings(text: str) -> list[str]:
     r"""What else it may mean: `0,5` also 0.5, `12.5\%` also 12.5 (not below 1), `1e-3` also a power of ten, whose first
     meaning is 1 * e - 3; and `(B) 12` the option B, or 12.
     """
-    found = []
-    if option := _OPTION.fullmatch(text):
-        found += [one for one in option.groups() if one]
+    found = list(labelled(text) or ())
     if (comma := _DECIMAL_COMMA.fullmatch(text)) and not _THOUSANDS.fullmatch(text):
         found.append(f"{comma[1]}.{comma[2]}")
     if (percent := _PERCENT.fullmatch(text)) and not re.match(r"[-+]?0*\.|[-+]?0+(?:\D|$)", percent[1]):

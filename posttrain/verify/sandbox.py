@@ -2,8 +2,8 @@
 
 `isolation()` names what this machine offers. With `namespaces` the program sees no network, no file but those of the
 interpreter and the system's libraries, and no other process. Where that is not offered (many containers), a program is
-not run unless the caller says `allow_unsandboxed`: then only limits of the kernel hold, and the program can read what
-the user can read, write where the user can write, and use the network. docs/sandbox.md says more.
+not run unless the caller says `allow_unsandboxed`: then only limits and the filter of system calls hold, and it can
+read and write what the user can. docs/sandbox.md says more.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.scratch import scratch
+from posttrain.verify import system_calls
 
 Isolation = Literal["namespaces", "limits"]
 Status = Literal["ended", "timeout", "memory", "processes", "output"]
@@ -79,8 +81,8 @@ def run_python(
     level = isolation()
     if level == "limits" and not allow_unsandboxed:
         raise SandboxError(
-            "this machine offers no namespaces, so a program would have the network and the user's files; run where"
-            " user namespaces are allowed, or accept that with allow_unsandboxed: true"
+            "this machine offers no namespaces, so a program could read and write the user's files; run where user"
+            " namespaces are allowed, or accept that with allow_unsandboxed: true"
         )
     return _run(code, stdin, limits or Limits(), level)
 
@@ -103,10 +105,24 @@ def _try_namespaces() -> str:
     return "" if done.ok and done.stdout == "in\n" else f"exit code {done.exit_code}: {done.stderr}"
 
 
+def problems(params: Mapping[str, Any]) -> list[str]:
+    """What a script that runs programs says in its `CHECK`: why they cannot be run here, [] if they can.
+
+    params: of the recipe; `allow_unsandboxed` among them accepts limits alone.
+    """
+    if params.get("allow_unsandboxed") or isolation() == "namespaces":
+        return []
+    why = f"this machine has no sandbox for the programs that it runs ({_try_namespaces()})"
+    return [f"{why}; run where user namespaces are allowed, or write `allow_unsandboxed: true` in `params`"]
+
+
 def describe() -> str:
     """One sentence for a log: what isolation programs get here, and why not more."""
     if isolation() == "namespaces":
-        return "namespaces: no network, a read-only file system with a scratch directory, no capabilities, limits"
+        calls = "system calls that are filtered" if system_calls.supported() else "but no filter of system calls"
+        return (
+            f"namespaces: no network, a read-only file system but for a scratch one, no capabilities, limits, {calls}"
+        )
     return f"limits only (no namespaces: {_try_namespaces()})"
 
 
@@ -130,6 +146,7 @@ def _spec(code: str, root: str, limits: Limits, level: Isolation) -> dict[str, A
         "root": root,
         "code": code,
         "readable": readable,
+        "filter": system_calls.filter_program(own_signals_only=level == "limits") if system_calls.supported() else [],
         "command": [executable, "-I", "-B", f"{scratch}/main.py"],
         "environment": {**_ENVIRONMENT, "HOME": scratch, "TMPDIR": scratch},
         "seconds": limits.seconds,
@@ -223,9 +240,13 @@ def _write(fd: int, data: memoryview) -> memoryview:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the jail and what runs in it, and close our ends of the pipes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.terminate()  # the jail then ends what it started, and itself
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE_SECONDS)
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             with contextlib.suppress(OSError):

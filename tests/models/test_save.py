@@ -219,3 +219,18 @@ def test_smollm2_from_its_gguf(smollm2: LoadedModel, tmp_path: Path) -> None:
     assert (again.generation_config.eos_token_id, again.generation_config.pad_token_id) == (2, 2)
     adapter = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"].endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.mark.parametrize("n_positions", [64, 16, 2])
+def test_a_model_of_few_positions(loaded: Load, tmp_path: Path, n_positions: int) -> None:
+    """The rendered probe and what is generated from it have more tokens than the model has positions."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from posttrain.models import tiny
+
+    config = GPT2Config(
+        vocab_size=114, n_embd=16, n_layer=2, n_head=2, n_positions=n_positions, bos_token_id=1, eos_token_id=2
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "short")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "short")
+    assert save(loaded(tmp_path / "short"), tmp_path / "out")["logit_gap"] == 0.0

@@ -55,7 +55,8 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             " max_grad_norm",
             "  hint: did you mean `schedule`?",
             "r.yaml:15:1  num_generations: unknown key",
-            "  known here: tools, tool_format, tool_prompt, tool_workers, environment, earlier_turns, stage, algorithm,"
+            "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
+            "environment, earlier_turns, stage, algorithm,"
             " model, data, rollout, rewards, scoring, group_rewards, keep, advantage, factors, bonuses, spread, select,"
             " corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, extends, run",
             "  hint: write `rollout.group_size`",

@@ -118,7 +118,8 @@ def test_overrides_that_do_not_fit_are_told_together(errors: Errors) -> None:
             "command line  run.seed: no value after `=`",
             "  hint: write run.seed=null for none, run.seed='\"\"' for empty text",
             "command line  seed: unknown key",
-            "  known here: tools, tool_format, tool_prompt, tool_workers, environment, earlier_turns, stage, algorithm,"
+            "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
+            "environment, earlier_turns, stage, algorithm,"
             " model, data, rollout, rewards, scoring, group_rewards, keep, advantage, factors, bonuses, spread, select,"
             " corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, extends, run",
             "  hint: `seed` belongs to `run` or `data`",

@@ -134,3 +134,36 @@ def test_too_little_space_is_told_before_writing(tmp_path, monkeypatch):
 def test_a_long_run_that_saves_its_end_alone_says_so() -> None:
     assert "starts over" in checkpoints.none_before_the_end(None, 100)
     assert checkpoints.none_before_the_end(None, 99) == checkpoints.none_before_the_end(50, 1000) == ""
+
+
+def test_a_checkpoints_folder_that_is_a_link_is_refused(tmp_path):
+    """What it leads to is another run's: nothing is written or removed there."""
+    save(tmp_path / "theirs", 1)
+    (tmp_path / "ours").symlink_to(tmp_path / "theirs")
+    with pytest.raises(RunError, match="is a link to"), checkpoints.saving(tmp_path / "ours", 2):
+        pass
+    assert [p.name for p in (tmp_path / "theirs").iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("name", ["step-00000002", "step-00000002.partial"])
+@pytest.mark.parametrize("kind", ["link", "file", "dead link"])
+def test_what_has_the_name_of_a_checkpoint_gives_way_and_what_a_link_leads_to_stays(tmp_path, name, kind):
+    theirs = save(tmp_path / "theirs", 2)
+    root = tmp_path / "ours"
+    root.mkdir()
+    if kind == "file":
+        (root / name).write_text("x")
+    else:
+        (root / name).symlink_to(theirs if kind == "link" else tmp_path / "nowhere")
+    assert checkpoints.latest(root) is None
+    folder = save(root, 2)
+    assert checkpoints.latest(root) == folder and not folder.is_symlink()
+    assert checkpoints.verify(theirs)
+    assert [p.name for p in root.iterdir()] == ["step-00000002"]
+
+
+def test_older_ones_can_be_asked_for(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    found = [checkpoints.latest(tmp_path, before=before) for before in (None, 3, 2, 1)]
+    assert [None if folder is None else checkpoints.step_of(folder) for folder in found] == [3, 2, 1, None]

@@ -1,6 +1,8 @@
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 
@@ -8,7 +10,7 @@ from posttrain.errors import Interrupted
 from posttrain.run.interrupt import ECHO_S, GracefulStop
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_stops(number, capsys):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
@@ -51,3 +53,51 @@ def test_a_request_with_nothing_left_to_stop_is_told_to_who_goes_on():
         os.kill(os.getpid(), signal.SIGINT)
         raise Interrupted("stopped after step 3 of 9")
     assert not GracefulStop.unheeded()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_exit_code_is_that_of_a_shell(number, code):
+    with GracefulStop() as stop:
+        assert stop.asked == 0
+        os.kill(os.getpid(), number)
+        assert stop.asked == number
+        assert Interrupted("stopped", number=stop.number).exit_code == code
+        stop._asked_at -= ECHO_S
+        with pytest.raises(KeyboardInterrupt) as second:
+            os.kill(os.getpid(), number)
+    assert 128 + second.value.args[0] == code
+    GracefulStop.unheeded()
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_does_not_end_the_save(tmp_path):
+    """The kernel sends SIGHUP, and every later write to the terminal is an error; a file goes on to be written."""
+    code = f"""
+import os, signal, sys, time
+from posttrain.run.interrupt import GracefulStop
+with GracefulStop() as stop:
+    open({str(tmp_path / "ready")!r}, "w").close()
+    while not stop.requested:
+        time.sleep(0.01)
+    print("saved", file=sys.stderr, flush=True)
+    open({str(tmp_path / "saved")!r}, "w").close()
+    os._exit(128 + stop.number)
+"""
+    child, terminal = os.forkpty()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert (tmp_path / "saved").exists()

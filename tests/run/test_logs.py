@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RunError
+from posttrain.run.jsonl import lost_rows
 from posttrain.run.metrics import MetricsLog, read_metrics
 from posttrain.run.samples import SamplesLog, read_samples
 
@@ -74,3 +75,61 @@ def test_samples_carry_their_step(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == read_samples(
         tmp_path
     )
+
+
+BROKEN = [
+    '{"st',
+    "[1, 2]",
+    '{"reward": 1}',
+    '{"step": "2"}',
+    "\x00\x00\x00",
+    '{"step": 2} {"step": 3}',
+    "[" * 100_000,
+    "",
+]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
+def test_broken_lines_do_not_block_a_resume_and_are_kept(tmp_path, capsys, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    resumed = log(tmp_path, resume_after=3)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]
+    said = capsys.readouterr().err
+    assert f"{path}:2  1 broken line left out" in said
+    kept = (tmp_path / "attic" / "metrics-broken-lines.txt").read_text()
+    assert kept == f"line 2: {line}\n"
+    assert (resumed.rows, resumed.last) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "lost"),
+    [
+        ([1, 2, 3], 2, None),
+        ([1, 2], 2, None),
+        ([1, 3], 2, "lost 1 of 2 rows"),
+        ([3], 2, "lost 2 of 2 rows"),
+        ([], 2, "lost 2 of 2 rows"),
+        ([1, 2, 3], None, None),
+        ([1, 2, 3], 0, None),
+    ],
+)
+def test_rows_that_a_checkpoint_has_counted_and_the_file_lacks(tmp_path, present, expected, lost):
+    """The row of step 3 is written behind its checkpoint, which counts those before it."""
+    metrics = log(tmp_path)
+    for step in present:
+        metrics.write(step, {"x": 1})
+    metrics.close()
+    told = lost_rows(log(tmp_path, resume_after=3), expected, but=3)
+    assert told is None if lost is None else lost in told
+
+
+def test_rows_are_brought_to_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("posttrain.run.jsonl.os.fsync", synced.append)
+    metrics = log(tmp_path)
+    metrics.write(1, {"x": 1})
+    assert not synced
+    metrics.sync()
+    assert len(synced) == 1
+    MetricsLog.muted().sync()

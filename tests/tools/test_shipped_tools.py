@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.errors import ToolError
 from posttrain.places import shipped
 from posttrain.recipe.rollout_sections import Tool
 from posttrain.registry import load_module
@@ -36,3 +37,11 @@ def test_examples(path: Path, tmp_path: Path) -> None:
                 function(**given, **params)
         else:
             assert function(**given, **params) == expected
+
+
+def test_the_python_tool_is_refused_where_there_is_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, and with what to do; accepted limits are the user's choice."""
+    monkeypatch.setattr("posttrain.verify.sandbox.isolation", lambda: "limits")
+    with pytest.raises(ToolError, match=r"no sandbox .*allow_unsandboxed: true"):
+        load_tool(Tool(use="python"), tmp_path)
+    assert load_tool(Tool(use="python", params={"allow_unsandboxed": True}), tmp_path).name == "python"

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from posttrain.cli.app import app
@@ -93,6 +94,74 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(
     assert finished(opened, "full", recipe(), resume=True) == expected
     assert weights.read_bytes() == whole, "made anew from step 3"
     assert "step-00000004 is damaged and is not used" in capsys.readouterr().err
+
+
+def unreadable_moments(folder: Path) -> None:
+    (folder / "optimizer.pt").write_bytes(b"not a pickle")
+
+
+def other_weights(folder: Path) -> None:
+    save_file({"other": torch.zeros(1)}, folder / "adapter_model.safetensors")
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def other_state(folder: Path) -> None:
+    (folder / "state.json").write_text('{"steps": 3}')
+
+
+def no_json(folder: Path) -> None:
+    (folder / "state.json").write_text("{")
+
+
+def moments_of_another_model(folder: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    optimizer = torch.optim.AdamW([weight])
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
+SPOILT = [
+    unreadable_moments,
+    other_weights,
+    cut_weights,
+    no_weights,
+    other_state,
+    no_json,
+    moments_of_another_model,
+]
+
+
+def test_a_sealed_checkpoint_that_cannot_be_loaded_is_skipped(
+    recipe: Any, opened: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest is right, its files are not what a run can load: the one before is taken, and the numbers are those
+    of an unbroken run. Where none can be loaded the run does not begin anew in silence."""
+    expected = finished(opened, "run", recipe())
+    with opened("run", resume=True) as directory:
+        folders = [checkpoints.folder_for(directory.checkpoints, step) for step in (3, 4)]
+    for spoil in SPOILT:
+        assert checkpoints.verify(folders[1]), "made anew"
+        spoil(folders[1])
+        (folders[1] / checkpoints.MANIFEST).unlink()
+        checkpoints.seal(folders[1])
+        assert finished(opened, "run", recipe(), resume=True) == expected, spoil.__name__
+        said = capsys.readouterr().err
+        assert "step-00000004 cannot be loaded and is not used" in said and "resumed after step 3" in said
+        assert checkpoints.verify(folders[1].with_name("step-00000004.unusable")), "set aside, as it was"
+    for folder in folders:
+        no_json(folder)
+        (folder / checkpoints.MANIFEST).unlink()
+        checkpoints.seal(folder)
+    with opened("run", resume=True) as directory, pytest.raises(RunError, match="no checkpoint can be loaded"):
+        rl.run(recipe(), directory)
+    assert [row["step"] for row in read_metrics(directory.path)] == [1, 2, 3, 4], "nothing is cut back"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told(

@@ -79,3 +79,47 @@ def test_what_cannot_run_here_is_told_before_a_model_is_loaded(monkeypatch: pyte
     with pytest.raises(MissingExtra, match=r"optim\.use: adamw_8bit needs bitsandbytes"):
         optim.check(Optim(use="adamw_8bit"), CPU)
     optim.check(Optim(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "update", "planned", "total", "last", "before", "now"),
+    [
+        ("cosine", 100, 100, 200, 2.5e-7, "2.5e-07", "0.0005"),  # it had come to its end: two thousand times as much
+        ("cosine", 50, 100, 200, 5e-4, "0.0005", "0.000854"),
+        ("linear", 90, 100, 200, 1e-4, "0.0001", "0.00055"),
+        ("linear", 50, 200, 100, 7e-4, "0.00075", "0.0005"),  # shorter
+        ("stable_decay", 99, 100, 200, 1.2e-4, "0.000122", "0.001"),
+    ],
+)
+def test_a_schedule_of_another_length_is_told_on_resume(
+    schedule: Any, update: int, planned: int, total: int, last: float, before: str, now: str
+) -> None:
+    note = optim.changed_lr_note(Optim(lr=1e-3, schedule=schedule), update, planned, total, last)
+    assert note is not None and f"goes on at {now}," in note and note.endswith(f"it was {before}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "update", "planned", "total"),
+    [
+        ("constant", 100, 100, 200),
+        ("cosine", 50, 100, 100),
+        ("cosine", 50, None, 100),  # a checkpoint that does not say how long the run was
+        ("stable_decay", 10, 100, 200),  # far from the end of either
+        ("linear", 2, 100, 200),  # within the warm-up
+    ],
+)
+def test_a_schedule_that_goes_on_as_it_was_is_not_told(schedule: Any, update: int, planned: Any, total: int) -> None:
+    section = Optim(lr=1e-3, schedule=schedule, warmup_steps=5)
+    assert optim.changed_lr_note(section, update, planned, total, 1e-3) is None
+
+
+def test_a_resumed_run_tells_of_its_new_schedule(
+    sft_recipe: Callable[..., Any], opened: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = lambda steps: sft_recipe(optim={"schedule": "cosine"}, run={"steps": steps})  # noqa: E731
+    with opened() as directory:
+        sft.run(make(3), directory)
+    capsys.readouterr()
+    with opened(resume=True) as directory:
+        sft.run(make(6), directory)
+    assert "the run was 3 updates long and is 6: the learning rate goes on at 0.0015" in capsys.readouterr().err

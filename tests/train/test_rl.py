@@ -372,6 +372,19 @@ def test_signal_says_why_a_group_teaches_nothing() -> None:
     assert signal_note(shares) is None
     hard = dict.fromkeys(shares, 0.0) | {"signal/too_hard": 1.0}
     assert "no answer was right" in (signal_note(hard) or "")
+    stopped = signal_note(hard | {"completions/ended_in_thought": 0.75}) or ""
+    assert "75% of the completions end inside their thought: see rollout.stop" in stopped
+
+
+def test_completions_that_stop_inside_their_thought_are_counted() -> None:
+    items = rollouts([1.0, 0.0, 1.0, None])
+    assert "completions/ended_in_thought" not in rollout_metrics(items, rollout_batch(items))
+    items[0] = replace(items[0], text="<think>so</think>x")
+    items[1] = replace(items[1], text="<think>so")
+    items[2] = replace(items[2], text="<think>so", finish="length")
+    assert rollout_metrics(items, rollout_batch(items))["completions/ended_in_thought"] == 0.25
+    items[3] = replace(items[3], text="so", prompt=replace(items[3].prompt, text="p<think>\n"))
+    assert rollout_metrics(items, rollout_batch(items))["completions/ended_in_thought"] == 0.5
 
 
 def test_rollout_metrics_leave_unscored_rows_out() -> None:
@@ -405,7 +418,7 @@ def test_entropy_of_sampled_tokens_does_not_ask_for_a_signal(changes: dict[str, 
 
 def test_entropy_of_sampled_tokens_is_there_where_no_group_has_a_signal(recipe: Make, opened: Opened) -> None:
     """`entropy` is over no token then; over all sampled ones it is what the model has, near that of its 512 words."""
-    with opened() as directory:
+    with opened() as directory, pytest.raises(RunError, match="nothing was trained"):
         rl.run(recipe(rewards=[{"use": "rewards.py:flat"}], run={"steps": 1}), directory)
     (row,) = read_metrics(directory.path)
     assert row["trained_ratio"] == 0 and "entropy" not in row

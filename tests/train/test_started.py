@@ -87,3 +87,15 @@ def test_values_are_compared_and_where_rank_0_writes_is_not(here: Path) -> None:
     after = facts(here, optim={"lr": 1e-3}, run={"steps": 1, "output": "elsewhere"})
     assert [key for key in before if before[key] != after[key]] == ["optim.lr"]
     assert {"posttrain", "torch", "transformers", "run.seed"} <= before.keys()
+
+
+def test_data_are_read_as_a_whole(here: Path) -> None:
+    """Of a model's weights a part is enough, which changes as a whole; a row of data may be edited in place."""
+    rows = here / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i:06}", "answer": "2"}) + "\n" for i in range(120_000)))
+    assert rows.stat().st_size > started.LARGE
+    before = facts(here)["data.source"]
+    content = bytearray(rows.read_bytes())
+    content[len(content) // 2 + started.BLOCK * 3] ^= 1
+    rows.write_bytes(content)
+    assert facts(here)["data.source"] != before

@@ -140,7 +140,7 @@ def rl_step(
             "advantages": batch.advantages,
             "loss": loss.detach(),
             "grad_logp": gradient(loss, logp),
-            "clip_frac": update_metrics(sums, [], lr=0.0)["clip_ratio/region_mean"],
+            "clip_frac": update_metrics(sums, [], lr=0.0, updates=0)["clip_ratio/region_mean"],
             "keep": by_group(batch.keep, batch.group_ids),
         }
 
@@ -729,7 +729,7 @@ def _namespace(objective: Objective, batch: RolloutBatch, logp: Any) -> dict[str
     sums = {name: value.item() for name, value in {**stats, "tokens": batch.mask.sum()}.items()}
     return {
         "loss": loss,
-        "metrics": update_metrics(sums, [], lr=0.0),
+        "metrics": update_metrics(sums, [], lr=0.0, updates=0),
         "policy": (objective.group_term if objective.whole_groups else objective.policy_term)(batch, logp, totals)[0],
         "surrogate": objective.surrogate(batch, logp),
         "corrections": tuple(part(batch, logp.detach()) for part in objective.corrections),

@@ -10,6 +10,7 @@ from posttrain.verify.extract import (
     after_think,
     anchor,
     answer_tag,
+    boxed_answer,
     extract,
     hash_line,
     last_boxed,
@@ -56,6 +57,62 @@ def test_last_boxed_is_linear_in_hostile_text() -> None:
     assert last_boxed(r"\boxed{" * 100_000) is None
     assert last_boxed(r"\boxed{" * 50_000 + "5" + "}" * 50_000) == "5"
     assert time.process_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{1} and \boxed{-2}", "1, -2"),
+        (r"\boxed{1}, \boxed{-2} or \fbox{3}.", "1, -2, 3"),
+        (r"$x = \boxed{1}$ or $x = \boxed{-2}$", "1, -2"),
+        (r"$x_1=\boxed{1}$, $x_{2} = \boxed{-2}$", "1, -2"),
+        (r"\boxed{1}\text{ and }\boxed{-2}", "1, -2"),
+        (r"\[\boxed{1}\quad\boxed{-2}\]", "1, -2"),
+        (r"\\boxed{1} and \\boxed{-2}", "1, -2"),
+        ("\\boxed{1}\n\\boxed{-2}", "1, -2"),
+        ("\\boxed{1}\n\n\\boxed{-2}", "-2"),
+        (r"\boxed{1} wait \boxed{-2}", "-2"),
+        (r"\boxed{4} is wrong, \boxed{1} or \boxed{-2}", "1, -2"),
+        (r"\boxed{5} and \boxed{5}", "5"),
+        (r"{\boxed{\boxed{1}}} and \boxed{(2, 3)}", "1, (2, 3)"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        ("no box", None),
+    ],
+)
+def test_boxes_that_stand_together_are_one_answer(text: str, expected: str | None) -> None:
+    assert boxed_answer(text) == expected
+    assert extract(text, ["boxed"]) == expected
+    assert answer_tag(f"<answer>{text}</answer>") == (text if expected is None else expected)
+
+
+def test_as_many_boxes_as_are_asked_for() -> None:
+    text = r"\boxed{9} no: first \boxed{1}, second \boxed{-2} or \boxed{3}"
+    assert [boxed_answer(text, n) for n in (1, 2, 3, 4, 9)] == [
+        "-2, 3",
+        "-2, 3",
+        "1, -2, 3",
+        "9, 1, -2, 3",
+        "9, 1, -2, 3",
+    ]
+
+
+def test_extractors_are_linear_in_hostile_text() -> None:
+    started = time.process_time()
+    for text in (
+        r"\boxed{",
+        r"\boxed{1}",
+        r"\boxed{1} and ",
+        "answer: ",
+        "answer",
+        "# answer\n",
+        "answer:\\[",
+        "#### ",
+        ". A b c ",
+    ):
+        for name in ("boxed", "hash", "anchor"):
+            extract(text * 50_000, [name])  # type: ignore[list-item]
+            extract("#### answer: " + text * 50_000, [name])  # type: ignore[list-item]
+    assert time.process_time() - started < 10
 
 
 @pytest.mark.parametrize(
@@ -109,6 +166,20 @@ def test_answer_tag_takes_the_box_inside(text: str, expected: str | None) -> Non
         ("####  1,000  ", "1,000"),
         ("#### \n7", None),  # nothing on its line
         ("### 7", None),
+        ("#### 72 (seventy-two)", "72"),
+        ("#### 72 (seventy two dollars).", "72"),
+        ("**#### 72**", "72"),
+        ("#### **$72$**", "72"),
+        ("#### 72.", "72"),
+        (r"#### \(72\)", "72"),
+        ("#### 72 ####", "72"),
+        ("#### Answer: 72", "72"),
+        ("#### The answer is **72**.", "72"),
+        ("#### 72 (or 73)", "72 (or 73)"),  # another answer is no remark
+        ("#### 72 (73)", "72 (73)"),
+        ("#### (1, 2)", "(1, 2)"),
+        ("#### f(x)", "f(x)"),
+        ("#### C#", "C#"),
     ],
 )
 def test_hash_line(text: str, expected: str | None) -> None:
@@ -128,6 +199,37 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("The answer is x^2 + 1 ", "x^2 + 1"),
         ("The answer is", ""),
         ("I give up", None),
+        ("Answer: 12", "12"),
+        ("so 3 * 4 = 12.\nAnswer: $12$.", "12"),
+        ("**Answer:** 12", "12"),
+        ("**Answer: 12**", "12"),
+        ("**Answer**: `12`", "12"),
+        ("### Final Answer: 12", "12"),
+        ("- **Final answer:** **12** apples", "12 apples"),
+        ("answer : 12\n", "12"),
+        ("ANSWER\N{FULLWIDTH COLON}12", "12"),
+        ("Answers: 1, 2", "1, 2"),
+        ("Answer: 11\nNo.\nAnswer: 12", "12"),
+        ("Answer: 11\nSo the answer is 12", "12"),
+        ("The answer is 11\nAnswer: 12", "12"),
+        ("Answer:\n12", "12"),
+        ("**Final Answer**\n\n12", "12"),
+        ("### Answer\n$12$\nThat is all.", "12"),
+        ("Answer:\n\\[\n12\n\\]\n", "12"),
+        ("Answer: $$12$$", "12"),
+        (r"Answer: \(12\).", "12"),
+        ("The final answer is:\n**12**", "12"),
+        ("Answer: 12 (twelve)", "12"),
+        ("Final Answer: The final answer is $12$. I hope it is correct.", "12"),
+        ("Answer: 12! That was easy.", "12"),
+        ("Answer: 12 cm.", "12 cm"),
+        ("Answer: x = 12", "x = 12"),
+        ("Answer: (B) 12", "(B) 12"),
+        ("Answer: 12 or 13", "12 or 13"),  # what may be a second answer stays
+        ("Answer: 12. Or maybe it is 13.", "12. Or maybe it is 13"),
+        ("Answer: 12 (not 13)", "12 (not 13)"),
+        ("The answers to both are hard", None),
+        ("answered: 12", None),
     ],
 )
 def test_anchor(text: str, expected: str | None) -> None:

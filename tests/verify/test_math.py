@@ -87,6 +87,10 @@ def test_the_short_cut_for_integers_agrees_with_the_library(monkeypatch: pytest.
         ("  ", None),
         (r"\boxed{}", None),
         ("text ####", None),
+        (r"$\boxed{1}$ and, by the second equation, $\boxed{-2}$", "1, -2"),
+        (r"\boxed{5}. Check: it is \boxed{5}.", "5"),
+        ("6 * 7 = 42\n#### 42 (forty-two)", "42"),
+        ("6 * 7 = 42\n**#### 42**\nDone.", "42"),
     ],
 )
 def test_gold_text(answer: str, expected: str | None) -> None:
@@ -123,6 +127,21 @@ def test_gold_text(answer: str, expected: str | None) -> None:
         (r"\boxed{0.333}", "1/3", {"decimals": 3}, 1.0, "0.333"),
         (r"\boxed{\frac{}", "5", {}, 0.0, None),
         (r"\boxed{答え}", "5", {}, 0.0, "答え"),
+        (r"\boxed{4} or \boxed{5}", "5", {}, 0.0, "4, 5"),  # one answer of two values
+        (r"\boxed{1, -2}", r"\boxed{1} and \boxed{-2}", {}, 1.0, "1, -2"),
+        (r"\boxed{-2} or \boxed{1}", r"\boxed{1} and \boxed{-2}", {}, 1.0, "-2, 1"),
+        (r"$x=\boxed{1}$ or $x=\boxed{-2}$", "1, -2", {}, 1.0, "1, -2"),
+        (r"One is \boxed{1}, the other \boxed{-2}.", r"\boxed{1} and \boxed{-2}", {}, 1.0, "1, -2"),
+        (r"\boxed{3}: no. One is \boxed{1}, the other \boxed{-2}.", r"\boxed{1}, \boxed{-2}", {}, 1.0, "1, -2"),
+        (r"\boxed{3}, \boxed{1} and \boxed{-2}", r"\boxed{1} and \boxed{-2}", {}, 0.0, "3, 1, -2"),
+        (r"\boxed{-2}", r"\boxed{1} and \boxed{-2}", {}, 0.0, "-2"),
+        (r"\boxed{A} or \boxed{B}", "B", {}, 0.0, "A, B"),
+        ("#### 18/day", "18", {"extract": ("hash",)}, 1.0, "18/day"),
+        ("#### $18 / hour", "18", {"extract": ("hash",)}, 1.0, "18 / hour"),
+        ("#### 18/sqrt(2)", "18", {"extract": ("hash",)}, 0.0, "18/sqrt(2)"),
+        ("**Final Answer:** 12 eggs.", "12", {"extract": ("anchor",)}, 1.0, "12 eggs"),
+        ("Answer: (B) 12", "B", {"extract": ("anchor",)}, 1.0, "(B) 12"),
+        ("Answer: 12 or 13", "12", {"extract": ("anchor",)}, 0.0, "12 or 13"),
     ],
 )
 def test_grade(

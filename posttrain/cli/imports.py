@@ -1,0 +1,215 @@
+"""Rewards, tools and environments of the user, described without importing them into this process.
+
+A script is imported by a worker process with a time limit. One that exits, hangs or crashes while it is imported thus
+ends its worker, and the command says so; what it prints goes to stderr. What ships with posttrain is described here,
+without a worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from posttrain.errors import PosttrainError, Problem, RewardError, ToolError, UserError
+from posttrain.places import is_shipped, split_function
+
+if TYPE_CHECKING:
+    from posttrain.recipe.section import Names
+    from posttrain.verify.load import LoadedReward
+    from posttrain.verify.pool import Pool
+
+SECONDS = "POSTTRAIN_IMPORT_SECONDS"  # the environment variable that changes the limit
+DEFAULT_SECONDS = 30.0
+Kind = Literal["reward", "tool", "environment", "function", "script"]
+Described = dict[str, Any]
+_ENDED = "the worker process ended: "  # how `verify.pool` begins the result of a call whose process is gone
+
+
+@dataclass(frozen=True)
+class DescribedReward:
+    """A reward as its script describes it.
+
+    reward: without its function and params. names: (path below the section, what it names, the name) of each param that
+    names a model or a file.
+    """
+
+    reward: LoadedReward
+    names: list[tuple[tuple[str | int, ...], Names, str]]
+
+
+class Importer:
+    """A context manager that holds the worker. Its methods raise the UserError that importing here would raise."""
+
+    def __init__(self, base_dir: Path | None) -> None:
+        self.base_dir = base_dir
+        self._pool: Pool | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def reward(self, section: Mapping[str, Any]) -> DescribedReward:
+        """The reward of a recipe's section, as plain values."""
+        from posttrain.recipe.section import Names
+        from posttrain.verify.load import LoadedReward
+
+        found = self._describe("reward", section, str(section.get("use")))
+        facts: dict[str, Any] = found["reward"]
+        listed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}
+        reward = LoadedReward(**listed, function=not_imported)
+        names = [(tuple(path), Names(**names), name) for path, names, name in found["names"]]
+        return DescribedReward(reward, names)
+
+    def tool(self, section: Mapping[str, Any]) -> str:
+        """The name of the tool of a recipe's section."""
+        return str(self._describe("tool", section, str(section.get("use") or ""))["name"])
+
+    def environment(self, section: Mapping[str, Any]) -> None:
+        """Check that the environment of a recipe's section can be made."""
+        self._describe("environment", section, str(section.get("use")))
+
+    def function(self, use: str, what: str) -> None:
+        """Check that there is a function `package.module:name`; `what` is how errors call it."""
+        self._describe("function", {"use": use, "what": what}, use)
+
+    def script(self, path: Path) -> None:
+        """Check that a script can be imported."""
+        self._describe("script", {"path": str(path)}, f"{path}:file")
+
+    def _describe(self, kind: Kind, section: Mapping[str, Any], use: str) -> Described:
+        split = split_function(use)
+        request = json.dumps({"kind": kind, "section": section, "base_dir": str(self.base_dir or "")}, default=str)
+        if split is None or split[0].startswith("posttrain."):
+            return _answer(describe(request))
+        return _answer(self._in_worker(request, kind, split[0]))
+
+    def _in_worker(self, request: str, kind: Kind, script: str) -> str:
+        from posttrain.verify.pool import Pool
+        from posttrain.verify.worker import Call, Target
+
+        limit = seconds()
+        if self._pool is None:
+            target = Target(f"{__name__}:describe", {}, batched=False, is_async=False, limit=limit, text=True)
+            self._pool = Pool([target], workers=1)
+        error = {"reward": RewardError, "tool": ToolError, "environment": ToolError}.get(kind, UserError)
+        result = self._pool.run([Call(0, 0, request, {})])[0]
+        if result.kind == "value":
+            return str(result.value)
+        if result.kind == "timeout":
+            raise error(
+                f"importing {script} took longer than {limit:g} s",
+                hint=f"do what takes long in `setup()` or in the function; {SECONDS}=300 waits longer",
+            )
+        said = str(result.value)
+        if said.startswith(_ENDED):
+            cause = said.removeprefix(_ENDED)
+            hint = 'what is not for the import belongs behind `if __name__ == "__main__":`'
+            what = f"importing {script} ended the process that did it ({cause})"
+            raise error(what, hint=hint if cause.startswith("exit code") else "")
+        raise error(f"{script} cannot be imported: {said.strip().splitlines()[-1]}")
+
+
+def check_script(path: Path) -> None:
+    """Raises UserError for a user's script that cannot be imported, before this process imports it."""
+    if not is_shipped(path):
+        with Importer(None) as importer:
+            importer.script(path)
+
+
+def seconds() -> float:
+    """How long the import of a script may take."""
+    given = os.environ.get(SECONDS, "")
+    try:
+        return max(0.1, min(float(given), 86_400.0)) if given else DEFAULT_SECONDS
+    except ValueError:
+        raise UserError(f"{SECONDS} is `{given}`, not a number of seconds") from None
+
+
+def not_imported(*_: Any, **__: Any) -> float:
+    """What stands for the function of a reward that was only described."""
+    raise AssertionError("this reward was described, not imported")
+
+
+def describe(request: str) -> str:
+    """In the worker: import what a request names; the description, or the problems, as JSON."""
+    asked = json.loads(request)
+    base_dir = Path(asked["base_dir"]) if asked["base_dir"] else None
+    try:
+        return json.dumps({"found": _DESCRIBE[asked["kind"]](asked["section"], base_dir)})
+    except PosttrainError as error:
+        return json.dumps({"error": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]})
+    except OSError as error:
+        problem = Problem("", f"{error.strerror or error}: {error.filename}")
+        return json.dumps({"error": "UserError", "problems": [asdict(problem)]})
+
+
+def _answer(text: str) -> Described:
+    from posttrain import errors
+
+    answer = json.loads(text)
+    if "found" in answer:
+        return dict(answer["found"])
+    raised = getattr(errors, answer["error"], UserError)
+    raise (raised if issubclass(raised, UserError) and raised is not errors.MissingExtra else UserError).of(
+        [Problem(**problem) for problem in answer["problems"]]
+    )
+
+
+def _reward(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+    from posttrain.recipe import named
+    from posttrain.recipe.reward_sections import Reward
+    from posttrain.verify.load import load_reward
+
+    reward = load_reward(Reward.model_validate(section), base_dir)
+    facts = vars(replace(reward, params={}))
+    names = [
+        (path, asdict(names), name)
+        for path, names, name in named.arguments(reward.function, section.get("params") or {}, ("params",))
+    ]
+    return {"reward": {key: facts[key] for key in facts if key not in ("function", "params")}, "names": names}
+
+
+def _tool(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+    from posttrain.recipe.rollout_sections import Tool
+    from posttrain.tools.load import load_tool
+
+    return {"name": load_tool(Tool.model_validate(section), base_dir).name}
+
+
+def _environment(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+    from posttrain.recipe.rollout_sections import Environment
+    from posttrain.tools.load import environment_class
+
+    environment_class(Environment.model_validate(section), base_dir)
+    return {}
+
+
+def _function(section: Mapping[str, Any], base_dir: Path | None) -> Described:
+    from posttrain.registry import load_function
+
+    load_function(section["use"], base_dir, what=section["what"])
+    return {}
+
+
+def _script(section: Mapping[str, Any], _: Path | None) -> Described:
+    from posttrain.registry import load_module
+
+    load_module(Path(section["path"]))
+    return {}
+
+
+_DESCRIBE = {
+    "reward": _reward,
+    "tool": _tool,
+    "environment": _environment,
+    "function": _function,
+    "script": _script,
+}

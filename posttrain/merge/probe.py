@@ -1,0 +1,79 @@
+"""Whether a merged model works: transformers loads it whole, and its logits on a fixed text are finite."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.errors import MergeError, PosttrainError, RunError
+from posttrain.merge.blocks import one_thread
+from posttrain.merge.sources import Source
+from posttrain.models.load import positions
+
+TEXT = "The capital of France is Paris. 17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
+TOKENS = 32  # of a model without a tokenizer
+
+
+def ids(tokenizer: Source, model: Source) -> list[int]:
+    """Token ids of a fixed text that `model` takes: no more than it has positions, none that its embedding lacks.
+
+    Ids in a row would be special tokens, on which bfloat16 models blow up; they stand in where the text has no ids.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(model.folder)
+    size = config.get_text_config().vocab_size
+    found: list[int] = []
+    if tokenizer.vocabulary is not None:
+        found = [i for i in AutoTokenizer.from_pretrained(tokenizer.folder)(TEXT)["input_ids"] if i < size]
+    return (found or [i % size for i in range(TOKENS)])[: positions(config)]
+
+
+def logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Output [1, T, V] of a model folder on T token ids; computed in the stored dtype, returned in float32.
+
+    Raises MergeError if transformers cannot run the model, RunError if it does not load whole or its logits are not
+    finite.
+    """
+    try:
+        with one_thread():  # a few tokens: most of the time goes into reading the weights
+            found = _logits(folder, tokens)
+    except PosttrainError:
+        raise
+    except Exception as cause:  # whatever an architecture raises on input_ids alone
+        raise MergeError(
+            f"transformers cannot run it on {len(tokens)} tokens, so a merge of it cannot be tried: "
+            f"{type(cause).__name__}: {cause}",
+            where=str(folder),
+        ) from cause
+    if not torch.isfinite(found).all():
+        raise RunError("its logits are not finite", where=str(folder))
+    return found
+
+
+@torch.no_grad()
+def _logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    loader: Any = getattr(transformers, architectures[0], transformers.AutoModelForCausalLM)
+    model, info = loader.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(wrong.values()):
+        raise RunError(f"transformers does not load it whole: {wrong}", where=str(folder))
+    found: torch.Tensor = model.eval()(input_ids=torch.tensor([list(tokens)])).logits.float()
+    return found
+
+
+def gap(before: torch.Tensor, after: torch.Tensor) -> dict[str, float | None]:
+    """The largest gap between two outputs, None where their shapes differ, and the largest logit of the second."""
+    same = before.shape == after.shape
+    return {
+        "logit_gap": float((after - before).abs().max()) if same else None,
+        "largest_logit": float(after.abs().max()),
+    }

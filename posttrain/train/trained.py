@@ -1,0 +1,85 @@
+"""Whether the steps of a run have trained anything, and what is said where they have not.
+
+An update counts if its gradient is not 0 and its learning rate is not 0. Until the first one that counts, the weights
+themselves are compared: a rate under the rounding of every weight changes none. (It does change weights that are 0, as
+those of a new adapter: what is nearly 0 counts as that.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from posttrain.errors import RunError, counted
+from posttrain.train import distributed, sharding
+from posttrain.train.checkpoint import State
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+NEARLY_ZERO = 1e-12
+CHUNK = 1 << 24  # weights that are copied at once
+
+
+def fingerprint(optimizer: Optimizer) -> int:
+    """A number that changes with the bits of the trained weights; of a divided model, with this rank's part."""
+    weights = (sharding.local(p.detach()) for group in optimizer.param_groups for p in group["params"])
+    return sum(int(_bits(part).sum(dtype=torch.int64)) for weight in weights for part in weight.flatten().split(CHUNK))
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.where(numbers.abs() > NEARLY_ZERO, 0.0).view(_INTEGERS[numbers.element_size()])
+
+
+def moved(before: int | None, optimizer: Optimizer) -> bool:
+    """Whether the weights of any rank are no longer those of `before`; True where that is None. All ranks must ask."""
+    return before is None or distributed.any_rank(fingerprint(optimizer) != before)
+
+
+def idle_note(values: Mapping[str, Any], why: str | None = None) -> str | None:
+    """A sentence for a step that has made no update, else None. values: its metrics. why: the cause, if known."""
+    if values["updates"]:
+        return None
+    return f"no update in this step: {why or _cause(values)}"
+
+
+def _cause(values: Mapping[str, Any]) -> str:
+    if values.get("updates_skipped"):
+        return "gradients overflowed float16, and the scale of the loss was lowered"
+    if not values["trained_ratio"]:
+        return "no token was left to train on; look at the masks, filters and selections of the recipe"
+    if not values["grad_norm"]:
+        return "the gradient of every trained weight is 0; look at the weights and coefficients of the loss"
+    return f"the learning rate {values['lr']:.3g} changes no weight"
+
+
+def check_patience(state: State, limit: int | None) -> RunError | None:
+    """The error that ends a run whose last `limit` steps made no update (None: no limit)."""
+    if limit is None or state.idle < limit:
+        return None
+    return RunError(
+        f"no update in the last {counted(state.idle, 'step')}, {counted(state.updates, 'update')} before",
+        allowed=f"stopped and saved after step {state.step}: run.max_idle_steps is {limit}",
+        hint="read why each step made none above; run.max_idle_steps=null with --resume goes on",
+    )
+
+
+def check_end(state: State) -> None:
+    """Raises RunError at the end of a run that made no update at all: its model is the one that it began with."""
+    if state.step and not state.updates:
+        raise RunError(
+            f"nothing was trained: none of {counted(state.step, 'step')} made an update",
+            allowed="no final model was saved, for it would be the one that the run began with",
+            hint="read why each step made none above; metrics.jsonl has `updates`, `grad_norm` and `trained_ratio`",
+        )
+
+
+def summary(state: State) -> dict[str, Any]:
+    """What the summary of a run says of its updates."""
+    return {
+        "updates": state.updates,
+        "steps_without_update": state.idle_steps,
+        "trained_ratio": state.trained / state.seen if state.seen else None,
+    }

@@ -1,0 +1,70 @@
+r"""Multiple choice: which options an answer names. Pure functions of text.
+
+An option is a letter from A to J, alone or in brackets (`B`, `(B)`, `B.`, `\text{(B)}`), or such a label with what the
+option says behind it: `(B) 12`. An answer that names two options is no answer: `(A) (B)`, `A. B`, `(A) 5 (B) 6`.
+"""
+
+from __future__ import annotations
+
+import re
+
+_FONT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|boldsymbol|bm)\s*\{([^{}]*)\}")
+_GAPS = re.compile(r"\\q?quad\b|\\[ ,;:!]|~|\$|\*\*|\\[()\[\]]|\s+")
+_WORD = re.compile(r"(?:the\s+)?(?:(?:correct\s+)?(?:option|choice|answer)s?(?:\s+is\b|\s*:|\s+)\s*)+", re.IGNORECASE)
+_ALONE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*\)?)\s*[.:]?", re.IGNORECASE)
+# Behind the label: a blank, or nothing where it has brackets; no operator, or it is a formula with a name in it.
+_LABEL = re.compile(r"(?:\(([A-J])\)[.:]?\s*|([A-J])[).:]\s+)(?![=+*/^_<>&]|-\s)(\S.*)")
+_BETWEEN = re.compile(r"\s*(?:[,;/|&]|\b(?:and|or)\b)\s*|\s+|(?<=\))(?=\()", re.IGNORECASE)
+_FURTHER = re.compile(r"(?<![\w\\])\(([A-J])\)|(?<![\w\\(])([A-J])[).:](?=\s)")
+_ABOUT_OPTIONS = re.compile(r"(?:both|neither|either|all|none|only|not|statements?|options?|choices?)\b", re.IGNORECASE)
+
+
+def bare(text: str) -> str:
+    """The text without fonts, `$`, LaTeX's gaps and the word `option` before it."""
+    plain = _GAPS.sub(" ", _FONT.sub(r" \1 ", text)).strip()
+    word = _WORD.match(plain)
+    return plain[word.end() :] if word else plain
+
+
+def letter(text: str) -> str | None:
+    """The option that the text is, as a capital letter; None for anything else."""
+    found = _ALONE.fullmatch(bare(text))
+    return (found[1] or found[2]).upper() if found else None
+
+
+def labelled(text: str) -> tuple[str, str] | None:
+    """(letter, what it says) of a label with text behind it, None for anything else."""
+    found = _LABEL.fullmatch(bare(text))
+    return (found[1] or found[2], found[3]) if found else None
+
+
+def named(text: str) -> list[str]:
+    """The options that an answer names, once each: [] where it names none, several for a hedge.
+
+    What an option says may speak of others: `(D) Both (A) and (B)` names D.
+    """
+    label = labelled(text)
+    if label is None:
+        return _listed(text)
+    first, said = label
+    others = [] if _ABOUT_OPTIONS.match(said) else _listed(said) or [a or b for a, b in _FURTHER.findall(said)]
+    return list(dict.fromkeys([first, *others]))
+
+
+def same(gold: str, candidate: str) -> bool | None:
+    """Whether an answer chooses the options of the gold, and no others; None where that does not decide.
+
+    A gold of letters alone is equal to the same letters, whatever is said behind one. Any other gold is not equal to a
+    hedge between labels.
+    """
+    found = named(candidate)
+    wanted = _listed(gold)
+    if found and wanted:
+        return set(found) == set(wanted)
+    return False if len(found) > 1 and labelled(candidate) else None
+
+
+def _listed(text: str) -> list[str]:
+    """The letters of a text of nothing but options with `,`, `or` and the like between them; else []."""
+    found = [letter(part) for part in _BETWEEN.split(bare(text)) if part]
+    return list(dict.fromkeys(one for one in found if one)) if all(found) else []

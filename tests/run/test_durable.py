@@ -1,0 +1,86 @@
+"""Folders that are replaced: at every moment the old one or the new one is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.run import durable
+from posttrain.run.durable import put_in_place
+
+
+def folder(path: Path, text: str) -> Path:
+    path.mkdir()
+    (path / "weights").write_text(text)
+    return path
+
+
+class Killed(BaseException):
+    """Stands for a process that ends at once."""
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    folder(tmp_path / "final", "old")
+    put_in_place(folder(tmp_path / "final.tmp", "new"), tmp_path / "final")
+    assert (tmp_path / "final" / "weights").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_folder_is_put_where_there_is_none(tmp_path: Path) -> None:
+    put_in_place(folder(tmp_path / "final.tmp", "new"), tmp_path / "final")
+    assert [p.name for p in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("moment", range(8))
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """The process ends before the call of that number that touches the disk."""
+    folder(tmp_path / "final", "old")
+    new = folder(tmp_path / "final.tmp", "new")
+    left = [moment]
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+        patch.setattr(durable, "_exchanged", counted(durable._exchanged))
+        patch.setattr(durable, "sync_folder", counted(durable.sync_folder))
+        with contextlib.suppress(Killed):
+            put_in_place(new, tmp_path / "final")
+    assert (tmp_path / "final" / "weights").read_text() in ("old", "new")
+
+
+def test_without_exchange_the_old_folder_comes_back_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two renames, then the next one is killed before its first."""
+    monkeypatch.setattr(durable, "_exchanged", lambda *_: False)
+    folder(tmp_path / "final", "old")
+    rename = Path.rename
+
+    def killed(self: Path, target: Any) -> Path:
+        if os.fspath(target).endswith("final"):
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", killed)
+        put_in_place(folder(tmp_path / "final.tmp", "new"), tmp_path / "final")
+    assert (tmp_path / "final.old" / "weights").read_text() == "old"
+    put_in_place(tmp_path / "final.tmp", tmp_path / "final")
+    assert (tmp_path / "final" / "weights").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["final"]

@@ -1,0 +1,91 @@
+"""Multiple choice: a chosen option is right however it is written, and naming two is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.verify.math import equal
+from posttrain.verify.options import labelled, letter, named
+
+CHOSEN = ["B", "(B)", "B.", "b", "(b)", r"\text{B}", r"\text{(B)}", r"\mathbf{B}", "**B**", "$B$", "B)", "Option B"]
+CHOSEN += [
+    "option (B)",
+    "The correct answer is B",
+    "(B) 12",
+    "B. 12",
+    "B) Oslo",
+    r"\textbf{(B)}\ 12",
+    r"\textbf{(B) }12",
+]
+CHOSEN += ["(B) Both (A) and (C)", "B. neither A nor C", "(B) Vitamin C", "(B) P(A)", "(B) B", "B: x = 5"]
+
+HEDGES = [
+    "(A) B",
+    "(B) A",
+    "(A) (B)",
+    "(A)(B)",
+    "A. B",
+    "B. A",
+    "A) B",
+    "A: B",
+    "A or B",
+    "A, B",
+    "A/B",
+    "A and B",
+    "B A",
+]
+HEDGES += ["(A) or (B)", "(B), (A)", "(B) or A", r"\text{(A)}\text{(B)}", r"\text{(A)}\ \text{(B)}", r"A\text{ or }B"]
+HEDGES += [
+    r"\textbf{(A)}\ B",
+    "(A) 5 (B) 6",
+    "B. 6 A. 5",
+    "(B) Oslo or (A) Rome",
+    "$A$ or $B$",
+    r"\textbf{(B)} or \textbf{(C)}",
+]
+
+
+@pytest.mark.parametrize("candidate", CHOSEN)
+@pytest.mark.parametrize("gold", ["B", "(B)", r"\text{(B)}"])
+def test_one_option(gold: str, candidate: str) -> None:
+    assert equal(gold, candidate) is True
+    assert equal(gold.replace("B", "C"), candidate) is False
+
+
+@pytest.mark.parametrize("candidate", HEDGES)
+@pytest.mark.parametrize("gold", ["A", "B", "(A)", r"\text{(B)}"])
+def test_a_hedge_is_wrong_for_each_of_its_options(gold: str, candidate: str) -> None:
+    assert len(named(candidate)) == 2
+    assert equal(gold, candidate) is False
+
+
+@pytest.mark.parametrize("candidate", ["A, C", "C, A", "(A) and (C)", r"\text{A, C}", "(A), (C)"])
+def test_a_gold_of_several_options(candidate: str) -> None:
+    assert equal("A, C", candidate) is True
+    assert equal("A, D", candidate) is False
+    assert equal("A", candidate) is False
+
+
+@pytest.mark.parametrize(
+    ("gold", "candidate", "expected"),
+    [
+        ("12", "(B) 12", True),
+        ("12", "(B) 13", False),
+        ("12", "(A) 12 (B) 13", False),
+        ("Oslo", "B) Oslo", True),
+        ("(B) 12", "B", True),
+        ("(B) 12", "12", True),
+        ("(A,B)", "(B,A)", False),  # a point, or an interval, is no choice
+        ("A+B", "B+A", True),
+        ("AB", "BA", True),
+        ("E", "2E", False),
+        ("i", r"\sqrt{-1}", True),
+    ],
+)
+def test_what_is_no_choice_is_compared_as_it_was(gold: str, candidate: str, expected: bool) -> None:
+    assert equal(gold, candidate) is expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "AB", "A = 5", "f(A)", "A + B", "(A, B)", "K", "12", "A-B", "[A, B]"])
+def test_what_names_no_option(text: str) -> None:
+    assert named(text) == [] and letter(text) is None and labelled(text) is None
