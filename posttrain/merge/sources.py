@@ -74,11 +74,12 @@ def _download(place: Place, base_dir: Path) -> Path:
 
 
 def _materialise(name: str, base_dir: Path, folder: Path) -> Path:
-    """Load the model densely on the CPU, an adapter already folded in, and save it."""
+    """Load the model densely on the CPU, an adapter already folded in, and save it. Both are proven: the merge by the
+    logits of the base under the adapter, the folder by those that plain transformers gives."""
     from posttrain.models.load import load
     from posttrain.models.save import save
 
-    save(load(Model(path=name, device="cpu", dtype="float32"), base_dir), folder, verify=False)
+    save(load(Model(path=name, device="cpu", dtype="float32"), base_dir), folder)
     return folder
 
 

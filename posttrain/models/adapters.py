@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import MissingExtra, ModelError
+from posttrain.models.resized import resize_for
 from posttrain.recipe.sections import Lora
 
 if TYPE_CHECKING:
@@ -43,11 +46,6 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> An
             ) from cause
 
 
-def merge_in(model: Any, folder: Path) -> Any:
-    """The dense base with the adapter in `folder` added to its weights: a plain model again, all of it trainable."""
-    return _load(model, folder, trainable=False).merge_and_unload(safe_merge=True).requires_grad_(True)
-
-
 def continue_from(model: Any, folder: Path) -> Any:
     """The adapter in `folder` as the trainable one, and once more as the frozen adapter `reference`.
 
@@ -68,12 +66,36 @@ def load_frozen(model: Any, folder: Path) -> Any:
 
 
 def _load(model: Any, folder: Path, *, trainable: bool) -> Any:
+    """The base, resized where the adapter needs it, under the adapter. All of the adapter's weights must be there."""
     from peft import PeftModel
 
+    resize_for(model, folder)
     try:
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
-    except (ValueError, RuntimeError, OSError) as cause:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+    except (ValueError, RuntimeError, OSError, KeyError, IndexError, TypeError, UserWarning) as cause:
         raise ModelError(f"the adapter {folder} does not fit its base: {cause}") from cause
+
+
+# Kinds of PEFT adapter that are no change of weights: no plain model computes the same.
+_OTHER = (
+    *("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT"),
+    *("XLORA", "POLY"),
+)
+
+
+def check_mergeable(folder: Path) -> None:
+    """Raises ModelError for an adapter whose configuration says that it cannot be merged into its base."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    what = f"an adapter of the kind {config.get('peft_type')}" if config.get("peft_type") in _OTHER else ""
+    what = "an adapter with alora_invocation_tokens" if config.get("alora_invocation_tokens") else what
+    if what:
+        raise ModelError(
+            f"{what} is more than other weights, and cannot be merged into its base",
+            where=str(folder),
+            hint="generate with it in PEFT; posttrain takes LoRA and other adapters that change weights",
+        )
 
 
 def causal_of(model: Any) -> Any:
@@ -84,6 +106,21 @@ def causal_of(model: Any) -> Any:
 def layers_of(base: Any) -> dict[str, Any]:
     """The layers of the model under a PEFT model that carry an adapter, by name."""
     return {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+
+
+def layers_by_weight(base: Any) -> dict[str, Any]:
+    """`layers_of` by the names that the weights which they change have without adapters."""
+    return {f"{without_layers(name)}.{_leaf(layer)}": layer for name, layer in layers_of(base).items()}
+
+
+def _leaf(layer: Any) -> str:
+    """What the changed weight is called in its module; adapters of experts name it."""
+    return str(getattr(layer, "parameter_name", "weight"))
+
+
+def without_layers(name: str) -> str:
+    """The name that a weight or module of the base has without adapters; PEFT may put several around one module."""
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
 
 
 def added(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
@@ -107,9 +144,14 @@ def check_addable(base: Any, adapter: str = "default") -> None:
         kind = name.split(f".{adapter}")[0].rpartition(".")[2]
         if kind in WHOLE:
             raise _not_a_sum(WHOLE[kind])
-    for name in layers:
-        if uses[id(parameters.get(f"{name}.base_layer.weight"))] != 1:
+    for name, layer in layers.items():
+        if uses[id(getattr(layer.get_base_layer(), _leaf(layer), None))] != 1:
             raise _not_a_sum(f"a part on {name}, whose weight is tied to another or not the layer's own,")
+
+
+def is_sum(layer: Any, adapter: str = "default") -> bool:
+    """Whether `added` gives what the layer computes."""
+    return _more_than_a_sum(layer, adapter) is None
 
 
 def _not_a_sum(more: str) -> ModelError:
@@ -138,7 +180,7 @@ def products(base: Any, adapter: str = "default") -> dict[str, tuple[Tensor, Ten
     """
     found = {}
     for name, layer in layers_of(base).items():
-        if adapter not in layer.lora_A or getattr(layer, "fan_in_fan_out", False):
+        if adapter not in layer.lora_A or getattr(layer, "fan_in_fan_out", False) or _leaf(layer) != "weight":
             return None
         a, b = layer.lora_A[adapter].weight.detach().float(), layer.lora_B[adapter].weight.detach().float()
         if not a.dim() == b.dim() == 2:
@@ -156,7 +198,11 @@ def base_of(folder: Path) -> str:
     """The base model that an adapter directory names."""
     base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if not base:
-        raise ModelError(f"{folder / 'adapter_config.json'} names no base model (base_model_name_or_path)")
+        raise ModelError(
+            "names no base model (base_model_name_or_path)",
+            where=str(folder / "adapter_config.json"),
+            hint="an adapter of a run whose base is not stored by itself: use the run's final/, which holds both",
+        )
     return str(base)
 
 

@@ -15,6 +15,7 @@ import torch
 from posttrain import chat, hub
 from posttrain.errors import MissingExtra, ModelError, counted
 from posttrain.models import adapters, quantize, tiny
+from posttrain.models.merge_adapter import merge_in
 from posttrain.models.places import Place, locate, not_found
 from posttrain.models.precision import keep_master_weights
 from posttrain.places import find
@@ -30,6 +31,7 @@ class Origin:
     base_dir: Path
     base: Place  # the dense base: never an adapter directory
     base_changed: bool = False  # an older adapter was merged into the base, so the base on disk is another model
+    resized: bool = False  # the older adapter came with another number of tokens than its base has
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,15 @@ def load(
     base = _base_of(place, base_dir)
     with quiet(), _told_when_full(section):
         model = _base_model(section, base, base_dir, seed, on_host=on_host)
+        rows = model.get_input_embeddings().weight.shape[0]
         model, changed = _with_adapters(model, section, place, seed=seed, training=training)
+        resized = model.get_input_embeddings().weight.shape[0] != rows
     _check_vocabulary(model, tokenizer, section.path)
     eos = chat.eos_ids(tokenizer, model.generation_config, model.config)
     pad = _settle_tokens(tokenizer, model, eos, section.path)
     half = set_mode(model, section, training=training)
-    return LoadedModel(model, tokenizer, eos, pad, section.path, Origin(section, base_dir, base, changed), half)
+    origin = Origin(section, base_dir, base, changed, resized)
+    return LoadedModel(model, tokenizer, eos, pad, section.path, origin, half)
 
 
 def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | None:
@@ -181,6 +186,8 @@ def _checked(section: Model, place: Place, base_dir: Path) -> Place:
         raise ModelError(f"model.revision is for hub ids; {section.path} is a local model")
     if section.lora or place.kind == "adapter":
         adapters.need_peft()
+    if place.kind == "adapter" and place.path is not None and not section.quantize:
+        adapters.check_mergeable(place.path)
     if section.quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "model.quantize: nf4", "quant")
     if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:
@@ -290,7 +297,7 @@ def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, train
             adapters.check_same_shape(old, section.lora)
         return adapters.continue_from(model, old), False
     if old:
-        model = adapters.merge_in(model, old)
+        model = merge_in(model, old)
     if training and section.lora:
         model = adapters.add(model, section.lora, seed=seed)
     return model, old is not None

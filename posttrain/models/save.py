@@ -17,17 +17,15 @@ from posttrain import chat
 from posttrain.errors import RunError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, dense, generation_config, positions, quiet
+from posttrain.models.merge_adapter import merge, merged_copy
 from posttrain.models.quantize import leave_unpacked
-from posttrain.models.rounding import relative_gap
+from posttrain.models.rounding import TOLERANCE, relative_gap
+from posttrain.models.save_adapter import base_is_stored, write_adapter
+from posttrain.models.weight_names import save_under_published_names
 from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, sync_folder
 
 PROBE = "What is 17 + 25? Say why."
 NEW_TOKENS = 24
-
-# Largest accepted gap between logits before and after: root mean square of their differences over that of the logits.
-# All weights are compared in the same arithmetic; an adapter beside a half-precision base sums in float32 in memory and
-# is rounded once more when merged, which may cost twice as much.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
 def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -36,7 +34,8 @@ def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str,
     An adapter whose base stands in a directory or on the hub is saved as an adapter; over any other base (`tiny`, GGUF,
     an older adapter merged in) the whole model is saved, with the adapter in `adapter/`. Nothing is merged into 4-bit
     weights: the dense base is loaded again for that. The result says `kind`, `bytes`, and with `verify`
-    `logit_gap` and `probe_end`. Raises RunError if the saved model is not the one in memory.
+    `logit_gap` and `probe_end`, both of what plain transformers, or PEFT, loads from the folder. Raises RunError if the
+    saved model is not the one in memory.
     """
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,25 +57,26 @@ def _write(loaded: LoadedModel, folder: Path) -> tuple[str, Tensor]:
     model = loaded.model
     if not loaded.is_lora:
         return "full", _write_full(loaded, folder)
-    if _base_is_elsewhere(loaded):
-        _write_adapter(loaded, folder, with_base=True)
+    if base_is_stored(loaded):
+        write_adapter(loaded, folder)
         with loaded.autocast():
             return "adapter", probe_logits(model, loaded.tokenizer)
-    _write_adapter(loaded, folder / "adapter", with_base=_reproducible_base(loaded))
+    write_adapter(loaded, folder / "adapter")
     return "merged", _write_merged(loaded, folder)
 
 
 def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
     """All weights, in the precision that products were computed in: float32 masters are for the optimiser only."""
+    model = save_under_published_names(loaded.model)
     if loaded.half is None:
-        loaded.model.save_pretrained(folder)
-        return probe_logits(loaded.model, loaded.tokenizer)
-    state = cast_state(loaded.model, loaded.half)
-    loaded.model.save_pretrained(folder, state_dict=dict(state))  # it takes tied ones out
+        model.save_pretrained(folder)
+        return probe_logits(model, loaded.tokenizer)
+    state = cast_state(model, loaded.half)
+    model.save_pretrained(folder, state_dict=dict(state))  # it takes tied ones out
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return probe_logits(loaded.model, loaded.tokenizer, state)  # as a reload computes: autocast keeps sums in float32
+    return probe_logits(model, loaded.tokenizer, state)  # as a reload computes: autocast keeps sums in float32
 
 
 def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -90,56 +90,20 @@ def cast_state(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def _base_is_elsewhere(loaded: LoadedModel) -> bool:
-    """Whether plain transformers finds the adapter's base, unchanged, in a directory or on the hub."""
-    origin = loaded.origin
-    return origin is not None and origin.base.kind in ("directory", "hub") and not origin.base_changed
-
-
-def _reproducible_base(loaded: LoadedModel) -> bool:
-    """Whether the base can be loaded again by its name. `tiny` depends on a seed, a merged base is nowhere."""
-    origin = loaded.origin
-    return origin is not None and origin.base.kind == "gguf" and not origin.base_changed
-
-
-def _write_adapter(loaded: LoadedModel, folder: Path, *, with_base: bool) -> None:
-    """The trained adapter alone. Its config names the base only where that name leads to the same weights."""
-    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=False)
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text())
-    base = loaded.origin.base if loaded.origin else None
-    config["base_model_name_or_path"] = str(base.path or base.name) if with_base and base else None
-    if base and base.kind == "hub" and loaded.origin:
-        config["revision"] = loaded.origin.section.revision
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
 def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
-    """The dense base with the adapter added in float32, as a plain model. Returns the logits before the merge."""
+    """The dense base with the adapter merged in, as a plain model. Returns the logits before the merge."""
     origin = loaded.origin
     if origin is None or origin.section.quantize is None:
-        peft = loaded.model
+        with loaded.autocast():
+            expected = probe_logits(loaded.model, loaded.tokenizer)
+        merged = merged_copy(loaded.model)
     else:
         peft = adapters.load_frozen(dense(origin.section, origin.base, origin.base_dir), folder / "adapter")
         peft = peft.to(loaded.device)
-    peft.get_base_model().save_pretrained(folder, state_dict=merged_state(peft))
-    with loaded.autocast():
-        return probe_logits(peft, loaded.tokenizer)
-
-
-def merged_state(peft: Any, adapter: str = "default") -> dict[str, Tensor]:
-    """Every weight of the base under its own name, LoRA's product added in float32. The model itself is not changed."""
-    base = peft.get_base_model()
-    layers = adapters.layers_of(base)
-    state = {}
-    for name, weight in base.state_dict().items():
-        if ".lora_" in name or "lora_magnitude" in name:
-            continue
-        layer, _, leaf = name.rpartition(".base_layer.")
-        if layer in layers and leaf == "weight":
-            weight = adapters.added(layers[layer], weight, adapter)
-        state[f"{layer}.{leaf}" if layer else name] = weight
-    return state
+        expected = probe_logits(peft, loaded.tokenizer)
+        merged = merge(peft)
+    save_under_published_names(merged).save_pretrained(folder)
+    return expected
 
 
 @torch.no_grad()
@@ -169,13 +133,13 @@ def _new_tokens(limit: int | None) -> int:
 
 
 def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int) -> dict[str, Any]:
-    """Reload with plain transformers and compare. Raises RunError; the folder stays for a look at it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    """Reload without any of our own code and compare. Raises RunError; the folder stays for a look at it."""
+    from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not torch.equal(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer)):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
-    model = leave_unpacked(AutoModelForCausalLM.from_pretrained(folder, **_reload_options(loaded)))
+    model = leave_unpacked(_reloaded(loaded, folder))
     model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
     gap = relative_gap(probe_logits(model, tokenizer), expected)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
@@ -184,17 +148,34 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int)
     return {"logit_gap": gap, "probe_end": _generate(model, tokenizer, loaded.eos_ids, folder)}
 
 
-def _reload_options(loaded: LoadedModel) -> dict[str, Any]:
-    """Device, dtype and, for an adapter over a 4-bit base, its quantisation: the dense base gives other logits."""
+def _rows(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _reloaded(loaded: LoadedModel, folder: Path) -> Any:
+    """The saved model as plain transformers loads it; of an adapter, its base with the adapter put on by PEFT.
+
+    The base of an adapter has the dtype that it has in memory, and its quantisation: the dense base gives other logits.
+    """
+    from transformers import AutoModelForCausalLM
+
     options: dict[str, Any] = {"device_map": {"": str(loaded.device)}, "dtype": "auto"}
-    origin = loaded.origin
-    if origin is not None:
-        options["trust_remote_code"] = origin.section.trust_remote_code
-        if loaded.is_lora and _base_is_elsewhere(loaded):
-            options["dtype"] = next(p.dtype for n, p in loaded.model.named_parameters() if "lora_" not in n)
-            quantization = getattr(loaded.model.config, "quantization_config", None)
-            options |= {"quantization_config": quantization} if quantization else {}
-    return options
+    if loaded.origin is not None:
+        options["trust_remote_code"] = loaded.origin.section.trust_remote_code
+    if not adapters.is_adapter(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+    from peft import PeftModel
+
+    options["dtype"] = next(p.dtype for n, p in loaded.model.named_parameters() if "lora_" not in n)
+    if quantization := getattr(loaded.model.config, "quantization_config", None):
+        options["quantization_config"] = quantization
+    config = json.loads((folder / "adapter_config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(
+        config["base_model_name_or_path"], revision=config.get("revision"), **options
+    )
+    if (rows := _rows(loaded.model)) != _rows(base):
+        base.resize_token_embeddings(rows)
+    return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
 @torch.no_grad()

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import ModelError, RunError, counted
-from posttrain.models import adapters, places
+from posttrain.models import adapters, merge_adapter, places
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel, Origin
-from posttrain.models.save import TOLERANCE, cast_state, sync_all
+from posttrain.models.rounding import TOLERANCE
+from posttrain.models.save import cast_state, sync_all
+from posttrain.models.weight_names import save_under_published_names
 from posttrain.recipe.sections import Model
 from posttrain.run.durable import explain_write_errors, put_in_place
 
@@ -177,9 +179,9 @@ def save(loaded: LoadedModel, folder: Path, card: Card) -> dict[str, Any]:
     shutil.rmtree(partial, ignore_errors=True)
     with explain_write_errors(partial), models.quiet():
         partial.mkdir(parents=True)
-        model = copy.deepcopy(loaded.model).merge_and_unload() if loaded.is_lora else loaded.model
+        model = merge_adapter.merged_copy(loaded.model) if loaded.is_lora else loaded.model
         dtype = loaded.half or model.dtype
-        model.save_pretrained(partial, state_dict=cast_state(model, dtype))
+        save_under_published_names(model).save_pretrained(partial, state_dict=cast_state(model, dtype))
         path = partial / "config.json"
         names = {"id2label": dict(enumerate(card.heads)), "label2id": {name: n for n, name in enumerate(card.heads)}}
         config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}

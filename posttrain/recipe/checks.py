@@ -70,6 +70,15 @@ def _half(recipe: Any) -> Found:
         yield "model.dtype", what, "write `bfloat16`, or `auto`"
 
 
+def _adapted_head(recipe: st.SftRecipe | st.DpoRecipe) -> Found:
+    """TRL multiplies by the weight of the output head itself, so that an adapter on it would not be trained."""
+    targets = recipe.model.lora.targets if recipe.model.lora else []
+    names = [targets] if isinstance(targets, str) else targets
+    if any(name.rpartition(".")[2] in ("lm_head", "embed_out") for name in names):
+        what = f"{recipe.verb} trains no adapter on the output head"
+        yield "model.lora.targets", what, "remove it; `rl` and full training train the head"
+
+
 def _offloaded_reference(recipe: st.RlRecipe) -> Found:
     if recipe.model.offload_reference and recipe.model.lora and not recipe.kl.reference:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
@@ -244,8 +253,8 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         _eval_settings,
         idle.refused,
     ),
-    st.SftRecipe: (_objective,),
-    st.DpoRecipe: (_online_kl,),
+    st.SftRecipe: (_objective, _adapted_head),
+    st.DpoRecipe: (_online_kl, _adapted_head),
     st.RlRecipe: (
         _offloaded_reference,
         _groups,

@@ -137,7 +137,7 @@ class TransformersEngine:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
         if isinstance(model, FSDPModule):
             own = dict(dense_weights(self.model))
-            with torch.no_grad(), offered(model) as whole:
+            with torch.no_grad(), offered(model, names="modules") as whole:
                 for name, weight in whole:
                     own[name].copy_(weight)
         elif model is not self.model:

@@ -82,7 +82,7 @@ class PushedEngine(ABC):
         self.dtype = engine_dtype(loaded)
         self.gate = Gate()
         self.seen: list[Seen] = []  # of each copy of the weights, when it last changed
-        if section.merge_adapter and loaded.is_lora:
+        if loaded.is_lora:
             adapters.check_addable(loaded.model.get_base_model())
         self.lora_rank = None if section.merge_adapter else adapter_rank(loaded)  # None: whole weights are pushed
 

@@ -8,7 +8,7 @@ import itertools
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -17,14 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.errors import EngineError
-from posttrain.models import adapters
+from posttrain.models import adapters, weight_names
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
 
 
 def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, tensor) of every weight of the model, or of the base under its adapters. Streams.
+    """(name, tensor) of every weight of the model, or of the base under its adapters, by the names of the model's
+    modules. Streams.
 
     merged: the trained adapter is added in float32, and the sum rounded to the base's type; the model stays as it is.
     Tied weights come once, under their first name. 4-bit weights come dequantised, so that the engine holds the very
@@ -32,22 +33,26 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
     come whole, one at a time; all ranks must ask.
     """
     base = adapters.causal_of(model)
-    layers = adapters.layers_of(base) if merged else {}
+    layers = adapters.layers_by_weight(base) if merged else {}
     seen: set[int] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name or ".quant_state." in name or _is_quantisation_detail(name) or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        dense = _dense(tensor, base.dtype)
-        layer = layers.get(name.removesuffix(".base_layer.weight"))
-        yield name.replace(".base_layer.", "."), dense if layer is None else adapters.added(layer, dense)
+        dense, plain = _dense(tensor, base.dtype), adapters.without_layers(name)
+        yield plain, adapters.added(layers[plain], dense) if plain in layers else dense
 
 
 @contextlib.contextmanager
-def offered(model: Any, *, merged: bool = False) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """`dense_weights` for a reader that may fail. Of a model that is divided among ranks, what it has left is read when
-    the block ends: the others, whose readers go on, would wait for this rank's parts."""
+def offered(
+    model: Any, *, merged: bool = False, names: Literal["modules", "published"] = "published"
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """`dense_weights` for a reader that may fail, as its architecture's checkpoints name and store them. Of a model
+    that is divided among ranks, what it has left is read when the block ends: the others, whose readers go on, would
+    wait for this rank's parts."""
     named = dense_weights(model, merged=merged)
+    if names == "published":
+        named = weight_names.published_stream(adapters.causal_of(model), named)
     try:
         yield itertools.chain(named)  # which no `yield from` of a reader can close
     finally:
@@ -60,11 +65,17 @@ A, B = ".lora_A", ".lora_B"
 
 def factors(model: Any) -> dict[str, Tensor] | None:
     """The trained adapter for `with_factors`, as checkpoint names with A or B behind; None where that is not all that
-    was trained, or not all of it is such products."""
+    was trained, or not all of it is such products, or checkpoints name and store weights differently."""
     found = adapters.products(model.get_base_model())
-    if found is None or model.peft_config["default"].bias != "none":
+    if found is None or model.peft_config["default"].bias != "none" or not _names_stay(model, found):
         return None
     return {name + end: matrix for name, pair in found.items() for end, matrix in zip((A, B), pair, strict=True)}
+
+
+def _names_stay(model: Any, found: Mapping[str, Any]) -> bool:
+    """Whether each adapted weight has the name in checkpoints that it has in the model."""
+    plain = ((name, tensor.to("meta")) for name, tensor in dense_weights(model))
+    return found.keys() <= dict(weight_names.published_stream(adapters.causal_of(model), plain)).keys()
 
 
 def with_factors(
@@ -112,15 +123,10 @@ def write_config(loaded: LoadedModel, folder: Path) -> Path:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what vLLM gets is dense
     base = adapters.causal_of(loaded.model)
-    config.architectures = [architecture(base)]
+    config.architectures = [weight_names.class_of(base).__name__]
     config.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder
-
-
-def architecture(model: Any) -> str:
-    """The name of the model's class; one that is divided among ranks has a class made for it, after its own."""
-    return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule)).__name__
 
 
 def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
@@ -128,9 +134,10 @@ def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
     from huggingface_hub import save_torch_state_dict
 
     write_config(loaded, folder)
+    base = adapters.causal_of(loaded.model)
     state = {
         name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()
-        for name, tensor in dense_weights(loaded.model)
+        for name, tensor in weight_names.published_stream(base, dense_weights(loaded.model))
     }
     save_torch_state_dict(state, folder)
     return folder

@@ -22,7 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from posttrain.errors import PosttrainError, RunError
-from posttrain.models.load import LoadedModel
+from posttrain.models import weight_names
+from posttrain.models.load import LoadedModel, quiet
+from posttrain.models.save_adapter import write_adapter
+from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
 from posttrain.run.facts import NOTHING, Fact
 from posttrain.train import alike, distributed, sharding
@@ -104,7 +107,7 @@ def save(
     Rank 0 writes: what is saved is the same on all ranks, and the others wait. A divided model is put together first.
     alone: this is rank 0, and the others may be gone or elsewhere; not for a divided model.
     """
-    moments = sharding.optimizer_state(optimizer)
+    moments = {**sharding.optimizer_state(optimizer), "names": _names(optimizer, loaded.model, critic)}
     write = partial(_save, root, state, sharding.whole(loaded), moments, keep, critic, more)
     with ranks.unhurried():
         return write() if alone else distributed.on_main(write)
@@ -121,8 +124,10 @@ def _save(
 ) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     with _told(root, state.step), checkpoints.saving(root, state.step) as unsealed:
-        # PEFT would look on the hub whether the vocabulary was resized
-        loaded.model.save_pretrained(unsealed, **({"save_embedding_layers": False} if loaded.is_lora else {}))
+        if loaded.is_lora:
+            write_adapter(loaded, unsealed)
+        else:
+            save_under_published_names(loaded.model).save_pretrained(unsealed)
         loaded.tokenizer.save_pretrained(unsealed)
         if critic is not None:
             save_head(critic, unsealed)
@@ -212,9 +217,39 @@ def _load(
         load_head(critic, folder)
     # From the host: each optimiser brings its moments to where it keeps them.
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    moments = _by_name(moments, _names(optimizer, loaded.model, critic), folder)
     optimizer.load_state_dict(sharding.spread(optimizer, moments))
     also(folder, state)
     return state
+
+
+def _names(optimizer: Optimizer, model: nn.Module, critic: nn.Module | None) -> list[list[str]]:
+    """What the optimiser's parameters are called, by group."""
+    named = dict(model.named_parameters()) | {f"critic.{n}": p for n, p in (critic or nn.Module()).named_parameters()}
+    of = {id(parameter): name for name, parameter in named.items()}
+    return [[of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _by_name(moments: dict[str, Any], names: list[list[str]], folder: Path) -> dict[str, Any]:
+    """The optimiser's state with its parameters numbered in the order of `names`: torch matches them by number alone.
+
+    Raises RunError where the checkpoint has moments of other parameters. Those written before they had names are taken
+    in the order in which they are.
+    """
+    stored = moments.pop("names", names)
+    if [set(group) for group in stored] != [set(group) for group in names]:
+        other = sorted({n for group in stored for n in group} ^ {n for group in names for n in group})
+        raise RunError(f"checkpoint {folder} has the optimiser's state of other weights, e.g. {(other or names)[0]}")
+    numbers = {name: n for group, kept in zip(stored, moments["param_groups"], strict=True)
+               for name, n in zip(group, kept["params"], strict=True)}  # fmt: skip
+    order = [numbers[name] for group in names for name in group]
+    state = {place: moments["state"][n] for place, n in enumerate(order) if n in moments["state"]}
+    places = iter(range(len(order)))
+    groups = [
+        {**kept, "params": [next(places) for _ in group]}
+        for kept, group in zip(moments["param_groups"], names, strict=True)
+    ]
+    return {**moments, "state": state, "param_groups": groups}
 
 
 def load_weights(loaded: LoadedModel, folder: Path) -> None:
@@ -223,15 +258,16 @@ def load_weights(loaded: LoadedModel, folder: Path) -> None:
         from peft import set_peft_model_state_dict
 
         result: Any = set_peft_model_state_dict(loaded.model, load_file(folder / "adapter_model.safetensors"))
-        missing = [k for k in result.missing_keys if "lora_" in k and ".default." in k]
+        trained = {name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
+        missing = [name for name in result.missing_keys if name in trained]
         unexpected = result.unexpected_keys
     else:
-        weights: dict[str, torch.Tensor] = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            weights |= load_file(path)
+        try:
+            with quiet():
+                weights = weight_names.read(loaded.model, folder)
+        except Exception as cause:
+            raise RunError(f"checkpoint {folder} cannot be loaded: {cause}") from cause
         missing, unexpected = _fill(loaded, weights)
-        tied = set(getattr(loaded.model, "all_tied_weights_keys", None) or ())
-        missing = [k for k in missing if k not in tied]
     if missing or unexpected:
         raise RunError(f"checkpoint {folder} does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
 

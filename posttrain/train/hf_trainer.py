@@ -25,9 +25,10 @@ from posttrain import whereabouts
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, NonFiniteError, RunError, counted
+from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, counted
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
+from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
@@ -344,7 +345,8 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
             progress.note(lost)
         if job.state.step and (job.finished or job.state.step % recipe.run.log_every == 0):
             metrics.fill(job.state.step, job.state.last_metrics or {})
-        for note in (*notes, checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)):
+        unsaved = checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)
+        for note in (merged_note(job.loaded), *notes, unsaved):
             if note:
                 progress.note(note)
         if job.state.step:
@@ -382,6 +384,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
 
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:
     """A TRL trainer of class `kind` around our model and optimiser. options: settings of this kind of trainer."""
+    check_head(job.loaded)
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
     distributed.same_weights(job.loaded.model)
     with distributed.unseen():
@@ -402,6 +405,17 @@ def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: 
         if parameter.dtype != dtypes.get(name, parameter.dtype):
             parameter.data = parameter.data.to(dtypes[name])
     return trainer
+
+
+def check_head(loaded: LoadedModel) -> None:
+    """Raises ModelError for an adapter on the output head: TRL multiplies by the head's own weight."""
+    head = loaded.model.get_output_embeddings() if loaded.is_lora else None
+    if hasattr(head, "base_layer"):
+        raise ModelError(
+            f"{loaded.source} has an adapter on its output head, which sft and dpo do not train",
+            where="model.lora.targets",
+            hint="leave the head out of the targets; `rl` and full training train it",
+        )
 
 
 def arguments(job: Job) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from posttrain.batch import Rollout
 from posttrain.errors import Interrupted
 from posttrain.models.save import save
+from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run import checkpoints
@@ -65,7 +66,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     ):
         audited(recipe, work, scorer, progress.note)
         with assembled(recipe, directory, work, scorer, watchdog, progress.note) as pieces:
-            for note in (*stale_notes(recipe), checkpoints.none_before_the_end(recipe.run.save_every, work.steps)):
+            unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
+            for note in (merged_note(pieces.loaded), *stale_notes(recipe), unsaved):
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from posttrain.errors import ModelError, RunError
 from posttrain.models import save as saving
 from posttrain.models.load import LoadedModel
-from posttrain.models.save import merged_state, probe_logits, save
+from posttrain.models.merge_adapter import merged_copy
+from posttrain.models.save import probe_logits, save
 
 Load = Callable[..., LoadedModel]
 
@@ -109,7 +110,7 @@ def test_the_merge_by_hand(loaded: Load) -> None:
     move(model.model)
     layer = model.model.get_base_model().model.layers[1].self_attn.q_proj
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    merged = merged_state(model.model)["model.layers.1.self_attn.q_proj.weight"]
+    merged = merged_copy(model.model).state_dict()["model.layers.1.self_attn.q_proj.weight"]
     assert torch.allclose(merged, layer.base_layer.weight + 2 * b @ a, atol=1e-6)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from posttrain.errors import EngineError, ModelError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
-from posttrain.models.save import merged_state
+from posttrain.models.merge_adapter import merged_copy
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.recipe.sections import Lora
 from posttrain.rollout.core import read_base
@@ -54,7 +54,7 @@ def test_an_adapter_is_rounded_to_the_engine_s_type(adapted: Any, tmp_path: Path
 
 
 def test_merged_weights_are_those_of_the_saved_model(adapted: Any) -> None:
-    found, expected = dict(dense_weights(adapted, merged=True)), merged_state(adapted)
+    found, expected = dict(dense_weights(adapted, merged=True)), merged_copy(adapted).state_dict()
     assert found.keys() == expected.keys() - {"lm_head.weight"}  # tied: it comes once
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     plain = dict(dense_weights(adapted))
@@ -115,7 +115,7 @@ def test_what_is_no_product_of_matrices_is_added_by_the_trainer(loaded: LoadedMo
     model = adapted_by(loaded, **more)
     adapters.check_addable(model.get_base_model())
     assert factors(model) is None
-    expected = merged_state(model)
+    expected = merged_copy(model).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in dense_weights(model, merged=True))
 
 

@@ -1,0 +1,182 @@
+"""A PEFT adapter merged into its base: a plain model that computes what the base with the adapter computes.
+
+PEFT's own merge changes a weight where it lies, so that every module which shares it changes too: the output embedding
+of a model with tied embeddings, a layer that the adapter repeats. Here each module gets its own weight first, and the
+embeddings stay tied only where they are equal afterwards. That the merge is exact is measured at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.errors import ModelError
+from posttrain.models import adapters
+from posttrain.models.precision import HALF
+from posttrain.models.resized import token_indices
+from posttrain.models.rounding import TOLERANCE, relative_gap
+
+PROBE_TOKENS = 24
+
+
+def merge_in(model: Any, folder: Path) -> Any:
+    """The dense base with the adapter in `folder` merged into its weights: a plain model again, all of it trainable.
+
+    Raises ModelError where that is not the same as the base with the adapter on it.
+    """
+    try:
+        return merge(adapters.load_frozen(model, folder)).requires_grad_(True)
+    except ModelError as error:
+        raise error.at(str(folder)) from error
+
+
+def merged_copy(peft: Any) -> Any:
+    """`merge` of a copy; the model with its adapter stays as it is."""
+    made = copy.deepcopy(peft)
+    for module in made.modules():
+        module.__dict__.pop("forward", None)  # a trainer's patch, which goes on to call the model that was copied
+    return merge(made)
+
+
+def merge(peft: Any) -> Any:
+    """The base under a PEFT model with the active adapter merged in, in place, as a model without adapters.
+
+    LoRA's products are added in float32 and the sum is rounded once to the weight's type; whatever else the adapter
+    holds is merged by PEFT. Embeddings that differ afterwards are no longer tied, and the configuration says so.
+
+    Raises ModelError if the adapter cannot be merged, or the merged model computes something else.
+    """
+    was_training = peft.training
+    peft.eval()
+    ids = _probe_ids(peft)
+    expected = _logits(peft, ids)
+    base = peft.get_base_model()
+    _unshare(base)
+    try:
+        _unwrap_inner(base)
+        _add_products(base)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layers that are merged already, and of weights that were tied
+            merged = peft.merge_and_unload(safe_merge=True)
+    except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as cause:
+        raise _refusal(str(cause).splitlines()[0] if str(cause) else type(cause).__name__) from cause
+    _tie_again(merged)
+    gap = _gap(_logits(merged, ids), expected)
+    if not gap <= 2 * TOLERANCE.get(merged.dtype, TOLERANCE[torch.bfloat16]):
+        raise _refusal(f"logits differ by {gap:.2g} of their size afterwards")
+    return merged.train(was_training)
+
+
+def _refusal(why: str) -> ModelError:
+    return ModelError(
+        f"the adapter cannot be merged into its base: {why}",
+        hint="generate with it in PEFT, or train one that is LoRA with weights of the base's own shapes",
+    )
+
+
+@torch.no_grad()
+def _unshare(base: Any) -> None:
+    """Give each module a weight of its own where a part of the adapter lies on one of those that share it, and where
+    the adapter itself has repeated a layer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds: tuple[Any, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    adapted = {id(p) for module in base.modules() if isinstance(module, kinds) for p in module.parameters()}
+    keys = getattr(base, "all_tied_weights_keys", None) or {}
+    declared = {*keys, *keys.values()}
+    tied = {
+        id(p) for name, p in base.named_parameters(remove_duplicate=False) if adapters.without_layers(name) in declared
+    }
+    for number, places in _places(base).items():
+        for module, name in places[1:] if number in adapted or number not in tied else ():
+            weight = module._parameters[name]
+            assert weight is not None
+            module._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+
+
+def _places(base: Any) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Every parameter, by its id: the modules that hold it, each once, with its name there."""
+    found: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in base.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[id(parameter)].append((module, name))
+    return found
+
+
+@torch.no_grad()
+def _unwrap_inner(base: Any) -> None:
+    """Merge what lies between a LoRA layer and its weight: single tokens of a tied output embedding."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for layer in adapters.layers_of(base).values():
+        if isinstance(layer.base_layer, AuxiliaryTrainingWrapper):
+            layer.base_layer = layer.base_layer.unload_and_optionally_merge_module(True, True, None)
+
+
+@torch.no_grad()
+def _add_products(base: Any) -> None:
+    """Add LoRA's products to the weights in float32, and have PEFT leave these layers out of its own merge."""
+    for layer, name in _sums(base):
+        layer.base_layer.weight.data = adapters.added(layer, layer.base_layer.weight.data, name)
+        layer.merged_adapters.append(name)
+
+
+def _sums(base: Any) -> Iterator[tuple[Any, str]]:
+    """The layers whose adapter is a product added to a dense weight, each with the adapter's name."""
+    from peft.tuners import lora
+
+    for layer in adapters.layers_of(base).values():
+        for name in layer.active_adapters:
+            plain = isinstance(layer, (lora.Linear, lora.Embedding)) and adapters.is_sum(layer, name)
+            if plain and (name in layer.lora_A or name in layer.lora_embedding_A):
+                yield layer, name
+
+
+@torch.no_grad()
+def _tie_again(model: Any) -> None:
+    """Tie the embeddings again where they are equal, else say in the configuration that they are not tied."""
+    keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    equal = {one: other for one, other in keys.items() if _equal(weights.get(one), weights.get(other))}
+    for config in (model.config, model.config.get_text_config()) if keys else ():
+        config.tie_word_embeddings = equal == keys  # PEFT has said no wherever a weight was written
+    model.all_tied_weights_keys = equal
+    model.tie_weights(recompute_mapping=False)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _probe_ids(peft: Any) -> Tensor:
+    """Token ids [1,T] from all over the vocabulary, and those that the adapter trains by themselves."""
+    size = peft.get_input_embeddings().weight.shape[0]
+    room = getattr(peft.config.get_text_config(), "max_position_embeddings", None) or PROBE_TOKENS
+    own = [token for config in peft.peft_config.values() for token in token_indices(config)]
+    spread = torch.linspace(0, size - 1, PROBE_TOKENS).long().tolist()
+    return torch.tensor([[*spread, *own[:PROBE_TOKENS]][-min(room, 2 * PROBE_TOKENS) :]])
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    """[T, vocabulary], float32 on the CPU; computed in half precision where some weights are in it."""
+    device, dtypes = next(model.parameters()).device, {p.dtype for p in model.parameters()}
+    half = next((dtype for dtype in HALF if dtype in dtypes), None)
+    with torch.autocast(device.type, dtype=half, enabled=half is not None):
+        logits: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
+    return logits[0].float().cpu()
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    """`relative_gap` where the expected numbers are finite: half precision overflows on some tokens of some models."""
+    finite = torch.isfinite(expected)
+    return relative_gap(found[finite], expected[finite])

@@ -1,0 +1,62 @@
+"""A trained adapter as a folder that PEFT loads. It names its base only where that name leads to the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from posttrain.models.load import LoadedModel
+
+
+def base_is_stored(loaded: LoadedModel) -> bool:
+    """Whether plain transformers finds the adapter's base, unchanged, in a directory or on the hub."""
+    origin = loaded.origin
+    return origin is not None and origin.base.kind in ("directory", "hub") and not origin.base_changed
+
+
+def base_name(loaded: LoadedModel) -> str | None:
+    """What leads to the adapter's base. None: `tiny` depends on a seed, and a base that an older adapter was merged
+    into is nowhere."""
+    origin = loaded.origin
+    if origin is None or origin.base_changed or origin.base.kind == "tiny":
+        return None
+    return str(origin.base.path or origin.base.name)
+
+
+def merged_note(loaded: LoadedModel) -> str | None:
+    """What became of the adapter that training starts from, in one line; None where it starts from no adapter."""
+    origin = loaded.origin
+    if origin is None or not origin.base_changed:
+        return None
+    base = origin.base.name
+    after = "a new adapter is trained on the result" if loaded.is_lora else "all weights of the result are trained"
+    return f"{loaded.source} is an adapter: it was merged into its base {base}, and {after}"
+
+
+def write_adapter(loaded: LoadedModel, folder: Path) -> None:
+    """Write the trained adapter alone, its configuration, and a README that says what its base is."""
+    origin = loaded.origin
+    resized = origin is not None and origin.resized
+    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=resized)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["base_model_name_or_path"] = base = base_name(loaded)
+    if origin is not None and origin.base.kind == "hub" and base is not None:
+        config["revision"] = origin.section.revision
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / "README.md").write_text(_readme(loaded, base), encoding="utf-8")
+
+
+def _readme(loaded: LoadedModel, base: str | None) -> str:
+    """PEFT's own card names the model that the base was loaded from, also where an older adapter was merged into it."""
+    head = ["library_name: peft", *([f"base_model: {json.dumps(base)}"] if base else [])]
+    if base is not None:
+        text = f"An adapter on `{base}`."
+    elif loaded.origin is not None and loaded.origin.base_changed:
+        text = (
+            f"An adapter on `{loaded.source}`, which is an adapter itself and was merged into its base before this one"
+            " was trained. The merged base is not stored; the run's `final/` is that base with this adapter merged in."
+        )
+    else:
+        text = f"An adapter on `{loaded.source}`, which is made from a seed; the run's `final/` is both as one model."
+    return "\n".join(["---", *head, "---", "", text, ""])
