@@ -23,9 +23,9 @@ def note(uid: str, place: str) -> None:
 def place_of(uid: object) -> str:
     """`rows.jsonl:3`, relative to the working directory if it lies below; empty for a row that was made in code.
 
-    What is made from a row (`UID/chosen`, `UID@0.6`) is where that row is.
+    What is made from a row (`UID/chosen`, `UID@0.6`, `UID.2`) is where that row is.
     """
-    found = _places.get(str(uid)) or _places.get(re.split("[/@]", str(uid))[0], "")
+    found = _places.get(str(uid)) or _places.get(re.split(r"[/@]|\.\d+$", str(uid))[0], "")
     return found.removeprefix(f"{Path.cwd()}/")
 
 

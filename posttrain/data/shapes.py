@@ -101,8 +101,6 @@ def _behind_prompt(messages: list[Row], shared: int, prompt: Any, side: str, whe
         raise DataError(f"`{side}` must be one assistant message behind the prompt, not: {roles}", where=where)
     if shared and not _same_prompt(messages[:shared], prompt):
         raise DataError(f"`{side}` begins with another conversation than `prompt`", where=where)
-    if rest[0].get("tool_calls"):
-        raise DataError(f"`{side}` is a tool call; pairs compare texts", where=where)
     return answer_of(rest)
 
 

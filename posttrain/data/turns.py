@@ -7,7 +7,7 @@ in the template's own words.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from posttrain.errors import DataError
 EMPTY_COMPLETION = "empty completion"
 UNWANTED = "its turns say `train: false` (or `weight: 0`)"
 EARLIER_THOUGHTS = "LOOK: the chat template leaves out thoughts of earlier turns"
+EARLIER_PARTS = "LOOK: the chat template leaves out parts of earlier assistant turns"
 ADDED_THOUGHT = "LOOK: the chat template adds an empty thought, which is trained on"
 EMPTY_TURN = "LOOK: an earlier assistant turn is empty, and not trained on"
 
@@ -182,8 +183,9 @@ class _View:
 def _answer(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _Answer:
     """What the template writes of the last message behind the prompt.
 
-    Most templates write a finished turn as it is generated. If they drop the thought from its content, or the prompt
-    has opened `<think>` already, the turn is rendered with a word in place of its content, which then takes its place.
+    Most templates write a finished turn as it is generated. If they drop a part of its content (its thought), or the
+    prompt has opened `<think>` already, the turn is rendered with a word in place of its content, which then takes its
+    place.
     """
     turn = messages[-1]
     view = _view(uid, prompt, messages, tokenizer, tools)
@@ -192,8 +194,8 @@ def _answer(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
         if not lost:
             others = _once(_unwritten(leaf, turn) for leaf in view.lost)
             return _Answer(_cut(view, tokenizer), _frame(view, turn, tokenizer), others)
-        if not all(leaf.thought and leaf.field == "content" for leaf in lost):
-            raise _not_written(uid, lost[0], turn)
+        if other := [leaf for leaf in lost if leaf.field != "content"]:
+            raise _not_written(uid, other[0], turn)
     if not str(turn.get("content") or "").strip():
         raise _rewritten(uid)
     return _filled(uid, prompt, messages, tokenizer, tools)
@@ -258,8 +260,8 @@ def _frame(view: _View, turn: Message, tokenizer: Any) -> str:
         begin = start - len(lead) if lead and view.real.endswith(lead, at, start) else start
         frame += view.real[at:begin] + "…"
         at = end + len(trail) if trail and view.real.startswith(trail, end) else end
-    tail = view.real[at:]
-    return frame + chat.closed(tokenizer, tail).text
+    end = chat.closed(tokenizer, view.real[at:])
+    return frame + (end.text.rstrip() if end.id is None else end.text)
 
 
 def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _Answer:
@@ -276,8 +278,8 @@ def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
             hint="give `model.chat_template` one that lets the model think, or take the thoughts out of the rows",
         )
     if view is not None:
-        if lost := [leaf for leaf in view.lost if leaf.field in _OF_A_TURN]:
-            raise _not_written(uid, lost[0], turn)
+        if any(leaf.field in _OF_A_TURN for leaf in view.lost):
+            raise _not_written(uid, written.probe([turn]).leaves[0], turn)
         end = _cut(view, tokenizer)
         return _Answer(chat.TurnEnd(end.text.replace(_PLACEHOLDER, content, 1), end.id), _frame(view, plain, tokenizer))
     if turn.get("tool_calls") or not (opened or closed):
@@ -312,10 +314,20 @@ def _lost_before(
     marked = written.mark(tokenizer, probed, generation_prompt=True)
     spans = written.place(probed.leaves, marked, prompt)
     lost = written.missing(probed.leaves, prompt, spans)
-    for leaf in lost:
-        if leaf.field in ("content", "tool_calls") and not leaf.thought:
-            raise _not_written(uid, leaf, messages[leaf.message])
-    return _once(EARLIER_THOUGHTS if leaf.thought else _unwritten(leaf, messages[leaf.message]) for leaf in lost)
+    kept = {leaf.message for leaf in probed.leaves if leaf.field == "content" and leaf not in lost}
+    return _once(_loss(uid, leaf, messages, kept) for leaf in lost)
+
+
+def _loss(uid: str, leaf: Leaf, messages: Sequence[Message], kept: Set[int]) -> str:
+    """The cause under which a lost text is counted. kept: the messages of which some text is written."""
+    if leaf.thought:
+        return EARLIER_THOUGHTS
+    if leaf.field not in ("content", "tool_calls"):
+        return _unwritten(leaf, messages[leaf.message])
+    message = messages[leaf.message]
+    if leaf.field == "content" and message["role"] == "assistant" and leaf.message in kept:
+        return EARLIER_PARTS
+    raise _not_written(uid, leaf, message)
 
 
 def _unwritten(leaf: Leaf, message: Message) -> str:

@@ -36,7 +36,9 @@ class Between:
         """
         shown = [{**m, "content": self._plain(str(m["content"]), limit)} for m in reply]
         tail = _tail(self.tokenizer, shown)
-        end = chat.first_special(self.tokenizer, tail)
+        end = chat.turn_end(self.tokenizer)  # of several tokens, maybe
+        if end.id is None or not tail.startswith(end.text):
+            end = chat.first_special(self.tokenizer, tail)
         if last in self.eos_ids and end.id is not None:
             tail = tail[len(end.text) :]
         return tuple(self.tokenizer(tail, add_special_tokens=False)["input_ids"])

@@ -17,6 +17,7 @@ from posttrain.data.render import (
     render_examples,
     render_prompt,
 )
+from posttrain.data.shapes import normalise
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
 
@@ -114,6 +115,17 @@ def test_pairs_share_the_prompt_and_both_sides_end(tiny: Any) -> None:
     pair = join_pair("u", *encode(pair_texts(row, tiny, section()), tiny, section()))
     decoded = [tiny.decode(list(ids)) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)]
     assert decoded == ["<bos><|user|>q<|assistant|>", "a<eos>", "bc<eos>"]
+
+
+def test_the_sides_of_pairs_may_be_calls(tiny: Any) -> None:
+    def calling(name: str) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name, "arguments": {}}}]}]
+
+    row = normalise({"prompt": "q", "chosen": calling("add"), "rejected": calling("sub")}, "f:1")
+    pair = join_pair("u", *encode(pair_texts({"uid": "u", **row}, tiny, section()), tiny, section()))
+    assert [tiny.decode(list(ids)) for ids in (pair.chosen_ids, pair.rejected_ids)] == [
+        f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call><eos>' for name in ("add", "sub")
+    ]
 
 
 def test_plain_text_without_a_template(tiny: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.data import render
-from posttrain.data.turns import ADDED_THOUGHT, EARLIER_THOUGHTS, EMPTY_TURN, UNWANTED, Text
+from posttrain.data.turns import ADDED_THOUGHT, EARLIER_PARTS, EARLIER_THOUGHTS, EMPTY_TURN, UNWANTED, Text
 from posttrain.data.written import probe
 from posttrain.errors import DataError
 from posttrain.recipe.sections import Data
@@ -56,6 +56,10 @@ TEXT_ARGUMENTS = (  # DeepSeek: arguments are text, and only a turn without any 
     "{% endfor %}{% else %}{{ m.content }}{% endif %}<eos>" + END
 )
 TRIMS = START + "{{ m.content | trim }}<eos>" + END
+STRIPS_NOTES = (  # a template that takes a part out of what assistants say
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{{ m.content.split('<note>')[0] }}"
+    "{{ m.content.split('</note>')[-1] if '</note>' in m.content }}{% else %}{{ m.content }}{% endif %}<eos>" + END
+)
 TWO_ENDS = START + "{{ m.content }}<|tool|><eos>" + END  # Cohere 2: the answer is closed, then the turn
 
 USER = {"role": "user", "content": "q"}
@@ -186,6 +190,18 @@ def test_texts_that_the_template_changes_are_found_all_the_same(with_template: T
     escaped = with_template(START + "{{ m.content | tojson }}<eos>" + END)
     (text,) = texts(escaped, USER, {"role": "assistant", "content": 'say "é"\n\tnow'})
     assert trained([text]) == ['"say \\"é\\"\\n\\tnow"<eos>']
+
+
+def test_a_part_that_the_template_takes_out_is_trained_on_and_told_of_earlier_turns(with_template: Template) -> None:
+    """What the model must write is the row's content, however the template shows it later."""
+    tokenizer = with_template(STRIPS_NOTES)
+    noted = {"role": "assistant", "content": "so <note>aside</note> yes"}
+    (text,) = texts(tokenizer, USER, noted)
+    assert (trained([text]), text.losses) == (["so <note>aside</note> yes<eos>"], ())
+    (text,) = texts(tokenizer, USER, noted, USER, ANSWER)
+    assert text.losses == (EARLIER_PARTS,)
+    with pytest.raises(DataError, match="does not write `content` of this assistant message"):
+        texts(tokenizer, USER, {**noted, "content": "<note>all of it</note>"}, USER, ANSWER)
 
 
 def test_unwanted_turns_are_read_only_and_say_so(with_template: Template) -> None:

@@ -32,7 +32,8 @@ def test_a_row_is_told_by_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "my data/a.csv").write_text("prompt,answer\n1+1,2\n1+2,3\n")
     first, second = load_rows(Data(source="my data/a.csv"), tmp_path)
     assert whereabouts.row(second["uid"]) == f"my data/a.csv:3 (row {second['uid']})"
-    assert whereabouts.place_of(f"{first['uid']}/chosen") == "my data/a.csv:2"
+    for part in ("/chosen", "@0.6", ".2"):
+        assert whereabouts.place_of(f"{first['uid']}{part}") == "my data/a.csv:2"
     assert set(first) == {"prompt", "answer", "uid"}, "a row has no column for it"
     assert whereabouts.rows([first["uid"], second["uid"]]) == "my data/a.csv:2, 3"
 

@@ -321,3 +321,16 @@ def test_a_template_without_a_role_for_tools_shows_their_answers_as_the_users() 
     )
     assert tokenizer.decode(list(ids)) == "<|user|><tool_response>\n4\n</tool_response><|assistant|>"
     assert rewrites(tokenizer, "tool") == ""
+
+
+def test_an_end_of_several_tokens_is_not_written_twice() -> None:
+    """Cohere 2 closes the answer and then the turn; the model has written both when its turn has ended."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|tool|><eos>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    between = Between(tokenizer, [tokenizer.eos_token_id])
+    reply = [{"role": "user", "content": "go on"}]
+    found = between.tokens(tokenizer.eos_token_id, reply, 100)
+    assert tokenizer.decode(list(found)) == "<|user|>go on<|tool|><eos><|assistant|>"
