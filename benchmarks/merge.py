@@ -72,7 +72,7 @@ EXPLAINED = {
     "slerp": "mergekit sums norms and the cosine in chunks of 2^20 entries: rounding",
     "model_stock": "a mean cosine below 0 counts as 0 in posttrain, which gives the base; mergekit goes on past it. "
     "Else rounding",
-    **dict.fromkeys(RANDOM, "draws of its own on each side, and mergekit rescales by L1 norms: see `statistics`"),
+    **dict.fromkeys(RANDOM, "draws of its own on each side: see `statistics`"),
 }
 
 

@@ -2,66 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.merge.values import value_at
-from posttrain.recipe.merge_sections import MergeModel, MergeParameters
-from posttrain.recipe.merging import PER_MODEL, given
+from posttrain.recipe.merge_sections import MergeParameters
+from posttrain.recipe.merging import PER_MODEL, UNWEIGHTED, given
 from posttrain.registry import Component
 
-_SCALES = ("lam", "scale", "alpha", "t")  # 0 means that the result is the anchor
+CANCELS = 1e-8  # |sum of weights - what it should be| below this is rounding
+# Argument of a rule that is 0 where the result is the anchor, whatever the models are
+_STILL = {"update_selective": "scale", "reasoning_vector": "alpha", "slerp": "t", "nearswap": "t"}
+
+
+@dataclass(frozen=True)
+class At:
+    """A tensor of the result. inputs: its name in each model. depth: of its layer in its part, 0 to 1."""
+
+    name: str
+    inputs: Sequence[str]
+    depth: float = 0.0
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Settings of a merge. common: for all models. own: those of each model that the rule gets."""
+    """Settings of a part of a merge. common: for all models, the first block that holds a key decides. own: of each."""
 
     rule: Component
-    common: dict[str, Any]
-    own: list[dict[str, Any]]
-    layers: int
+    common: Sequence[dict[str, Any]]
+    own: Sequence[dict[str, Any]]
 
     @staticmethod
-    def of(rule: Component, parameters: MergeParameters, models: list[MergeModel | None], layers: int) -> Arguments:
-        """models: None for one that the recipe does not list (a base that the rule takes as a model)."""
-        own = [{} if model is None else given(model.parameters) for model in models]
-        return Arguments(rule, given(parameters), own, layers)
+    def of(rule: Component, common: Sequence[MergeParameters], own: Sequence[MergeParameters]) -> Arguments:
+        """common: the settings of a slice before those of the merge. own: of each model that the rule gets."""
+        return Arguments(rule, [given(one, rule.name) for one in common], [given(one, rule.name) for one in own])
 
-    def weights(self, name: str) -> list[float]:
-        """One weight a model: its own, else the common one, else 1."""
-        return self._of_models("weight", name, 1.0)
+    def weights(self, at: At) -> list[float]:
+        """One weight a model: its own, else the common one, else 1. Rules without weights get 1."""
+        if self.rule.name in UNWEIGHTED:
+            return [1.0] * len(self.own)
+        return self._of_models("weight", at, 1.0)
 
-    def params(self, name: str) -> dict[str, Any]:
-        """The rule's keyword arguments for the tensor of that name."""
+    def params(self, at: At) -> dict[str, Any]:
+        """The rule's keyword arguments for a tensor."""
         found: dict[str, Any] = {}
         for key, (annotation, default) in self.rule.params.items():
             if key in PER_MODEL and "list" in annotation:
-                values = self._of_models(key, name, default)
+                values = self._of_models(key, at, default)
                 found[key] = values[0] if len(set(values)) == 1 else values
             else:
-                found[key] = self._common(key, name, default)
+                found[key] = self._common(key, at.name, at.depth, default)
         return found
 
-    def moving(self, name: str) -> list[bool]:
+    def moving(self, at: At) -> list[bool]:
         """For each model, whether it changes the result."""
-        params = self.params(name)
-        still = any(params.get(key, 1.0) == 0 for key in _SCALES)
-        return [weight != 0 and not still for weight in self.weights(name)]
+        params = self.params(at)
+        still = params.get("lam", 1.0) == 0 or params.get(_STILL.get(self.rule.name, ""), 1.0) == 0
+        return [weight != 0 and not still for weight in self.weights(at)]
+
+    def rescales(self, at: At) -> bool:
+        """Whether equal inputs would come out as something else: all values times a number that is not 1."""
+        params = self.params(at)
+        if self.rule.name == "passthrough":
+            return bool(params["scale"] != 1)
+        summed = {"linear": "normalize", "multislerp": "normalize_weights"}.get(self.rule.name)
+        return summed is not None and not params[summed] and abs(sum(self.weights(at)) - 1) > CANCELS
 
     @property
     def names_matter(self) -> bool:
         """Whether some setting differs between tensors."""
-        return any(isinstance(value, list) for block in (self.common, *self.own) for value in block.values())
+        return any(isinstance(value, list) for block in (*self.common, *self.own) for value in block.values())
 
-    def _of_models(self, key: str, name: str, default: float) -> list[float]:
-        common = self._common(key, name, default)
-        own = [value_at(block.get(key), name, self.layers) for block in self.own]
-        return [common if value is None else value for value in own]
+    def _of_models(self, key: str, at: At, default: Any) -> list[Any]:
+        found = []
+        for block, name in zip(self.own, at.inputs, strict=True):
+            value = value_at(block.get(key), name, at.depth)
+            found.append(self._common(key, name, at.depth, default) if value is None else value)
+        return found
 
-    def _common(self, key: str, name: str, default: Any) -> Any:
-        found = self.common.get(key)
-        if isinstance(found, bool | str):
-            return found
-        value = value_at(found, name, self.layers)
-        return default if value is None else value
+    def _common(self, key: str, name: str, depth: float, default: Any) -> Any:
+        for block in self.common:
+            setting = block.get(key)
+            value = setting if isinstance(setting, bool | str) else value_at(setting, name, depth)
+            if value is not None:
+                return value
+        return default

@@ -60,19 +60,15 @@ def rule_by_block(
     models: Sequence[Tensor],
     base: Tensor | None,
     weights: Sequence[float],
-    *,
-    extra: Sequence[Tensor] | None,
     params: Any,
 ) -> None:
-    """Write the result of an entry-by-entry merge rule into `out`. extra: its draws, one tensor a model."""
+    """Write the result of an entry-by-entry merge rule into `out`."""
     count = len(models)
 
     def part(*parts: Tensor) -> Tensor:
-        own, rest = parts[:count], list(parts[count:])
-        start = None if base is None else rest.pop(0)
-        return rule(own, start, weights, *([] if extra is None else [rest]), **params)
+        return rule(parts[:count], None if base is None else parts[count], weights, **params)
 
-    fill(out, part, *models, *([] if base is None else [base]), *(extra or ()))
+    fill(out, part, *models, *([] if base is None else [base]))
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from posttrain import registry
 from posttrain.errors import MergeError, ModelError, RunError, counted
-from posttrain.merge.arguments import Arguments
+from posttrain.merge.arguments import Arguments, At
+from posttrain.merge.layers import layer_counts, layer_of
 from posttrain.merge.lora import Factors, distance, scaling
-from posttrain.merge.values import layer_count
 from posttrain.models import adapters
 from posttrain.models.load import load
 from posttrain.models.places import Place, locate
@@ -76,7 +76,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
             summary = {
                 "model": str(directory.final),
                 "merge_method": recipe.merge_method,
-                "parameters": arguments(recipe, inputs).params(""),
+                "parameters": arguments(recipe).params(_at("", inputs)),
                 "base_model": adapters.base_of(inputs[0].folder),
                 "models": [
                     {"model": x.name, "folder": str(x.folder), "weight": weight}
@@ -205,32 +205,42 @@ def check(inputs: Sequence[Adapter], final: Path) -> None:
             raise MergeError(f"the output {final} is, or holds, the input {each.name}", hint="give another --output")
 
 
-def arguments(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> Arguments:
+def arguments(recipe: MergeRecipe) -> Arguments:
     rule = registry.get("merge", recipe.merge_method)
-    return Arguments.of(rule, recipe.parameters, list(recipe.models), layer_count(inputs[0].modules))
+    return Arguments.of(rule, [recipe.parameters], [model.parameters for model in recipe.models])
+
+
+def _at(name: str, inputs: Sequence[Adapter]) -> At:
+    """A module for the settings that run over layers or go by name."""
+    layer = layer_of(name)
+    count = layer_counts(inputs[0].modules)[layer[0]] if layer else 1
+    depth = layer[1] / (count - 1) if layer and count > 1 else float(layer is not None)
+    return At(name, [name] * len(inputs), depth)
 
 
 def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, Factors], list[float]]:
     """Factors of the result by module, and the weights of the first one."""
-    settings = arguments(recipe, inputs)
+    settings = arguments(recipe)
     found = {}
     for name in inputs[0].modules:
         own = [each.modules[name] for each in inputs]
         try:
-            found[name] = settings.rule.function(own, settings.weights(name), **settings.params(name))
+            found[name] = settings.rule.function(
+                own, settings.weights(_at(name, inputs)), **settings.params(_at(name, inputs))
+            )
         except MergeError as cause:
             told = cause.problems[0]
             raise MergeError(f"{module_of(name)}: {told.what}", hint=told.hint) from cause
-    return found, settings.weights(next(iter(inputs[0].modules)))
+    return found, settings.weights(_at(next(iter(inputs[0].modules)), inputs))
 
 
 def distance_from_sum(
     recipe: MergeRecipe, inputs: Sequence[Adapter], combined: Mapping[str, Factors]
 ) -> tuple[float, float]:
     """(distance from the exact weighted sum, norm of that sum), over all modules together."""
-    settings = arguments(recipe, inputs)
+    settings = arguments(recipe)
     found = [
-        distance([each.modules[name] for each in inputs], settings.weights(name), made)
+        distance([each.modules[name] for each in inputs], settings.weights(_at(name, inputs)), made)
         for name, made in combined.items()
     ]
     return math.hypot(*(gap for gap, _ in found)), math.hypot(*(norm for _, norm in found))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from posttrain.errors import MergeError, Problem, counted
+from posttrain.merge.layers import in_layer, layer_counts
+from posttrain.merge.plan import Plan
 from posttrain.merge.sources import Source
 
 # What may differ between two configs without a word: where they come from, and how they are run.
@@ -38,18 +40,39 @@ class Check:
         return "differs" if self.problem else "differs, allowed" if self.warning else "same"
 
 
-def compare(sources: Sequence[Source]) -> list[Check]:
+def compare(plan: Plan) -> list[Check]:
     """All checks, the first source being what the others are held against."""
-    rows: list[Callable[[Sequence[Source]], Check]] = [
-        _architecture,
-        _tied,
-        _names,
-        _shapes,
-        _vocabularies,
-        _dtypes,
-        _configs,
-    ]
-    return [row(sources) for row in rows]
+    sources = plan.sources
+    found = [_architecture(sources), _tied(sources)]
+    if plan.stacked:
+        found.append(_layers(plan))
+    else:
+        found += [_names(sources), _shapes(sources, plan.tokens.embeddings if plan.tokens else frozenset())]
+    if plan.tokens is None or plan.tokens.tokenizer is None:
+        found.append(_vocabularies(sources, plan.tokens.rows if plan.tokens else None))
+    return [*found, _dtypes(sources), _configs(sources)]
+
+
+def _layers(plan: Plan) -> Check:
+    """Of a stack of layers: what each part takes from its models has the same names and shapes, everywhere."""
+    problems = []
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}  # name without its layer -> shape, and where it was seen
+    for name in plan.out:
+        piece, at, anchored = plan.piece_of(name), plan.at(name), plan.anchored(name)
+        wanted = {(piece.anchor.name, anchored): piece.anchor}
+        wanted |= {(s.name, n): s for s, n in zip(piece.models, at.inputs, strict=True)}
+        for (model, stored), source in wanted.items():
+            spec = source.tensors.get(stored)
+            shape = spec.shape if spec else ()
+            if plan.tokens is not None and name in plan.tokens.embeddings:
+                shape = (plan.tokens.rows, *shape[1:])
+            first, seen = kinds.setdefault(in_layer(name, 0), (shape, f"{stored} of {model}"))
+            if spec is None:
+                problems.append(f"{model} has no {stored}")
+            elif shape != first:
+                problems.append(f"{stored} of {model} is {list(shape)}, {seen} {list(first)}")
+    values = [str(max(layer_counts(s.tensors).values(), default=0)) for s in plan.sources]
+    return Check("layers", values, _some(problems), hint="stack layers of models of the same width")
 
 
 def refuse(checks: Sequence[Check], sources: Sequence[Source]) -> None:
@@ -89,14 +112,15 @@ def _names(sources: Sequence[Source]) -> Check:
     return Check("tensors", [str(len(s.tensors)) for s in sources], "; ".join(problems))
 
 
-def _shapes(sources: Sequence[Source]) -> Check:
+def _shapes(sources: Sequence[Source], by_token: Collection[str]) -> Check:
+    """by_token: embeddings that are brought into one order, so that their numbers of rows may differ."""
     problems = []
     for source in sources[1:]:
         both = [name for name in sources[0].tensors if name in source.tensors]
         wrong = [
             f"{name} {list(source.tensors[name].shape)} against {list(sources[0].tensors[name].shape)}"
             for name in both
-            if source.tensors[name].shape != sources[0].tensors[name].shape
+            if source.tensors[name].shape[name in by_token :] != sources[0].tensors[name].shape[name in by_token :]
         ]
         if wrong:
             problems.append(f"{source.name} differs from {sources[0].name} in {_some(wrong)}")
@@ -104,12 +128,13 @@ def _shapes(sources: Sequence[Source]) -> Check:
     return Check("parameters", [f"{count:,}" for count in counts], "; ".join(problems))
 
 
-def _vocabularies(sources: Sequence[Source]) -> Check:
+def _vocabularies(sources: Sequence[Source], rows: int | None) -> Check:
+    """rows: of the merged embeddings, where they are fewer than those of some model."""
     values = ["no tokenizer" if s.vocabulary is None else f"{len(s.vocabulary):,} tokens" for s in sources]
     known = [s for s in sources if s.vocabulary is not None]
     problems = []
     for source in known[1:]:
-        a, b = known[0].vocabulary or {}, source.vocabulary or {}
+        a, b = known[0].token_ids(rows), source.token_ids(rows)
         wrong = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
         if wrong:
             example = f"{wrong[0]!r} is {_id(a, wrong[0])} in {known[0].name} and {_id(b, wrong[0])} in {source.name}"
@@ -117,7 +142,7 @@ def _vocabularies(sources: Sequence[Source]) -> Check:
             problems.append(f"{other}: {example}")
     unknown = [s.name for s in sources if s.vocabulary is None]
     warning = f"no tokenizer in {', '.join(unknown)}: its token ids could not be compared" if unknown else ""
-    hint = "rows of the embedding would be mixed for different tokens; merge models that share a tokenizer"
+    hint = "rows of the embedding would be mixed for different tokens; `tokenizer_source: union` merges them by token"
     return Check("vocabulary", values, "; ".join(problems), warning, hint)
 
 

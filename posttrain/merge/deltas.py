@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from posttrain.merge.rules import CANCELS, raised
 from posttrain.registry import register
 
 PerModel = float | list[float]
+Rescale = bool | Literal["chance"]  # true: to the L1 norm of the whole difference; chance: each by its own chance
 
 
 @register("merge", "ties", paper="2306.01708", needs=("base_model",))
@@ -29,60 +30,63 @@ def ties(
     base: Tensor | None,
     weights: Sequence[float],
     *,
-    density: float | list[float] = 0.2,
+    density: float | list[float] = 1.0,
     lam: float = 1.0,
     normalize: bool = True,
+    rescale: bool = False,
 ) -> Tensor:
     """Trim, elect a sign, merge what agrees (mergekit's `ties`).
 
-    Of each difference the max(1, int(density n)) largest entries stay; the sign of their weighted sum is elected entry
-    by entry (0 counts as +); the parts of that sign are summed and, with `normalize`, divided by their weights. The
-    paper's density is 0.2. It elects by one threshold a model and averages without weights; this is mergekit's form.
+    Of each difference the max(1, int(density n)) largest entries stay, all by default (the paper keeps 0.2); `rescale`
+    gives them the L1 norm of the whole difference. The sign of their weighted sum is elected entry by entry (0 counts
+    as +); the parts of that sign are summed and, with `normalize`, divided by their weights. The paper elects by one
+    threshold a model and averages without weights; this is mergekit's form.
     """
     start = required(base, "ties")
     parts = [
-        sparsify.largest(delta, max(1, int(share * delta.numel())))
+        _kept(delta, sparsify.largest(delta, max(1, int(share * delta.numel()))), rescale)
         for delta, share in zip(differences(models, start), each(density, models), strict=True)
     ]
     return added(start, elected(parts, weights, normalize), lam)
 
 
-@register("merge", "dare_linear", paper="2311.03099", needs=("base_model", "draws", "by_entry"))
+@register("merge", "dare_linear", paper="2311.03099", needs=("base_model", "draws"))
 def dare_linear(
     models: Sequence[Tensor],
     base: Tensor | None,
     weights: Sequence[float],
     draws: Sequence[Tensor],
     *,
-    density: float | list[float] = 0.5,
+    density: float | list[float] = 1.0,
     lam: float = 1.0,
     normalize: bool = False,
-    rescale: bool = True,
+    rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
-    """Keep each entry of a difference with the chance `density`, divide it by that, and sum (the paper's DARE).
+    """Keep each entry of a difference with the chance `density`, rescale what is kept, and sum (DARE).
 
-    `rescale: false` leaves the kept entries as they are. density 1 is task arithmetic, density 0 the base. mergekit
-    rescales by the ratio of L1 norms instead of 1 / density: other numbers for the same purpose.
+    `rescale: true` gives what is kept the L1 norm of the whole difference, as in mergekit; `chance` divides it by
+    `density`, as in the paper: the same on average; `false` leaves it. density 1, the default, is task arithmetic,
+    density 0 the base.
     """
-    start = required(base, "dare_linear")
-    return added(start, summed(_dared(models, start, draws, density, rescale), weights, normalize), lam)
+    start = required(base, "dare_linear", whole=False)
+    return _dared(models, start, draws, density, rescale, lambda parts: summed(parts, weights, normalize), lam)
 
 
-@register("merge", "dare_ties", paper="2311.03099", needs=("base_model", "draws", "by_entry"))
+@register("merge", "dare_ties", paper="2311.03099", needs=("base_model", "draws"))
 def dare_ties(
     models: Sequence[Tensor],
     base: Tensor | None,
     weights: Sequence[float],
     draws: Sequence[Tensor],
     *,
-    density: float | list[float] = 0.5,
+    density: float | list[float] = 1.0,
     lam: float = 1.0,
     normalize: bool = False,
-    rescale: bool = True,
+    rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
     """DARE's random drop, then the sign election of `ties`; not divided by the weights unless `normalize`."""
-    start = required(base, "dare_ties")
-    return added(start, elected(_dared(models, start, draws, density, rescale), weights, normalize), lam)
+    start = required(base, "dare_ties", whole=False)
+    return _dared(models, start, draws, density, rescale, lambda parts: elected(parts, weights, normalize), lam)
 
 
 @register("merge", "della", paper="2406.11617", needs=("base_model", "draws"))
@@ -92,17 +96,17 @@ def della(
     weights: Sequence[float],
     draws: Sequence[Tensor],
     *,
-    density: float | list[float] = 0.7,
+    density: float | list[float] = 1.0,
     epsilon: float | list[float] = 0.15,
     lam: float = 1.0,
-    normalize: bool = False,
-    rescale: bool = True,
+    normalize: bool = True,
+    rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
     """DELLA: random drop in which larger entries of a row survive more often, then the sign election of `ties`.
 
-    The chance runs from density - epsilon (smallest of a row) to density + epsilon (largest), held within [0, 1]; a
-    kept entry is divided by its own. mergekit rescales by L1 norms instead, and its default for this rule is
-    `normalize: true`.
+    The chance runs from density - epsilon (smallest of a row) to density + epsilon (largest), held within [0, 1]. A
+    density of at least 1, the default, keeps all, and one of 0 nothing. `rescale: true` gives what is kept the L1 norm
+    of the whole difference, as in mergekit; `chance` divides each kept entry by its own chance, as in the paper.
     """
     start = required(base, "della")
     return added(start, elected(_della(models, start, draws, density, epsilon, rescale), weights, normalize), lam)
@@ -115,11 +119,11 @@ def della_linear(
     weights: Sequence[float],
     draws: Sequence[Tensor],
     *,
-    density: float | list[float] = 0.7,
+    density: float | list[float] = 1.0,
     epsilon: float | list[float] = 0.15,
     lam: float = 1.0,
     normalize: bool = False,
-    rescale: bool = True,
+    rescale: bool | Literal["chance"] = True,
 ) -> Tensor:
     """DELLA's random drop, then the plain weighted sum."""
     start = required(base, "della_linear")
@@ -132,17 +136,20 @@ def breadcrumbs(
     base: Tensor | None,
     weights: Sequence[float],
     *,
-    density: float | list[float] = 0.9,
+    density: float | list[float] = 1.0,
     gamma: float | list[float] = 0.01,
     lam: float = 1.0,
     normalize: bool = False,
+    rescale: bool = False,
 ) -> Tensor:
     """Drop the int(gamma n) largest entries of each difference, keep the int(density n) next ones, sum.
 
-    Where nothing is dropped at the top mergekit's slice is empty by mistake; this does what was meant.
+    By default density is 1 and all are kept, as in mergekit (the paper keeps 0.9). `rescale` gives what is kept the L1
+    norm of the whole difference. Where nothing is dropped at the top mergekit's slice is empty by mistake; this does
+    what was meant.
     """
     start = required(base, "breadcrumbs")
-    return added(start, summed(_crumbs(models, start, density, gamma), weights, normalize), lam)
+    return added(start, summed(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
 
 
 @register("merge", "breadcrumbs_ties", paper="2312.06795", needs=("base_model",))
@@ -151,14 +158,15 @@ def breadcrumbs_ties(
     base: Tensor | None,
     weights: Sequence[float],
     *,
-    density: float | list[float] = 0.9,
+    density: float | list[float] = 1.0,
     gamma: float | list[float] = 0.01,
     lam: float = 1.0,
     normalize: bool = False,
+    rescale: bool = False,
 ) -> Tensor:
     """`breadcrumbs` with the sign election of `ties` instead of the sum."""
     start = required(base, "breadcrumbs_ties")
-    return added(start, elected(_crumbs(models, start, density, gamma), weights, normalize), lam)
+    return added(start, elected(_crumbs(models, start, density, gamma, rescale), weights, normalize), lam)
 
 
 @register("merge", "update_selective", paper="2510.15110", needs=("base_model", "one_model"))
@@ -188,23 +196,6 @@ def update_selective(
     elif count is None:
         raise MergeError("granularity `global` needs the count of the tensor")
     return added(start, sparsify.largest(delta, count), scale)
-
-
-@register("merge", "ram", needs=("base_model", "by_entry"))
-def ram(models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, eps: float = 1e-5) -> Tensor:
-    """For RL updates, which touch few entries: a change that only one model makes is taken in full.
-
-    A model has changed an entry if |difference| > eps. Changed by none: the base; by one: its change; by several: the
-    mean of their changes. eps must exceed the rounding step of the stored dtype.
-    """
-    del weights
-    start = required(base, "ram")
-    total, count = torch.zeros_like(start), torch.zeros_like(start)
-    for delta in differences(models, start):
-        changed = delta.abs() > eps
-        total += torch.where(changed, delta, torch.zeros_like(delta))
-        count += changed
-    return start + total / count.clamp(min=1)
 
 
 @register("merge", "model_stock", paper="2403.19522", needs=("base_model", "several_models"))
@@ -287,11 +278,11 @@ def reasoning_vector(
     return start.clone() if alpha == 0 else start + alpha * (raised(plus) - raised(minus))
 
 
-def required(base: Tensor | None, name: str) -> Tensor:
-    """The base in float32 or float64, in which sums are made. Raises MergeError if there is none."""
+def required(base: Tensor | None, name: str, *, whole: bool = True) -> Tensor:
+    """The base, with `whole` in float32 or float64, in which sums are made. Raises MergeError if there is none."""
     if base is None:
         raise MergeError(f"{name} needs a base model", hint="add `base_model: ...`")
-    return raised(base)
+    return raised(base) if whole else base
 
 
 def differences(models: Sequence[Tensor], start: Tensor) -> Iterator[Tensor]:
@@ -349,13 +340,47 @@ def added(start: Tensor, change: Tensor, scale: float) -> Tensor:
     return start.clone() if scale == 0 else by_block(lambda x, y: x + scale * y, start, change)
 
 
+def _kept(delta: Tensor, kept: Tensor, rescale: bool) -> Tensor:
+    return sparsify.norm_restored(kept, delta) if rescale and kept is not delta else kept
+
+
+def _drawn(delta: Tensor, chance: Tensor | float, draw: Tensor, rescale: Rescale) -> Tensor:
+    """The entries whose draw lies below their chance, rescaled as asked."""
+    kept = sparsify.by_chance(delta, chance, draw, rescale=rescale == "chance")
+    return _kept(delta, kept, rescale is True)
+
+
 def _dared(
-    models: Sequence[Tensor], start: Tensor, draws: Sequence[Tensor], density: PerModel, rescale: bool
-) -> list[Tensor]:
-    return [
-        sparsify.by_chance(delta, share, draw, rescale=rescale)
-        for delta, share, draw in zip(differences(models, start), each(density, models), draws, strict=True)
-    ]
+    models: Sequence[Tensor],
+    start: Tensor,
+    draws: Sequence[Tensor],
+    density: PerModel,
+    rescale: Rescale,
+    mixed: Callable[[list[Tensor]], Tensor],
+    scale: float,
+) -> Tensor:
+    """start + scale * mixed(what is kept of each difference), block by block after a pass for the norms."""
+    shares = each(density, models)
+
+    def kept(x: Tensor, model: Tensor, draw: Tensor, share: float) -> tuple[Tensor, Tensor]:
+        delta = raised(model) - raised(x)
+        return delta, sparsify.by_chance(delta, share, draw, rescale=rescale == "chance") if share < 1 else delta
+
+    factors = []
+    for model, draw, share in zip(models, draws, shares, strict=True):
+        sums = torch.zeros(2, dtype=torch.float64)
+        for x, own, drawn in blocks(start, model, draw) if rescale is True else ():
+            sums += torch.stack([part.abs().sum(dtype=torch.float64) for part in kept(x, own, drawn, share)])
+        factors.append(sparsify.restoring(*sums.tolist()))
+
+    def of(x: Tensor, *rest: Tensor) -> Tensor:
+        given = zip(rest[: len(models)], rest[len(models) :], shares, factors, strict=True)
+        parts = [kept(x, own, drawn, share)[1] * factor for own, drawn, share, factor in given]
+        return raised(x) + scale * mixed(parts)
+
+    if scale == 0:
+        return raised(start).clone()
+    return by_block(of, start, *models, *draws, dtype=torch.promote_types(start.dtype, torch.float32))
 
 
 def _della(
@@ -364,19 +389,18 @@ def _della(
     draws: Sequence[Tensor],
     density: PerModel,
     epsilon: PerModel,
-    rescale: bool,
+    rescale: Rescale,
 ) -> list[Tensor]:
-    shares, spreads = each(density, models), each(epsilon, models)
-    return [
-        sparsify.by_chance(delta, sparsify.rank_probabilities(delta, share, spread), draw, rescale=rescale)
-        for delta, share, spread, draw in zip(differences(models, start), shares, spreads, draws, strict=True)
-    ]
+    found = []
+    given = zip(differences(models, start), each(density, models), each(epsilon, models), draws, strict=True)
+    for delta, share, spread, draw in given:
+        if share >= 1 or share <= 0:
+            found.append(delta if share >= 1 else torch.zeros_like(delta))
+        else:
+            found.append(_drawn(delta, sparsify.rank_probabilities(delta, share, spread), draw, rescale))
+    return found
 
 
-def _crumbs(models: Sequence[Tensor], start: Tensor, density: PerModel, gamma: PerModel) -> list[Tensor]:
-    return [
-        sparsify.middling(delta, share, top)
-        for delta, share, top in zip(
-            differences(models, start), each(density, models), each(gamma, models), strict=True
-        )
-    ]
+def _crumbs(models: Sequence[Tensor], start: Tensor, density: PerModel, gamma: PerModel, rescale: bool) -> list[Tensor]:
+    given = zip(differences(models, start), each(density, models), each(gamma, models), strict=True)
+    return [_kept(delta, sparsify.middling(delta, share, top), rescale) for delta, share, top in given]

@@ -2,185 +2,311 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from posttrain import registry
-from posttrain.errors import MergeError, counted, did_you_mean
-from posttrain.merge.arguments import Arguments
+from posttrain.errors import MergeError, counted
+from posttrain.merge import vocabulary
+from posttrain.merge.arguments import Arguments, At
+from posttrain.merge.layers import comes_before, in_layer, layer_counts, layer_of
 from posttrain.merge.rules import CANCELS, normalized
 from posttrain.merge.sources import Source, open_source
 from posttrain.merge.tensors import Spec
-from posttrain.merge.values import layer_count
+from posttrain.merge.vocabulary import Vocabulary
 from posttrain.recipe import merging
-from posttrain.recipe.merge_sections import MergeModel
 from posttrain.recipe.stages import MergeRecipe
+
+_NO_TOKENS: Vocabulary | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the result with its inputs opened. starts: the first layer of each model. first: that of the result."""
+
+    models: list[Source]
+    starts: list[int]
+    base: Source | None
+    base_start: int
+    first: int
+    layers: int
+    arguments: Arguments
+
+    @property
+    def anchor(self) -> Source:
+        """What the others are held against: the base, or the first model."""
+        return self.base or self.models[0]
+
+    @property
+    def anchor_start(self) -> int:
+        return self.base_start if self.base else self.starts[0]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Its inputs, the anchor first, each once."""
+        return list({s.folder: s for s in (self.anchor, *self.models)}.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A merge that can start. `anchor` (base or first model) gives config, tensor order and integer buffers."""
+    """A merge that can start. stacked: its layers are chosen by `slices`, so that they have other numbers than before.
+
+    config: whose config.json the result has. tokenizer: whose tokenizer files, unless `tokens` makes another one.
+    """
 
     method: str
     rule: registry.Component
-    arguments: Arguments
-    models: list[Source]
-    base: Source | None
+    pieces: list[Piece]
+    stacked: bool
+    config: Source
     tokenizer: Source
     seed: int
-    out: dict[str, Spec]
-    warnings: list[str]
+    tokens: Vocabulary | None = _NO_TOKENS
+    chat_template: str | None = None
+    out: dict[str, Spec] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def anchor(self) -> Source:
-        return self.base or self.models[0]
+        return self.pieces[0].anchor
+
+    @property
+    def base(self) -> Source | None:
+        return self.pieces[0].base
+
+    @property
+    def models(self) -> list[Source]:
+        """The models that the rule gets; with `slices` those of all, each once."""
+        if not self.stacked:
+            return self.pieces[0].models
+        return list({s.folder: s for piece in self.pieces for s in piece.models}.values())
 
     @property
     def sources(self) -> list[Source]:
         """All inputs, the anchor first, each once."""
-        return list({s.folder: s for s in (self.anchor, *self.models, self.tokenizer)}.values())
+        inputs = [s for piece in self.pieces for s in piece.sources]
+        return list({s.folder: s for s in (*inputs, self.config, self.tokenizer)}.values())
 
     @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.out.values())
 
-    def rescales(self, name: str) -> bool:
-        """Whether equal inputs would come out as something else: a plain sum whose weights do not sum to 1."""
-        if self.method != "linear" or self.arguments.params(name)["normalize"]:
-            return False
-        return abs(sum(self.arguments.weights(name)) - 1) > CANCELS
+    @functools.cached_property
+    def counts(self) -> dict[str, int]:
+        """Stack of layers of the result -> how many it has."""
+        if self.stacked:
+            return {stack: sum(piece.layers for piece in self.pieces) for stack in layer_counts(self.anchor.tensors)}
+        return layer_counts(self.anchor.tensors)
+
+    def piece_of(self, name: str) -> Piece:
+        """The part of the result that a tensor belongs to."""
+        layer = layer_of(name)
+        if layer is None:
+            return self.pieces[0] if comes_before(name) else self.pieces[-1]
+        return next((p for p in self.pieces if p.first <= layer[1] < p.first + p.layers), self.pieces[0])
+
+    def at(self, name: str) -> At:
+        """Where a tensor of the result is taken from: its name in each model, and how deep its part it lies."""
+        piece = self.piece_of(name)
+        inputs = [self._of(name, piece, start) for start in piece.starts]
+        layer = layer_of(name)
+        if layer is None:
+            return At(name, inputs)
+        count = piece.layers if self.stacked else self.counts[layer[0]]
+        return At(name, inputs, (layer[1] - piece.first) / (count - 1) if count > 1 else 1.0)
+
+    def anchored(self, name: str) -> str:
+        """Its name in the anchor of its part."""
+        piece = self.piece_of(name)
+        return self._of(name, piece, piece.anchor_start)
+
+    def _of(self, name: str, piece: Piece, start: int) -> str:
+        layer = layer_of(name)
+        return in_layer(name, layer[1] - piece.first + start) if self.stacked and layer else name
 
 
 def make_plan(recipe: MergeRecipe, scratch: Path) -> Plan:
     """Open the inputs and decide everything but the tensors' values. Raises MergeError for mistakes in the recipe."""
     for key, what, right in merging.problems(recipe):
         raise MergeError(f"{key}: {what}", hint=right)
-    rule = registry.get("merge", recipe.merge_method)
-    needs_base = "base_model" in rule.needs
-    opened: dict[str, Source] = {}
 
+    @functools.cache
     def source(name: str) -> Source:
-        if name not in opened:
-            opened[name] = open_source(name, recipe.base_dir, scratch)
-        return opened[name]
+        return open_source(name, recipe.base_dir, scratch)
 
-    base = source(recipe.base_model) if recipe.base_model else None
-    chosen = _models(recipe, needs_base)
-    models = [source(name) for name, _ in chosen]
-    tokenizer = _tokenizer_source(recipe, models, base)
-    layers = layer_count((base or models[0]).tensors)
-    if recipe.layers not in (None, layers):
-        raise MergeError(f"the slice goes to layer {recipe.layers}, but the models have {counted(layers, 'layer')}")
-    arguments = Arguments.of(rule, recipe.parameters, [model for _, model in chosen], layers)
+    rule = registry.get("merge", recipe.merge_method)
+    pieces = list(_pieces(recipe, rule, source))
+    named = source(recipe.base_model) if recipe.base_model else None
+    takes_part = named is not None and any(named.folder == s.folder for piece in pieces for s in piece.sources)
     plan = Plan(
         method=recipe.merge_method,
         rule=rule,
-        arguments=arguments,
-        models=models,
-        base=base if needs_base else None,
-        tokenizer=tokenizer,
+        pieces=pieces,
+        stacked=bool(recipe.slices),
+        config=named
+        if named is not None and (takes_part or recipe.merge_method == "passthrough")
+        else pieces[0].anchor,
+        tokenizer=named or pieces[0].anchor,
         seed=recipe.run.seed,
-        out={},
-        warnings=[],
     )
+    if plan.stacked:
+        _one_stack(plan)
     _refuse_cancelling(plan)
-    return Plan(**{**vars(plan), "out": _out(plan, recipe.dtype), "warnings": _warnings(plan, recipe)})
+    models = {name: source(name) for name in merging.named_models(recipe)}
+    together = [piece.sources for piece in pieces]
+    plan = replace(plan, tokens=vocabulary.chosen(recipe, together, models, plan.tokenizer))
+    plan = replace(plan, tokenizer=_tokenizer(recipe, plan.tokenizer, models))
+    template = vocabulary.template(recipe.chat_template, list(models.values()), plan.tokenizer)
+    return replace(plan, chat_template=template, out=_out(plan, recipe.dtype), warnings=_warnings(plan, recipe))
 
 
-def _models(recipe: MergeRecipe, needs_base: bool) -> list[tuple[str, MergeModel | None]]:
-    """The models that the rule sees, by name. A base among them has no difference from itself and is left out.
+def _pieces(recipe: MergeRecipe, rule: registry.Component, source: Any) -> Iterator[Piece]:
+    first = 0
+    for part in merging.parts(recipe):
+        models = [source(one.name) for one in part.models]
+        base = source(part.base.name) if part.base else None
+        layers = part.layers or max(layer_counts((base or models[0]).tensors).values(), default=0)
+        yield Piece(
+            models=models,
+            starts=[one.first for one in part.models],
+            base=base,
+            base_start=part.base.first if part.base else 0,
+            first=first,
+            layers=layers,
+            arguments=Arguments.of(rule, [part.parameters, recipe.parameters], [one.parameters for one in part.models]),
+        )
+        first += layers
 
-    slerp goes from the base, if there is one, to the other model.
-    """
-    listed: list[tuple[str, MergeModel | None]] = [(model.model, model) for model in recipe.models]
-    base = recipe.base_model
-    if recipe.merge_method == "slerp" and base is not None:
-        named = dict(listed)
-        return [(base, named.get(base)), *((name, model) for name, model in listed if name != base)]
-    if needs_base and recipe.merge_method != "reasoning_vector":
-        kept = [(name, model) for name, model in listed if name != base]
-        if not kept:
-            raise MergeError("no model beside the base", hint="list the models whose differences are added")
-        return kept
-    return listed
+
+def _one_stack(plan: Plan) -> None:
+    """Raise MergeError if `slices` name layers that a model does not have, or models with several stacks of layers."""
+    for piece in plan.pieces:
+        starts = [
+            *zip(piece.models, piece.starts, strict=True),
+            *([(piece.base, piece.base_start)] if piece.base else []),
+        ]
+        for model, start in starts:
+            counts = layer_counts(model.tensors)
+            if len(counts) != 1:
+                stacks = ", ".join(counts) or "none"
+                raise MergeError(
+                    f"`slices` choose layers of one stack; {model.name} has {counted(len(counts), 'stack')}: {stacks}",
+                    hint="merge whole models with `models`",
+                )
+            (count,) = counts.values()
+            if start + piece.layers > count:
+                asked = f"layer_range [{start}, {start + piece.layers}] of {model.name}"
+                raise MergeError(f"{asked}, which has {counted(count, 'layer')}")
 
 
 def _refuse_cancelling(plan: Plan) -> None:
     """Raise MergeError if weights cancel, also those of a model listed twice: only rounding errors would be left."""
     if plan.method in merging.UNWEIGHTED:
         return
-    for name in plan.anchor.tensors if plan.arguments.names_matter else [next(iter(plan.anchor.tensors), "")]:
-        weights = plan.arguments.weights(name)
-        if plan.arguments.params(name).get("normalize") and plan.method in ("linear", "task_arithmetic"):
+    for name in _names(plan):
+        piece, at = plan.piece_of(name), plan.at(name)
+        weights = piece.arguments.weights(at)
+        if piece.arguments.params(at).get("normalize") and plan.method in ("linear", "task_arithmetic"):
             normalized(weights)
-        for source in plan.models:
-            own = [w for s, w in zip(plan.models, weights, strict=True) if s.folder == source.folder]
+        for source in piece.models:
+            own = [w for s, w in zip(piece.models, weights, strict=True) if s.folder == source.folder]
             if any(own) and abs(sum(own)) < CANCELS:
-                count = f"{source.name} is given {len(own)} times"
-                raise MergeError(f"{count} with weights that cancel: nothing of it is left")
+                raise MergeError(
+                    f"{source.name} is given {len(own)} times with weights that cancel: nothing of it is left"
+                )
 
 
-def _tokenizer_source(recipe: MergeRecipe, models: Sequence[Source], base: Source | None) -> Source:
-    asked = recipe.tokenizer_source
-    if asked is None:
-        return base or models[0]
-    known = {source.name: source for source in models}
-    if base is not None:
-        known |= {"base": base, base.name: base}
-    if asked not in known:
-        raise MergeError(
-            f"tokenizer_source `{asked}` is none of the models",
-            allowed=f"known: {', '.join(known)}",
-            hint=did_you_mean(asked, known),
-        )
-    return known[asked]
+def _tokenizer(recipe: MergeRecipe, default: Source, models: dict[str, Source]) -> Source:
+    asked = recipe.tokenizer.source.removeprefix("model:") if recipe.tokenizer else recipe.tokenizer_source
+    return models.get(asked or "", default)
 
 
 def _out(plan: Plan, dtype: str | None) -> dict[str, Spec]:
-    """What will be written: the anchor's tensors, floats in `dtype` (None: as the first model stores them)."""
+    """What will be written: the tensors of the anchors, floats in `dtype` (None: the base's, or that of all models)."""
     found: dict[str, Spec] = {}
-    for name, spec in plan.anchor.tensors.items():
-        kind = plan.models[0].tensors.get(name, spec).dtype if dtype is None else getattr(torch, dtype)
-        found[name] = Spec(kind if spec.dtype.is_floating_point else spec.dtype, spec.shape)
+    for name in _names(plan):
+        piece, at = plan.piece_of(name), plan.at(name)
+        spec = piece.anchor.tensors[plan.anchored(name)]
+        kind = spec.dtype
+        if kind.is_floating_point and dtype is not None:
+            kind = getattr(torch, dtype)
+        elif kind.is_floating_point and piece.base is None:
+            given = (s.tensors[n].dtype for s, n in zip(piece.models, at.inputs, strict=True) if n in s.tensors)
+            kind = functools.reduce(torch.promote_types, given, kind)
+        shape = spec.shape
+        if plan.tokens is not None and name in plan.tokens.embeddings:
+            shape = (plan.tokens.rows, *shape[1:])
+        found[name] = Spec(kind, shape)
     return found
+
+
+def _names(plan: Plan) -> list[str]:
+    """The names of the result's tensors: those of the anchor, or of the anchor of each part."""
+    if not plan.stacked:
+        return list(plan.anchor.tensors)
+    first, last = plan.pieces[0].anchor, plan.pieces[-1].anchor
+    names = [name for name in first.tensors if layer_of(name) is None and comes_before(name)]
+    for piece in plan.pieces:
+        end = piece.anchor_start + piece.layers
+        for name in piece.anchor.tensors:
+            layer = layer_of(name)
+            if layer and piece.anchor_start <= layer[1] < end:
+                names.append(in_layer(name, layer[1] - piece.anchor_start + piece.first))
+    return names + [name for name in last.tensors if layer_of(name) is None and not comes_before(name)]
 
 
 def _warnings(plan: Plan, recipe: MergeRecipe) -> list[str]:
     found = []
-    folders = [s.folder for s in plan.models]
-    found += [f"{s.name} is given twice" for i, s in enumerate(plan.models) if s.folder in folders[:i]]
-    if plan.base is not None and plan.method != "reasoning_vector":
-        listed = recipe.base_model in {m.model for m in recipe.models}
-        if listed or plan.base.folder in folders:
+    piece = plan.pieces[0]
+    listed = {m.model for m in recipe.models}
+    if not plan.stacked:
+        folders = [s.folder for s in plan.models]
+        twice = [s.name for i, s in enumerate(plan.models) if s.folder in folders[:i]]
+        found += [f"{name} is given twice" for name in twice]
+        if twice:
+            found.append("each entry of a model that is given twice counts; mergekit takes the first one alone")
+        if plan.base is not None and plan.method != "reasoning_vector" and recipe.base_model in listed:
             found.append(f"{plan.base.name} is the base and one of the models: it adds nothing")
-    name = next(iter(plan.out or plan.anchor.tensors), "")
-    if not plan.arguments.names_matter:
+        if plan.method == "linear" and recipe.base_model and plan.config.name != recipe.base_model:
+            found.append(
+                f"base_model {recipe.base_model} has no part in a linear merge; list it under models to average it"
+            )
+    if plan.tokens is not None and plan.tokens.tokenizer is None:
+        counts = sorted({s.tensors[n].shape[0] for s in plan.sources for n in plan.tokens.embeddings if n in s.tensors})
+        told = ", ".join(map(str, counts))
+        found.append(f"embeddings have {told} rows: the first {plan.tokens.rows} are merged, the others are left out")
+    name = next(iter(piece.anchor.tensors), "")
+    if not plan.stacked and not piece.arguments.names_matter:
         found += _of_weights(plan, name)
-    if plan.method == "linear" and recipe.base_model and recipe.base_model not in {m.model for m in recipe.models}:
-        found.append(
-            f"base_model {recipe.base_model} has no part in a linear merge; list it under models to average it"
-        )
-    names = plan.anchor.tensors if plan.arguments.names_matter else [name]
-    if not any(any(plan.arguments.moving(each)) for each in names):
+    names = plan.anchor.tensors if piece.arguments.names_matter else [name]
+    if not plan.stacked and not any(any(piece.arguments.moving(plan.at(each))) for each in names):
         found.append("every weight, or the factor on all of them, is 0: the merged model is the base or first model")
     return found
 
 
 def _of_weights(plan: Plan, name: str) -> list[str]:
-    weights, params = plan.arguments.weights(name), plan.arguments.params(name)
+    piece, at = plan.pieces[0], plan.at(name)
+    weights, params = piece.arguments.weights(at), piece.arguments.params(at)
     found = [
         f"{s.name} has the negative weight {w:g}: its part is subtracted"
-        for s, w in zip(plan.models, weights, strict=True)
+        for s, w in zip(piece.models, weights, strict=True)
         if w < 0
     ]
-    if plan.rescales(name):
+    if plan.method != "passthrough" and piece.arguments.rescales(at):
         found.append(f"the weights sum to {sum(weights):g} and normalize is off: all values are scaled by that")
     if "epsilon" in params:
-        densities = params["density"] if isinstance(params["density"], list) else [params["density"]]
-        spreads = params["epsilon"] if isinstance(params["epsilon"], list) else [params["epsilon"]]
-        if min(densities) - max(spreads) <= 0 or max(densities) + max(spreads) >= 1:
-            found.append("density - epsilon or density + epsilon lies outside (0, 1): chances are held within [0, 1]")
+        found += _of_chances(params["density"], params["epsilon"])
     return found
+
+
+def _of_chances(density: Any, epsilon: Any) -> Sequence[str]:
+    densities = density if isinstance(density, list) else [density]
+    spread = max(epsilon) if isinstance(epsilon, list) else epsilon
+    if any(0 < d < 1 and (d - spread <= 0 or d + spread >= 1) for d in densities):
+        return ["density - epsilon or density + epsilon lies outside (0, 1): chances are held within [0, 1]"]
+    return []

@@ -64,6 +64,21 @@ def task_arithmetic(
     return total
 
 
+@register("merge", "passthrough", needs=("one_model", "by_entry"))
+def passthrough(
+    models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, scale: float | list[float] = 1.0
+) -> Tensor:
+    """The tensors of one model times `scale`: stacks of layers (`slices`) are built so (mergekit's `passthrough`).
+
+    `scale` may differ by tensor: `[{filter: o_proj, value: 0}, {value: 1}]` silences attention, for layers that are to
+    begin as the identity.
+    """
+    del base, weights
+    (model,) = models
+    factor = scale[0] if isinstance(scale, list) else scale
+    return raised(model).clone() if factor == 1 else factor * raised(model)
+
+
 def normalized(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum. Raises MergeError if they cancel."""
     total = sum(weights)

@@ -16,10 +16,11 @@ from rich.table import Column, Table
 from posttrain.errors import Interrupted, MergeError, counted
 from posttrain.merge import combine_adapters, probe
 from posttrain.merge.compatibility import compare, refuse, table
-from posttrain.merge.plan import Plan, make_plan
+from posttrain.merge.plan import Piece, Plan, make_plan
+from posttrain.merge.sources import Source
 from posttrain.merge.stream import Changes, Tally, check_written, write_merged
 from posttrain.recipe.merge_sections import Filtered
-from posttrain.recipe.merging import ARGUMENTS
+from posttrain.recipe.merging import ARGUMENTS, UNWEIGHTED
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.run.checkpoints import require_space
 from posttrain.run.directory import RunDirectory
@@ -78,7 +79,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 def check(plan: Plan, directory: RunDirectory) -> None:
     """Print the compatibility table and the warnings; refuse what cannot be merged, overwritten or stored."""
-    checks = compare(plan.sources)
+    checks = compare(plan)
     _print_table(table(checks, plan.sources))
     for warning in [*(c.warning for c in checks if c.warning), *plan.warnings]:
         print(f"warning: {warning}", file=sys.stderr)
@@ -93,11 +94,12 @@ def check(plan: Plan, directory: RunDirectory) -> None:
 def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Path], None]) -> Tally:
     """Config and tokenizer files, then the tensors with a progress line."""
     _write_config(plan, folder)
-    for file in companions(plan.tokenizer.folder):
+    for file in companions(plan.tokenizer.folder, generation_only=_new_tokenizer(plan)):
         if file.is_dir():
             shutil.copytree(file, folder / file.name)
         else:
             shutil.copy2(file, folder / file.name)
+    _write_tokenizer(plan, folder)
     written = 0
     with GracefulStop() as stop, Progress("merge", len(plan.out), ("written/megabytes",)) as progress:
 
@@ -116,18 +118,65 @@ def _write(plan: Plan, folder: Path, directory: RunDirectory, sync: Callable[[Pa
         return write_merged(plan, folder, before_each, sync)
 
 
-def companions(folder: Path) -> list[Path]:
-    """Tokenizer, chat template and generation config of a model folder."""
-    return sorted({path for pattern in _COMPANIONS for path in folder.glob(pattern)})
+def companions(folder: Path, *, generation_only: bool = False) -> list[Path]:
+    """Tokenizer, chat template and generation config of a model folder; or the last alone."""
+    patterns = ("generation_config.json",) if generation_only else _COMPANIONS
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+def _write_tokenizer(plan: Plan, folder: Path) -> None:
+    """The tokenizer that embeddings were ordered by, and the chat template that the recipe gives."""
+    if not _new_tokenizer(plan) and plan.chat_template is None:
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = plan.tokens.tokenizer if plan.tokens else None
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(plan.tokenizer.folder)
+    if plan.chat_template is not None:
+        tokenizer.chat_template = plan.chat_template
+    tokenizer.save_pretrained(folder)
+
+
+def _new_tokenizer(plan: Plan) -> bool:
+    return plan.tokens is not None and plan.tokens.tokenizer is not None
 
 
 def _write_config(plan: Plan, folder: Path) -> None:
-    """The anchor's config with the dtype that is written."""
-    config = {key: value for key, value in plan.anchor.config.items() if key not in ("torch_dtype", "dtype")}
+    """The config of the base or first model, with the dtype, layers and vocabulary that are written."""
+    config = {key: value for key, value in plan.config.config.items() if key not in ("torch_dtype", "dtype")}
+    config = resized(config, plan)
     floats = [spec.dtype for spec in plan.out.values() if spec.dtype.is_floating_point]
     if floats:
         config["dtype"] = str(max(set(floats), key=floats.count)).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def resized(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """A config for the number of layers and of tokens of the result; lists with an entry a layer are stacked, too."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(plan.config.folder)
+    text = found.get_text_config()
+    inner = next(
+        (key for key, value in config.items() if isinstance(value, dict) and getattr(found, key, 0) is text), ""
+    )
+    own = dict(config[inner]) if inner else config
+    if plan.tokens is not None:
+        own[text.attribute_map.get("vocab_size", "vocab_size")] = plan.tokens.rows
+    if plan.stacked:
+        before, (count,) = text.num_hidden_layers, plan.counts.values()
+        own[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = count
+        for key, value in own.items():
+            if isinstance(value, list) and len(value) == before:
+                own[key] = [one for piece in plan.pieces for one in _of_layers(piece, key, value)]
+    return {**config, inner: own} if inner else own
+
+
+def _of_layers(piece: Piece, key: str, default: list[Any]) -> list[Any]:
+    """The entries of a list with one a layer, for the layers of a part: those of its first model."""
+    model, start = piece.models[0], piece.starts[0]
+    own = model.config.get(key, default)
+    return list(own[start : start + piece.layers]) if isinstance(own, list) else default
 
 
 def _summary(
@@ -136,12 +185,9 @@ def _summary(
     return {
         "model": str(final),
         "merge_method": plan.method,
-        "parameters": plain({**_defaults(plan), **plan.arguments.common}),
-        "base_model": None if plan.base is None else _described(plan.base.name, plan.base.folder),
-        "models": [
-            {**_described(source.name, source.folder), **plain({"weight": 1.0, **own}), "delta_norm": norm}
-            for source, own, norm in zip(plan.models, plan.arguments.own, tally.norms, strict=True)
-        ],
+        "parameters": plain({**_defaults(plan), **plan.pieces[0].arguments.common[-1]}),
+        "base_model": None if plan.base is None else _described(plan.base),
+        "models": _models(plan, tally),
         "compared_with": plan.anchor.name,
         "tokenizer_source": plan.tokenizer.name,
         "tensors": len(plan.out),
@@ -170,8 +216,29 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _described(name: str, folder: Path) -> dict[str, str]:
-    return {"model": name, "folder": str(folder)}
+def _models(plan: Plan, tally: Tally) -> list[dict[str, Any]]:
+    """The models with their own settings; with `slices` each once, with the layers that are taken of it."""
+    if not plan.stacked:
+        own = plan.pieces[0].arguments.own
+        weight = {} if plan.method in UNWEIGHTED else {"weight": 1.0}
+        return [
+            {**_described(source), **plain({**weight, **one}), "delta_norm": tally.norm(source)}
+            for source, one in zip(plan.models, own, strict=True)
+        ]
+    found = []
+    for source in plan.models:
+        taken = [
+            {"from": [start, start + piece.layers], "to": [piece.first, piece.first + piece.layers]}
+            for piece in plan.pieces
+            for model, start in zip(piece.models, piece.starts, strict=True)
+            if model.folder == source.folder
+        ]
+        found.append({**_described(source), "layers": taken, "delta_norm": tally.norm(source)})
+    return found
+
+
+def _described(source: Source) -> dict[str, str]:
+    return {"model": source.name, "folder": str(source.folder)}
 
 
 def _tell(summary: dict[str, Any]) -> None:

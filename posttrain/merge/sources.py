@@ -32,6 +32,18 @@ class Source:
     vocabulary: dict[str, int] | None
     tied: bool  # output embedding shared with the input embedding
 
+    @property
+    def rows(self) -> int | None:
+        """Rows of its embeddings, which may be fewer or more than its tokenizer has tokens; None if not known."""
+        text = self.config.get("text_config")
+        found = self.config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+        return found if isinstance(found, int) else None
+
+    def token_ids(self, limit: int | None = None) -> dict[str, int]:
+        """Token -> id of the tokens with a row in its embeddings, below `limit`; empty without a tokenizer."""
+        rows = min((n for n in (self.rows, limit) if n is not None), default=None)
+        return {token: i for token, i in (self.vocabulary or {}).items() if rows is None or i < rows}
+
 
 def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
     """Find a model and read its config, tensor headers and vocabulary.

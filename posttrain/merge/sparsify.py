@@ -11,6 +11,8 @@ from torch import Tensor
 from posttrain.merge import everywhere
 from posttrain.merge.blocks import blocks, by_block
 
+_NO_NORM = 1e-7  # L1 norms below this are not divided by
+
 
 def largest(delta: Tensor, count: int) -> Tensor:
     """The `count` entries of largest magnitude, 0 elsewhere. Of equal entries the one that comes first is kept."""
@@ -48,6 +50,16 @@ def among_largest(delta: Tensor, count: int) -> Tensor:
         if missing == 0:
             break
     return above
+
+
+def norm_restored(kept: Tensor, whole: Tensor) -> Tensor:
+    """`kept` scaled to the L1 norm of `whole` (mergekit's `rescale`)."""
+    return kept * restoring(*(float(tensor.abs().sum(dtype=torch.float64)) for tensor in (whole, kept)))
+
+
+def restoring(whole: float, kept: float) -> float:
+    """The factor that brings the L1 norm `kept` to `whole`; 1 where one of them is below 1e-7."""
+    return 1.0 if min(whole, kept) < _NO_NORM else whole / kept
 
 
 def by_chance(delta: Tensor, probability: Tensor | float, draw: Tensor, *, rescale: bool) -> Tensor:

@@ -27,6 +27,7 @@ from posttrain.merge.blocks import (
 from posttrain.merge.plan import Plan
 from posttrain.merge.rules import merge_tensor, raised
 from posttrain.merge.sources import Source
+from posttrain.merge.vocabulary import by_token
 from posttrain.seeds import derive
 
 
@@ -37,11 +38,11 @@ class Tally:
     expected: set[str] = field(default_factory=set)  # differ from the anchor's in some input that has a part in it
     changed: list[str] = field(default_factory=list)  # came out different from the anchor's
     fingerprints: dict[str, int] = field(default_factory=dict)
-    squares: list[float] = field(default_factory=list)  # per model: squared norm of its difference from the anchor
+    squares: dict[Path, float] = field(default_factory=dict)  # folder of a model -> squared distance from the anchor
 
-    @property
-    def norms(self) -> list[float]:
-        return [math.sqrt(square) for square in self.squares]
+    def norm(self, model: Source) -> float:
+        """The norm of a model's difference from the anchor, over all tensors that it has a part in."""
+        return math.sqrt(self.squares.get(model.folder, 0.0))
 
 
 def write_merged(
@@ -52,7 +53,7 @@ def write_merged(
     sync: as in `tensors.write`. Raises MergeError naming the tensor for a NaN or infinity in an input, or a result too
     large for the output dtype.
     """
-    tally = Tally(squares=[0.0] * len(plan.models))
+    tally = Tally()
     names = iter(range(1, len(plan.out) + 1))
     reuse_memory()
     largest = max((spec.nbytes for spec in plan.out.values()), default=0)
@@ -64,8 +65,7 @@ def write_merged(
 
         def produce(name: str) -> Tensor:
             before_each(next(names), name)
-            models = [_finite(read[s.folder](name), name, s) for s in plan.models]
-            base = None if plan.base is None else _finite(read[plan.base.folder](name), name, plan.base)
+            models, base = inputs(plan, name, read)
             merged = disk.shaped(next(memory), plan.out[name])
             _merge_into(merged, plan, name, models, base, tally, counts)
             tally.fingerprints[name] = fingerprint(merged)
@@ -75,9 +75,31 @@ def write_merged(
     return tally
 
 
+def inputs(plan: Plan, name: str, read: Mapping[Path, Callable[[str], Tensor]]) -> tuple[list[Tensor], Tensor | None]:
+    """What the rule gets for a tensor of the result: the models' tensors, and the base's.
+
+    Raises MergeError for a NaN or infinity in one of them.
+    """
+    piece, at = plan.piece_of(name), plan.at(name)
+    wanted = list(zip(piece.models, at.inputs, strict=True))
+    if piece.base is not None:
+        wanted.append((piece.base, plan.anchored(name)))
+    found: dict[tuple[Path, str], Tensor] = {}
+    for source, stored in wanted:
+        if (source.folder, stored) not in found:
+            tensor = _finite(read[source.folder](stored), stored, source)
+            shared = any(s.folder == source.folder and n != stored for s, n in wanted)
+            found[source.folder, stored] = tensor.clone() if shared else tensor  # a reader reuses its memory
+    if plan.tokens is not None and name in plan.tokens.embeddings:
+        ordered = by_token(plan.tokens, {folder: tensor for (folder, _), tensor in found.items()})
+        found = {key: ordered[key[0]] for key in found}
+    tensors = [found[source.folder, stored] for source, stored in wanted]
+    return (tensors, None) if piece.base is None else (tensors[:-1], tensors[-1])
+
+
 def _counts(plan: Plan, read: Mapping[Path, Callable[[str], Tensor]]) -> dict[str, int] | None:
     """How many entries to keep of each tensor, for a density over the whole model; None for other merges."""
-    params = plan.arguments.params("")
+    params = plan.pieces[0].arguments.params(plan.at(""))
     if params.get("granularity") != "global" or plan.base is None:
         return None
     ours, theirs = read[plan.models[0].folder], read[plan.base.folder]
@@ -114,14 +136,16 @@ def _merge_into(
     if not anchor.is_floating_point():
         out.copy_(anchor)
         return
+    piece, at = plan.piece_of(name), plan.at(name)
     differing = [not equal(tensor, anchor) for tensor in models]
-    for i, differs in enumerate(differing):
-        if differs:
-            tally.squares[i] += squared_distance(models[i], anchor)
-    moved = any(differs and moves for differs, moves in zip(differing, plan.arguments.moving(name), strict=True))
+    far = {s.folder: tensor for s, tensor, differs in zip(piece.models, models, differing, strict=True) if differs}
+    for folder, tensor in far.items():
+        tally.squares[folder] = tally.squares.get(folder, 0.0) + squared_distance(tensor, anchor)
+    moved = any(differs and moves for differs, moves in zip(differing, piece.arguments.moving(at), strict=True))
+    rescaled = piece.arguments.rescales(at)
     if plan.method == "reasoning_vector":
         moved = moved and not equal(models[0], models[1])
-    if not moved and not plan.rescales(name):
+    if not moved and not rescaled:
         out.copy_(anchor)  # equal inputs come out bit for bit, without the rounding of a weighted sum
         return
     if moved or bool(anchor.any()):
@@ -143,13 +167,13 @@ def _rule_into(
     counts: Mapping[str, int] | None,
 ) -> None:
     """What the rule makes of one tensor."""
-    drawn = draws(plan.seed, name, models) if "draws" in plan.rule.needs else None
-    weights, params = plan.arguments.weights(name), plan.arguments.params(name)
+    arguments, at = plan.piece_of(name).arguments, plan.at(name)
+    weights, params = arguments.weights(at), arguments.params(at)
     if "by_entry" in plan.rule.needs:
-        rule_by_block(out, plan.rule.function, models, base, weights, extra=drawn, params=params)
-    else:
-        extra = drawn if drawn is not None else counts and counts[name]
-        out.copy_(merge_tensor(plan.rule.function, models, base, weights, params, extra))
+        rule_by_block(out, plan.rule.function, models, base, weights, params)
+        return
+    extra = draws(plan.seed, name, models) if "draws" in plan.rule.needs else counts and counts[name]
+    out.copy_(merge_tensor(plan.rule.function, models, base, weights, params, extra))
 
 
 def _finite(tensor: Tensor, name: str, source: Source) -> Tensor:

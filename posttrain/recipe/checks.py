@@ -212,6 +212,8 @@ def _references(recipe: Any) -> Found:
         paths |= {f"anchors.history.{i}": path for i, path in enumerate(named.history)}
     if isinstance(recipe, st.MergeRecipe):
         paths = {f"models.{i}.model": m.model for i, m in enumerate(recipe.models)} | {"base_model": recipe.base_model}
+        for i, piece in enumerate(recipe.slices):
+            paths |= {f"slices.{i}.sources.{k}.model": source.model for k, source in enumerate(piece.sources)}
     for key, path in paths.items():
         if path and path.startswith("stage:"):
             yield key, f"`{path}` names a stage of a pipeline", "write the directory of the model"

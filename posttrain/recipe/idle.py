@@ -40,6 +40,7 @@ def _rule(keys: str, idle: Why, right: str = "remove it", *, note: bool = False)
 
 _ACTING = "rollout.{0} sampling.{0}"
 SOURCES = ("data", "data.mix.*")
+MERGED = ("parameters", "models.*.parameters", "slices.*.parameters", "slices.*.sources.*.parameters")
 TURNS = " ".join(_ACTING.format(key) for key in ("max_turns", "turn_tokens", "reply_tokens", "rollout_seconds"))
 
 # Of the rules that hold at a place, the first one speaks.
@@ -127,7 +128,11 @@ RULES: tuple[Rule, ...] = (
     _rule("parallel", why.one_seed, "write `seeds`", note=True),
     _rule("parameters.k", why.averages("ema"), note=True),
     _rule("parameters.decay parameters.bias_correction", why.averages("last_k"), "write `mode: ema`", note=True),
-    _rule("parameters.int8_mask models.*.parameters.int8_mask", why.of_mergekit, note=True),
+    *(
+        _rule(" ".join(f"{at}.{key}" for at in MERGED), why.not_read(key), note=True)
+        for key in ("weight", "density", "normalize", "rescale")
+    ),
+    _rule(" ".join(f"{at}.int8_mask" for at in MERGED), why.of_mergekit, note=True),
     # run
     _rule("run.keep_checkpoints", why.one_checkpoint, "write `run.save_every`", note=True),
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.places import ROW_FILES, split_function
+from posttrain.recipe import merging
 from posttrain.recipe.objective_checks import BY_REFERENCE, used
 from posttrain.recipe.rollout_sections import VLLM_CHUNK
 
@@ -295,6 +296,16 @@ def averages(mode: str) -> Callable[[Any, Any], str]:
     def reason(recipe: Any, parameters: Any) -> str:
         idle = recipe.merge_method == "checkpoint_average" and (parameters.mode or "last_k") == mode
         return f"with mode {mode}" if idle else ""
+
+    return reason
+
+
+def not_read(key: str) -> Callable[[Any, Any], str]:
+    """Of a key that mergekit's files carry along for methods that do not read it. Ours have no such files."""
+
+    def reason(recipe: Any, _: Any) -> str:
+        method = recipe.merge_method
+        return "" if key in merging.taken(method) or method in merging.OURS else f"in {method}, as in mergekit"
 
     return reason
 

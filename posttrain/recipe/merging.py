@@ -1,107 +1,227 @@
-"""What a merge recipe says: mergekit's `slices`, and which keys each method takes. No torch here."""
+"""What a merge recipe says: which models each part of the result is made of, and which keys each method takes.
+
+The keys and their meaning are mergekit's (https://github.com/arcee-ai/mergekit). No torch here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from pydantic_core import PydanticCustomError
 
 from posttrain import registry
 from posttrain.errors import nearest
+from posttrain.recipe.merge_sections import MergeModel, MergeParameters, SliceSource
 
-PER_MODEL = ("weight", "density", "gamma", "epsilon")  # keys that each model may have its own value of
+PER_MODEL = ("weight", "density", "gamma", "epsilon", "scale")  # keys that each model may have its own value of
 ARGUMENTS = {"lambda_": "lam"}  # recipe key -> argument of the rule, where they differ
-UNWEIGHTED = ("slerp", "checkpoint_average", "model_stock", "ram", "reasoning_vector", "update_selective")
-IDLE = ("int8_mask",)  # of mergekit's files: a matter of its memory, not of the result
+RENAMED = {"ram": {"epsilon": "eps"}, "ramplus_tl": {"epsilon": "eps"}}  # by method, where mergekit's word is another's
+OURS = ("checkpoint_average", "lora_combine", "reasoning_vector", "update_selective")  # methods that mergekit has not
+UNWEIGHTED = (
+    "arcee_fusion",
+    "checkpoint_average",
+    "karcher",
+    "model_stock",
+    "nearswap",
+    "passthrough",
+    "ram",
+    "ramplus_tl",
+    "reasoning_vector",
+    "sce",
+    "slerp",
+    "update_selective",
+)
+# Keys that mergekit's files carry along for methods that do not read them: they have no effect there, and none here.
+CARRIED = ("weight", "density", "normalize", "rescale", "int8_mask")
 # Recipe key -> whether a number may stand there, and the same in words; other keys take every number.
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "density": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
     "gamma": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
     "epsilon": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "select_topk": (lambda x: 0 <= x <= 1, "a share from 0 to 1"),
     "t": (lambda x: 0 <= x <= 1, "from 0 (the first model) to 1 (the second)"),
     "decay": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
     "dot_threshold": (lambda x: 0 <= x < 1, "a cosine, at least 0 and below 1"),
     "eps": (lambda x: x >= 0, "at least 0"),
+    "tol": (lambda x: x > 0, "above 0"),
 }
 _TYPED = {"one_model": "one model", "two_models": "two models", "several_models": "at least two models"}
+Found = Iterator[tuple[str, str, str]]  # (key, what is wrong, what would be right)
 
 
-def without_slices(values: Any) -> tuple[Any, int | None]:
-    """The recipe with the sources of its only slice as `models`, and the number of layers that it names.
+@dataclass(frozen=True)
+class Ingredient:
+    """One model of a part: its name, what the recipe says of it, and its first layer (0 where all are meant)."""
 
-    mergekit writes some merges (slerp above all) as one slice over all layers. Several slices would stack layers of
-    different models into a new architecture, which is refused.
+    name: str
+    parameters: MergeParameters
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some layers of the result (all of them without `slices`), and the models that a rule makes them of.
+
+    models: in the order that the rule gets them. base: what it takes differences from. layers: how many; None for all.
     """
-    if not isinstance(values, dict) or "slices" not in values:
-        return values, None
-    rest = {key: value for key, value in values.items() if key != "slices"}
-    try:
-        if "models" in values:
-            raise ValueError("give either `models` or `slices`")
-        if len(values["slices"]) != 1:
-            raise ValueError("several slices build a model of another depth, which posttrain does not do")
-        sources = values["slices"][0]["sources"]
-        ranges = {tuple(source["layer_range"]) for source in sources}
-        if len(ranges) != 1 or min(ranges)[0] != 0:
-            raise ValueError("the sources of a slice must all have the same layer_range, from 0 to the last layer")
-        models = [{key: value for key, value in source.items() if key != "layer_range"} for source in sources]
-    except (KeyError, TypeError, IndexError) as cause:
-        raise PydanticCustomError("value_error", "slices must be a list of one entry with `sources`") from cause
-    return {**rest, "models": models}, int(min(ranges)[1])
+
+    at: str  # its place in the recipe: "" or `slices.N.`
+    models: list[Ingredient]
+    base: Ingredient | None
+    parameters: MergeParameters
+    layers: int | None
 
 
-def written_dtype(values: Any) -> Any:
+def parts(recipe: Any) -> list[Part]:
+    """The parts of the result, from the first layer to the last."""
+    if not recipe.slices:
+        whole = [Ingredient(model.model, model.parameters) for model in recipe.models]
+        return [_part(recipe, "", whole, recipe.base_model, MergeParameters(), None)]
+    found = []
+    for number, piece in enumerate(recipe.slices):
+        listed = [Ingredient(s.model, s.parameters, s.layer_range[0]) for s in piece.sources]
+        first, end = piece.sources[0].layer_range
+        base = piece.base_model or recipe.base_model
+        found.append(_part(recipe, f"slices.{number}.", listed, base, piece.parameters, end - first))
+    return found
+
+
+def _part(
+    recipe: Any, at: str, listed: list[Ingredient], base: str | None, parameters: MergeParameters, layers: int | None
+) -> Part:
+    """Where the base is among the models has a meaning that depends on the method; it is mergekit's."""
+    method, needs = recipe.merge_method, registry.index()["merge"][recipe.merge_method]["needs"]
+    others = [one for one in listed if one.name != base]
+    named = next((one for one in listed if one.name == base), None)
+    if base is None or method == "passthrough":
+        return Part(at, listed, None, parameters, layers)
+    origin = named or Ingredient(base, MergeParameters(), listed[0].first if listed else 0)
+    if method == "reasoning_vector":
+        return Part(at, listed, origin, parameters, layers)
+    if "base_model" in needs or "base_optional" in needs:
+        return Part(at, others, origin, parameters, layers)
+    if method == "slerp":
+        return Part(at, [origin, *others], None, parameters, layers)
+    joins = method == "karcher" or (method == "linear" and recipe.parameters.weight is not None)
+    joined = [*listed, origin] if joins and layers is None and named is None else listed
+    return Part(at, joined, None, parameters, layers)
+
+
+def named_models(recipe: Any) -> list[str]:
+    """Every model that the recipe names, each once; the base, if there is one, first."""
+    listed = [model.model for model in recipe.models]
+    listed += [source.model for piece in recipe.slices for source in piece.sources]
+    bases = [recipe.base_model, *(piece.base_model for piece in recipe.slices)]
+    return list(dict.fromkeys(name for name in [*bases, *listed] if name))
+
+
+def as_written_here(values: Any) -> Any:
+    """The recipe with mergekit's words in the form of the schema.
+
+    `tokenizer_source: model:NAME` of older files is the model alone.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    if "modules" in values:
+        raise ValueError("`modules` is not read here: write `models`, which merges all modules of a model")
+    found = written_dtype(values)
+    if isinstance(found.get("tokenizer_source"), str):
+        found["tokenizer_source"] = found["tokenizer_source"].removeprefix("model:")
+    return found
+
+
+def written_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe with mergekit's `out_dtype`, the dtype that is written, as `dtype`.
 
     Where both are there, mergekit's `dtype` is that of its arithmetic, which is not a choice here.
     """
-    if not isinstance(values, dict) or "out_dtype" not in values:
-        return values
-    rest = {key: value for key, value in values.items() if key != "out_dtype"}
-    return rest if values["out_dtype"] is None else {**rest, "dtype": values["out_dtype"]}
+    found = {key: value for key, value in values.items() if key != "out_dtype"}
+    if values.get("out_dtype") is not None:
+        found["dtype"] = values["out_dtype"]
+    if isinstance(found.get("dtype"), str):
+        found["dtype"] = found["dtype"].removeprefix("torch.")
+    return found
 
 
-def given(parameters: Any) -> dict[str, Any]:
-    """The keys of a `parameters` block that say something, by the rule's argument."""
+def given(parameters: Any, method: str | None = None) -> dict[str, Any]:
+    """The keys of a `parameters` block that say something, by the argument of the rule of that method."""
     values = {key: getattr(parameters, key) for key in type(parameters).model_fields}
-    return {ARGUMENTS.get(key, key): v for key, v in values.items() if v is not None and key not in IDLE}
+    names = ARGUMENTS | RENAMED.get(method or "", {})
+    return {names.get(key, key): v for key, v in values.items() if v is not None and key != "int8_mask"}
 
 
-def problems(recipe: Any) -> Iterator[tuple[str, str, str]]:
+def taken(method: str) -> set[str]:
+    """The arguments that a method reads."""
+    return {*registry.index()["merge"][method]["params"], *(() if method in UNWEIGHTED else ("weight",))}
+
+
+def problems(recipe: Any) -> Found:
     """(key, what is wrong, what would be right) of a merge recipe whose values are right one by one."""
     method = recipe.merge_method
     described = registry.index()["merge"][method]
-    if "base_model" in described["needs"] and not recipe.base_model:
+    yield from _inputs(recipe)
+    if "base_model" in described["needs"] and not all(part.base for part in parts(recipe)):
         yield "merge_method", f"{method} adds differences to a base and none is named", "write `base_model`"
-    yield from _counts(recipe, described["needs"])
+    for part in parts(recipe):
+        yield from _counts(recipe, part, described["needs"])
     if "adapters" in described["needs"]:
         yield from _adapters(recipe)
-    elif recipe.tokenizer_source is not None:
-        base = ["base", recipe.base_model] if recipe.base_model else []
-        known = [*base, *(model.model for model in recipe.models)]
-        if recipe.tokenizer_source not in known:
-            near = nearest(recipe.tokenizer_source, known)
-            right = f"did you mean `{near}`?" if near else f"known: {', '.join(dict.fromkeys(known))}"
-            yield "tokenizer_source", f"`{recipe.tokenizer_source}` is none of the models", right
-    takes = {*described["params"], *(() if method in UNWEIGHTED else ("weight",))}
-    shown = ", ".join(sorted(_shown(key) for key in takes)) or "none"
+    else:
+        yield from _tokenizer(recipe)
+        yield from _template(recipe)
     for place, block in _blocks(recipe):
-        for key in given(block):
-            if key not in takes:
-                yield f"{place}.{_shown(key)}", f"{method} has no parameter {_shown(key)}", f"it takes: {shown}"
-            elif place != "parameters" and key not in PER_MODEL:
-                what = f"{_shown(key)} holds for the whole merge, not for one model"
-                yield f"{place}.{_shown(key)}", what, "put it under the top-level `parameters`"
-            elif place != "parameters" and "float | list" not in str(described["params"].get(key, "float | list")):
-                yield f"{place}.{_shown(key)}", f"{method} takes one {key} for all", "put it under `parameters`"
-            else:
-                yield from _outside(f"{place}.{_shown(key)}", key, getattr(block, key, None))
+        yield from _block(method, place, block, described["params"])
+    for key, known in described["params"].items():
+        if len(known) == 1 and not any(key in given(block, method) for _, block in _blocks(recipe)):
+            yield "parameters", f"{method} needs {_shown(key)}", f"write `{_shown(key)}`"
     if recipe.parameters.granularity == "global" and isinstance(recipe.parameters.density, list):
         yield "parameters.density", "one share of the whole model is wanted", "write a number"
 
 
-def _outside(path: str, key: str, setting: Any) -> Iterator[tuple[str, str, str]]:
+def _inputs(recipe: Any) -> Found:
+    """`models` or `slices`; of a slice the same number of layers of every model, and each model once."""
+    if recipe.models and recipe.slices:
+        yield "slices", "give either `models` or `slices`", "remove one of them"
+    if not recipe.models and not recipe.slices:
+        yield "models", "nothing to merge is named", "list `models`, or layers of them under `slices`"
+    if recipe.slices and recipe.merge_method in ("lora_combine", "checkpoint_average", "reasoning_vector"):
+        yield "slices", f"{recipe.merge_method} takes whole models", "write `models`"
+    if recipe.slices and recipe.parameters.granularity == "global":
+        yield "parameters.granularity", "a share of the whole model is of whole models", "write `models`"
+    for number, piece in enumerate(recipe.slices):
+        at, names = f"slices.{number}.sources", [source.model for source in piece.sources]
+        lengths = {source.layer_range[1] - source.layer_range[0] for source in piece.sources}
+        if len(lengths) > 1:
+            told = " and ".join(str(length) for length in sorted(lengths))
+            yield at, f"a slice takes the same number of layers of every model, not {told}", "mend a `layer_range`"
+        if len(set(names)) < len(names):
+            yield at, "a model stands twice in one slice", "list it once; layers are stacked by several slices"
+        base = piece.base_model or recipe.base_model
+        firsts = {source.layer_range[0] for source in piece.sources}
+        if base and base not in names and len(firsts) > 1 and recipe.merge_method != "passthrough":
+            yield at, f"which layers of {base} are the base of these is not said", "list it among the sources"
+
+
+def _block(method: str, place: str, block: MergeParameters, params: Mapping[str, Any]) -> Found:
+    """The keys of one `parameters` block."""
+    takes = taken(method)
+    shown = ", ".join(sorted(_shown(key) for key in takes)) or "none"
+    of_model = ".sources." in place or place.startswith("models.")
+    for key in given(block, method):
+        at = f"{place}.{_shown(key)}"
+        if key not in takes:
+            if key not in CARRIED or method in OURS:
+                yield at, f"{method} has no parameter {_shown(key)}", f"it takes: {shown}"
+        elif of_model and key not in PER_MODEL:
+            what = f"{_shown(key)} holds for the whole merge, not for one model"
+            yield at, what, "put it under the top-level `parameters`"
+        elif of_model and "float | list" not in str(params.get(key, "float | list")):
+            yield at, f"{method} takes one {key} for all", "put it under `parameters`"
+        else:
+            yield from _outside(at, key, getattr(block, key, None))
+
+
+def _outside(path: str, key: str, setting: Any) -> Found:
     """The numbers of a setting, in lists and behind filters too, that their key does not take."""
     if isinstance(setting, list):
         if not setting:
@@ -114,24 +234,54 @@ def _outside(path: str, key: str, setting: Any) -> Iterator[tuple[str, str, str]
         yield path, f"must be {RANGES[key][1]}, not {setting:g}", ""
 
 
-def _counts(recipe: Any, needs: list[str]) -> Iterator[tuple[str, str, str]]:
-    names = [model.model for model in recipe.models]
-    base = recipe.base_model
-    if recipe.merge_method == "slerp":
-        names = [*names, *([base] if base and base not in names else [])]
-    elif recipe.merge_method != "reasoning_vector":
-        names = [name for name in names if name != base or "base_model" not in needs]
-    right = {"one_model": len(names) == 1, "two_models": len(names) == 2, "several_models": len(names) >= 2}
+def _counts(recipe: Any, part: Part, needs: Sequence[str]) -> Found:
+    count = len(part.models)
+    right = {"one_model": count == 1, "two_models": count == 2, "several_models": count >= 2}
+    beside = " beside the base" if part.base else ""
+    at = f"{part.at}sources" if part.at else "models"
     for need in needs:
-        if need in _TYPED and not right[need]:
-            beside = " beside the base" if "base_model" in needs else ""
-            yield "models", f"{recipe.merge_method} takes {_TYPED[need]}{beside}, here are {len(names)}", ""
+        if need in _TYPED and not right[need] and (recipe.models or recipe.slices):
+            stacked = "; layers are stacked by `slices`" if recipe.merge_method == "passthrough" and not part.at else ""
+            yield at, f"{recipe.merge_method} takes {_TYPED[need]}{beside}, here are {count}{stacked}", ""
+    if "base_model" in needs and part.base and not count:
+        yield at, "no model beside the base", "list the models whose differences are added"
 
 
-def _adapters(recipe: Any) -> Iterator[tuple[str, str, str]]:
-    for key in ("base_model", "tokenizer_source"):
+def _tokenizer(recipe: Any) -> Found:
+    """The tokenizer's source and those of tokens are among the models."""
+    models = named_models(recipe)
+    base = ["base"] if recipe.base_model else []
+    asked = {"tokenizer_source": recipe.tokenizer_source}
+    if recipe.tokenizer is not None:
+        if recipe.tokenizer_source is not None:
+            yield "tokenizer", "`tokenizer_source` says the same", "write one of them"
+        asked = {"tokenizer.source": recipe.tokenizer.source.removeprefix("model:")}
+        for token, entry in recipe.tokenizer.tokens.items():
+            source = entry.source
+            name = source if isinstance(source, str) or source is None else source.model
+            if name is not None and name not in models:
+                yield f"tokenizer.tokens.{token}.source", f"`{name}` is none of the models", _known(name, models)
+    for key, name in asked.items():
+        if name is not None and name not in ("union", *base, *models):
+            yield key, f"`{name}` is none of the models", _known(name, ["union", *base, *models])
+
+
+def _template(recipe: Any) -> Found:
+    text = recipe.chat_template
+    if text is not None and text not in ("auto", "chatml") and "{" not in text:
+        what = f"`{text}` is no template"
+        yield "chat_template", what, "write chatml, auto (what most models have), or the text of a Jinja template"
+
+
+def _known(name: str, known: Sequence[str]) -> str:
+    near = nearest(name, known)
+    return f"did you mean `{near}`?" if near else f"known: {', '.join(dict.fromkeys(known))}"
+
+
+def _adapters(recipe: Any) -> Found:
+    for key in ("base_model", "tokenizer_source", "tokenizer", "chat_template"):
         if getattr(recipe, key) is not None:
-            yield key, f"{recipe.merge_method} takes its base from the adapters", "remove it"
+            yield key, f"{recipe.merge_method} takes its base from the adapters, and their tokenizer", "remove it"
     svd, rank = recipe.parameters.combination == "svd", recipe.parameters.rank
     if svd and rank is None:
         yield "parameters", "svd needs the rank of the result", "write `rank`"
@@ -139,10 +289,14 @@ def _adapters(recipe: Any) -> Iterator[tuple[str, str, str]]:
         yield "parameters.rank", "only svd takes a rank", "write `combination: svd`, or remove it"
 
 
-def _blocks(recipe: Any) -> Iterator[tuple[str, Any]]:
+def _blocks(recipe: Any) -> Iterator[tuple[str, MergeParameters]]:
     yield "parameters", recipe.parameters
-    for number, model in enumerate(recipe.models):
-        yield f"models.{number}.parameters", model.parameters
+    inputs: list[tuple[str, MergeModel | SliceSource]] = [(f"models.{n}", one) for n, one in enumerate(recipe.models)]
+    for number, piece in enumerate(recipe.slices):
+        yield f"slices.{number}.parameters", piece.parameters
+        inputs += [(f"slices.{number}.sources.{n}", one) for n, one in enumerate(piece.sources)]
+    for place, one in inputs:
+        yield f"{place}.parameters", one.parameters
 
 
 def _shown(argument: str) -> str:

@@ -12,7 +12,7 @@ from posttrain.errors import counted
 from posttrain.recipe import merging
 from posttrain.recipe.building import Builder
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, Search
-from posttrain.recipe.merge_sections import MergeModel, MergeParameters
+from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rl_sections import (
@@ -265,7 +265,7 @@ class RlRecipe(Acting):
 
 
 class MergeRecipe(Stage):
-    """Model merging; mergekit's keys. mergekit's own files run as they are, if they do not stack layers."""
+    """Model merging; mergekit's keys. mergekit's own files run as they are."""
 
     verb: ClassVar = "merge"
     unused: ClassVar = _NO_TRAINING
@@ -273,27 +273,28 @@ class MergeRecipe(Stage):
     merge_method: Annotated[str, AfterValidator(partial(registered, "merge"))] = Field(
         description="see `posttrain methods list`"
     )
-    models: list[MergeModel] = Field(min_length=1)
+    models: list[MergeModel] = Field(default_factory=list, description="whole models; or `slices`")
+    slices: list[MergeSlice] = Field(
+        default_factory=list, description="layers of models, stacked: the result may have another depth"
+    )
     base_model: ModelName | None = Field(
         None, description="what the models were made from: differences are taken from it"
     )
     parameters: MergeParameters = Field(default_factory=MergeParameters)
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the first model's")
-    tokenizer_source: str | None = Field(None, description="base, or one of the models; default: base or the first")
-    _layers: int | None = PrivateAttr(None)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the models'")
+    tokenizer_source: str | None = Field(
+        None, description="union, base, or one of the models: for models whose vocabularies differ"
+    )
+    tokenizer: MergeTokenizer | None = Field(None, description="the same, with embeddings of single tokens")
+    chat_template: str | None = Field(
+        None,
+        description="chatml, auto (what most of the models have), or the template itself; default: the tokenizer's",
+    )
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _one_slice_is_models(cls, values: Any, handler: Any) -> MergeRecipe:
-        values, layers = merging.without_slices(merging.written_dtype(values))
-        recipe = handler(values)
-        recipe._layers = layers
-        return recipe
-
-    @property
-    def layers(self) -> int | None:
-        """The number of layers that the file's only slice names."""
-        return self._layers
+    def _in_our_words(cls, values: Any) -> Any:
+        return merging.as_written_here(values)
 
 
 class EvalRecipe(Acting):

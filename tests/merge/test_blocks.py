@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.merge import blocks, deltas, rules, sparsify
+from posttrain.merge import blocks, rules, selective, sparsify
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +42,13 @@ def test_distance_and_equality() -> None:
 
 def test_a_rule_by_blocks_is_the_rule() -> None:
     torch.manual_seed(0)
-    models, base, draws = (list(torch.rand(3, 3, 5)) for _ in range(3))
-    rule = deltas.dare_ties
-    whole = rule(models, base[0], [0.4, 0.6, 1.0], draws, density=0.5)
+    models, base = list(torch.rand(3, 3, 5)), torch.rand(3, 5)
+    whole = selective.ram(models, base, [], eps=0.2)
     parts = torch.empty(3, 5)
-    blocks.rule_by_block(parts, rule, models, base[0], [0.4, 0.6, 1.0], extra=draws, params={"density": 0.5})
+    blocks.rule_by_block(parts, selective.ram, models, base, [1.0] * 3, {"eps": 0.2})
     assert torch.equal(whole, parts)
     scalar, merged = [torch.tensor(1.0), torch.tensor(3.0)], torch.empty(())
-    blocks.rule_by_block(merged, rules.linear, scalar, None, [1.0, 1.0], extra=None, params={"normalize": True})
+    blocks.rule_by_block(merged, rules.linear, scalar, None, [1.0, 1.0], {"normalize": True})
     assert merged == 2
 
 

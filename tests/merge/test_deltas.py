@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from posttrain.errors import MergeError
-from posttrain.merge import blends, deltas, everywhere, lora, sparsify
+from posttrain.merge import blends, deltas, everywhere, lora, selective, sparsify
 from posttrain.merge.rules import task_arithmetic
 
 
@@ -72,10 +72,15 @@ def test_a_sum_of_zero_elects_plus_and_a_negative_weight_flips_the_vote() -> Non
 
 
 def test_dare_keeps_below_the_density_and_rescales() -> None:
-    """density 0.5 keeps the draws 0.4 and 0: 2 / 0.5 and -4 / 0.5; without rescaling 2 and -4."""
+    """density 0.5 keeps the draws 0.4 and 0: 2 and -4, as they are without rescaling.
+
+    By chance they are divided by 0.5. By norm they get the whole difference's: 2 + 4 times 5/3 is 2 + 3 + 1 + 4.
+    """
     draws = [t(0.4, 0.5, 0.9, 0.0)]
     model = t(2, 3, 1, -4)
-    assert deltas.dare_linear([model], ZERO, [1], draws, density=0.5).tolist() == [4, 0, 0, -8]
+    by_norm = deltas.dare_linear([model], ZERO, [1], draws, density=0.5)
+    torch.testing.assert_close(by_norm, t(10 / 3, 0, 0, -20 / 3))
+    assert deltas.dare_linear([model], ZERO, [1], draws, density=0.5, rescale="chance").tolist() == [4, 0, 0, -8]
     assert deltas.dare_linear([model], ZERO, [1], draws, density=0.5, rescale=False).tolist() == [2, 0, 0, -4]
     assert deltas.dare_linear([model], ZERO, [1], draws, density=0.0).tolist() == [0, 0, 0, 0]
 
@@ -90,7 +95,9 @@ def test_dare_is_right_on_average() -> None:
     """The mean over 4000 draws of entries +-1 at density 0.25 (variance 3): within 4 sigma = 4 sqrt(3/4000) = 0.11."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.rand(4000, 4, generator=generator).double()
-    merged = torch.stack([deltas.dare_linear([t(1, -1, 1, -1)], ZERO, [1], [d], density=0.25) for d in draws])
+    merged = torch.stack(
+        [deltas.dare_linear([t(1, -1, 1, -1)], ZERO, [1], [d], density=0.25, rescale="chance") for d in draws]
+    )
     assert (merged.mean(0) - t(1, -1, 1, -1)).abs().max() < 0.11
 
 
@@ -100,8 +107,11 @@ def test_della_ranks_by_row_and_divides_by_the_own_chance() -> None:
     chances = sparsify.rank_probabilities(delta, 0.5, 0.25)
     assert chances.tolist() == [[0.75, 0.25, 0.5], [0.25, 0.5, 0.75]]
     draws = [torch.full((2, 3), 0.3, dtype=torch.float64)]
-    merged = deltas.della_linear([delta], torch.zeros_like(delta), [1], draws, density=0.5, epsilon=0.25)
+    settings = {"density": 0.5, "epsilon": 0.25}
+    merged = deltas.della_linear([delta], torch.zeros_like(delta), [1], draws, **settings, rescale="chance")
     assert merged.tolist() == [[4, 0, 4], [0, 10, -8]]
+    by_norm = deltas.della_linear([delta], torch.zeros_like(delta), [1], draws, **settings)  # 17 of 16 kept
+    torch.testing.assert_close(by_norm, torch.stack([t(3, 0, 2), t(0, 5, -6)]) * 17 / 16)
     assert sparsify.rank_probabilities(t(7), 0.5, 0.25).tolist() == [0.5]
 
 
@@ -117,7 +127,7 @@ def test_breadcrumbs_ties_elects() -> None:
 
 
 def test_ram_takes_what_one_model_changes_in_full() -> None:
-    merged = deltas.ram([t(1, 0, 2, 0), t(0, 1e-6, 4, 0)], t(0, 0, 0, 7) * 0, [1, 1])
+    merged = selective.ram([t(1, 0, 2, 0), t(0, 1e-6, 4, 0)], t(0, 0, 0, 7) * 0, [1, 1])
     assert merged.tolist() == [1, 0, 3, 0]
 
 

@@ -34,6 +34,14 @@ RUNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "breadcrumbs_ties": (AB, {"density": 0.5}),
     "model_stock": (AB, {}),
     "ram": (AB, {}),
+    "ramplus_tl": (AB, {"r": 0.5, "alpha": 1.0}),
+    "sce": (AB, {"select_topk": 0.4}),
+    "nearswap": (AB[:1], {"t": 0.01}),
+    "arcee_fusion": (AB[:1], {}),
+    "nuslerp": (AB, {"weight": 0.4, "nuslerp_flatten": False}),
+    "multislerp": (AB, {}),
+    "karcher": (AB, {"max_iter": 3}),
+    "passthrough": (AB[:1], {"scale": 0.5}),
     "slerp": (AB[:1], {"t": 0.3}),
     "reasoning_vector": (AB, {"alpha": 0.5}),
     "update_selective": (AB[:1], {"density": 0.25, "scale": 0.7}),
@@ -60,9 +68,11 @@ def test_from_disk_to_disk(models: Path, merge: Merge, method: str) -> None:
     base, inputs = written(models / "base"), [written(models / m["model"]) for m in listed]
     if method == "slerp":
         inputs = [base, *inputs]
+    if method == "karcher":  # the base is one of the models
+        inputs = [*inputs, base]
     given = {"lam" if key == "lambda" else key: value for key, value in parameters.items() if key != "weight"}
     extras = {name: draws(0, name, [m[name] for m in inputs]) for name in base} if "draws" in rule.needs else None
-    anchor = base if "base_model" in rule.needs else None
+    anchor = base if {"base_model", "base_optional"} & set(rule.needs) else None
     weights = [parameters.get("weight", 1.0)] * len(inputs)
     expected = merge_state(rule.function, inputs, anchor, weights, extras, **given)
     rounding = 1e-7 if method == "model_stock" else 0  # its norms are sums, whose order depends on where memory lies
@@ -89,16 +99,15 @@ def test_draws_depend_on_the_seed_and_on_nothing_else(models: Path, merge: Merge
 
 
 def test_values_over_layers_and_by_filter() -> None:
-    """Layers 0, 1, 2 of 3 with [0, 1, 0.5]: 0, 1, 0.5; with [0, 1]: 0, 0.5, 1. Before the layers the first value."""
-    name = "model.layers.{}.mlp.up_proj.weight"
-    assert [value_at([0.0, 1.0, 0.5], name.format(i), 3) for i in range(3)] == [0, 1, 0.5]
-    assert [value_at([0.0, 1.0], name.format(i), 3) for i in range(3)] == [0, 0.5, 1]
-    assert value_at([0.2, 1.0], "model.embed_tokens.weight", 3) == 0.2
-    assert value_at([0.2, 1.0], "model.norm.weight", 3) == 1
+    """Layers 0, 1, 2 of 3 with [0, 1, 0.5]: 0, 1, 0.5; with [0, 1]: 0, 0.5, 1. The first filter that fits decides."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert [value_at([0.0, 1.0, 0.5], name, depth) for depth in (0, 0.5, 1)] == [0, 1, 0.5]
+    assert [value_at([0.0, 1.0], name, depth) for depth in (0, 0.5, 1)] == [0, 0.5, 1]
+    assert value_at([0.3], name, 1) == 0.3
     by_filter = [Filtered(filter="mlp", value=[0.0, 1.0]), Filtered(filter="self_attn", value=0.3)]
-    assert value_at(by_filter, name.format(1), 3) == 0.5
-    assert value_at(by_filter, "model.norm.weight", 3) is None
-    assert value_at([*by_filter, Filtered(value=0.9)], "model.norm.weight", 3) == 0.9
+    assert value_at(by_filter, name, 0.5) == 0.5
+    assert value_at(by_filter, "model.norm.weight", 0) is None
+    assert value_at([*by_filter, Filtered(value=0.9)], "model.norm.weight", 0) == 0.9
 
 
 MERGEKIT = """
@@ -136,13 +145,28 @@ def test_a_file_of_mergekit(models: Path, merge: Merge) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (MERGEKIT.replace("[0, 2]", "[1, 2]"), "from 0 to the last layer"),
-        (MERGEKIT.replace("slices:", "models: []\nslices:"), "either `models` or `slices`"),
-        (MERGEKIT.replace("merge_method", "  - sources: []\nmerge_method"), "another depth"),
+        (MERGEKIT.replace("[0, 2]", "[1, 2]", 1), "the same number of layers of every model, not 1 and 2"),
+        (MERGEKIT.replace("[0, 2]", "[2, 2]"), r"layer_range \[2, 2\] holds no layer"),
+        (MERGEKIT.replace("./a", "./base"), "a model stands twice in one slice"),
+        (MERGEKIT.replace("slices:", "models: [{model: a}]\nslices:"), "either `models` or `slices`"),
+        (MERGEKIT.replace("merge_method", "  - sources: []\nmerge_method"), "sources"),
+        ("merge_method: linear\n", "nothing to merge is named"),
+        (
+            "merge_method: passthrough\nmodels: [{model: a}, {model: b}]\n",
+            "takes one model, here are 2; layers are stack",
+        ),
+        ("merge_method: nearswap\nbase_model: c\nmodels: [{model: a}]\n", "nearswap needs t"),
+        ("merge_method: linear\nmodels: [{model: a}]\nmodules: {}\n", "`modules` is not read here"),
+        ("merge_method: linear\nmodels: [{model: a}]\nchat_template: alpaca\n", "`alpaca` is no template"),
+        ("merge_method: linear\nmodels: [{model: a}]\ntokenizer_source: aa\n", "did you mean `a`"),
+        (
+            "merge_method: linear\nmodels: [{model: a}]\ntokenizer: {source: union, tokens: {x: {source: b}}}\n",
+            "`b` is none of the models",
+        ),
         (MERGEKIT.replace("slerp", "ties"), "ties has no parameter t"),
         (MERGEKIT.replace("slerp", "model_stock"), "at least two models beside the base, here are 1"),
         ("merge_method: ties\nmodels: [{model: a}]\n", "adds differences to a base"),
-        ("merge_method: slerp\nmodels: [{model: a, parameters: {weight: 1}}, {model: b}]\n", "no parameter weight"),
+        ("merge_method: slerp\nmodels: [{model: a, parameters: {gamma: 1}}, {model: b}]\n", "no parameter gamma"),
         (
             "merge_method: ties\nbase_model: c\nmodels: [{model: a, parameters: {lambda: 1}}]\n",
             "lambda holds for the whole merge",
@@ -155,10 +179,10 @@ def test_what_does_not_fit_is_told_at_load(tmp_path: Path, text: str, match: str
         load(str(tmp_path / "theirs.yml"), stage="merge")
 
 
-def test_a_slice_of_fewer_layers_is_refused(models: Path, tmp_path: Path) -> None:
+def test_layers_that_a_model_does_not_have_are_refused(models: Path, tmp_path: Path) -> None:
     from posttrain.merge.plan import make_plan
 
-    (models / "theirs.yml").write_text(MERGEKIT.replace("[0, 2]", "[0, 1]"))
+    (models / "theirs.yml").write_text(MERGEKIT.replace("[0, 2]", "[1, 3]"))
     recipe = load(str(models / "theirs.yml"), stage="merge").recipe
-    with pytest.raises(MergeError, match="goes to layer 1, but the models have 2"):
+    with pytest.raises(MergeError, match=r"layer_range \[1, 3\] of ./base, which has 2 layers"):
         make_plan(recipe, tmp_path / "scratch")

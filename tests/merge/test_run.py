@@ -371,6 +371,7 @@ def test_warnings_are_told(models: Path, merge: Merge, capsys: pytest.CaptureFix
     merge(**{**LINEAR, "parameters": {"normalize": False, "weight": 0.25}, "base_model": "base"})
     told = capsys.readouterr()
     assert told.out == ""
-    assert "the weights sum to 0.5 and normalize is off" in told.err
-    assert "base_model base has no part in a linear merge" in told.err
+    assert "the weights sum to 0.75 and normalize is off" in told.err  # the base counts, as one of the models
+    merge(models / "other", **{**LINEAR, "base_model": "base"})
+    assert "base_model base has no part in a linear merge" in capsys.readouterr().err
     assert "config differs in" in told.err and "LlamaForCausalLM" in told.err

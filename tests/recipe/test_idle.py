@@ -97,6 +97,12 @@ NOTES = [
     ("merge", ["parameters.mode=ema", "parameters.k=2"], "parameters.k: does nothing with mode ema",
      ["parameters.mode=last_k"]),
     ("merge", ["parameters.int8_mask=true"], "parameters.int8_mask: does nothing", None),
+    ("merge", ["merge_method=slerp", "models.0.parameters.weight=0.5"],
+     "models.0.parameters.weight: does nothing in slerp, as in mergekit", ["merge_method=linear"]),
+    ("merge", ["merge_method=slerp", "parameters.normalize=true"],
+     "parameters.normalize: does nothing in slerp, as in mergekit", ["merge_method=linear"]),
+    ("merge", ["merge_method=linear", "parameters.density=0.5"],
+     "parameters.density: does nothing in linear, as in mergekit", None),
     ("pipeline", ["parallel=2"], "parallel: does nothing with one seed", ["seeds=[0,1]"]),
 ]  # fmt: skip
 
@@ -211,7 +217,11 @@ eval.contamination.max_new_tokens eval.contamination.unit eval.habits
 samples search search.beam search.branch search.ends search.step_tokens search.max_steps search.mean search.sigmoid
 search.scoring best_of best_of.scoring
 completions builder balance_lengths max_gap not_in separability
-merge_method models models.model models.parameters base_model parameters dtype tokenizer_source
+merge_method models models.model models.parameters base_model parameters dtype tokenizer_source chat_template
+slices slices.sources slices.sources.model slices.sources.layer_range slices.sources.parameters slices.base_model
+slices.parameters tokenizer tokenizer.source tokenizer.pad_to_multiple_of tokenizer.tokens tokenizer.tokens.source
+tokenizer.tokens.force tokenizer.tokens.source.kind tokenizer.tokens.source.model tokenizer.tokens.source.token
+tokenizer.tokens.source.token_id
 defaults stages seeds table
 """.split()  # noqa: SIM905  # fmt: skip
 
@@ -230,7 +240,7 @@ def test_every_key_was_thought_of(stage: str) -> None:
         elsewhere = (
             path in ALWAYS
             or path in building.OWN
-            or re.match(r"(models\.)?parameters\.|(rollout|engine)\.vllm\.", path)
+            or re.match(r"((models|slices|slices\.sources)\.)?parameters\.|(rollout|engine)\.vllm\.", path)
         )
         if not elsewhere and not any(rule.fullmatch(path) for rule in in_table):
             forgotten.append(path)

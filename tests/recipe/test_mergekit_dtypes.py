@@ -17,6 +17,7 @@ from posttrain.recipe.merging import written_dtype
         ({"out_dtype": "float16"}, "float16"),
         ({"dtype": "float32", "out_dtype": None}, "float32"),
         ({"dtype": "float32"}, "float32"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
     ],
 )
 def test_out_dtype_is_what_is_written(tmp_path: Any, values: dict[str, Any], dtype: str) -> None:

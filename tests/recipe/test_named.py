@@ -20,7 +20,8 @@ from posttrain.recipe.section import CompletionsName, ComponentSection, CriticNa
 # Keys that speak of files or models and name none that can be looked for: checked elsewhere, or written by the run.
 OTHERS = {
     "run.output",  # written
-    "tokenizer_source",  # one of the models
+    *("tokenizer_source", "tokenizer.source", "tokenizer.tokens.source"),  # one of the models
+    "chat_template",  # a word, or the text itself
     "tools.command",  # looked for on the PATH
     *("data.split", "data.mix.split"),  # a part of a data set
     *("tools.name", "tools.description", "rewards.name", "best_of.rewards.name", "search.rewards.name"),

@@ -9,6 +9,7 @@ from mechanics import Adapter, Case, Names, given, gradient, picked, renamed, ta
 from torch import Tensor
 
 from posttrain.merge.rules import merge_state
+from posttrain.merge.states import with_draws
 
 
 def states(value: Any) -> Any:
@@ -45,13 +46,16 @@ def ruled(rule: Callable[..., Tensor], *, names: Names | None = None, drops: Seq
     return on_states(function, "merged", names=names, drops=drops)
 
 
-def with_rule(function: Callable[..., Any], rule: Callable[..., Tensor], outputs: Names | str) -> Adapter:
-    """A function over models whose first argument is a merge rule."""
+def drawn(rule: Callable[..., Tensor]) -> Adapter:
+    """A rule that drops entries by chance, with what its keys mean in the papers: what is kept is divided by its chance.
 
-    def bound(**values: Any) -> Any:
-        return function(rule, **values)
+    The recipe's meaning and defaults are mergekit's.
+    """
 
-    return on_states(bound, outputs)
+    def function(*, rescale: bool = True, normalize: bool = False, **values: Any) -> Any:
+        return with_draws(rule, rescale="chance" if rescale else False, normalize=normalize, **values)
+
+    return on_states(function, "merged")
 
 
 def on_matrices(

@@ -1,10 +1,10 @@
 """Merge rules."""
 
 from mechanics import both, merged
-from model_modes import on_matrices, on_states, ruled, with_rule
+from model_modes import drawn, on_matrices, on_states, ruled
 from step_modes import chosen
 
-from posttrain.merge import blends, deltas, lora, rules, states
+from posttrain.merge import blends, deltas, lora, rules, selective, states
 
 DELLA_CHANCES = on_states(states.chances, "probabilities", drops=["draws", "lam", "weights", "normalize", "rescale"])
 
@@ -15,25 +15,25 @@ ADAPTERS = {
     "ties": ruled(deltas.ties),
     "dare": chosen(
         {
-            "None": with_rule(states.with_draws, deltas.dare_linear, "merged"),
-            "linear": with_rule(states.with_draws, deltas.dare_linear, "merged"),
-            "ties": with_rule(states.with_draws, deltas.dare_ties, "merged"),
+            "None": drawn(deltas.dare_linear),
+            "linear": drawn(deltas.dare_linear),
+            "ties": drawn(deltas.dare_ties),
         },
         by="consensus",
         default="None",
     ),
     "della": chosen(
         {
-            "None": both(with_rule(states.with_draws, deltas.della_linear, "merged"), DELLA_CHANCES),
-            "ties": both(with_rule(states.with_draws, deltas.della, "merged"), DELLA_CHANCES),
-            "linear": both(with_rule(states.with_draws, deltas.della_linear, "merged"), DELLA_CHANCES),
+            "None": both(drawn(deltas.della_linear), DELLA_CHANCES),
+            "ties": both(drawn(deltas.della), DELLA_CHANCES),
+            "linear": both(drawn(deltas.della_linear), DELLA_CHANCES),
         },
         by="consensus",
         default="ties",
     ),
     "breadcrumbs": ruled(deltas.breadcrumbs),
     "model_stock": both(ruled(deltas.model_stock), on_states(states.stock_shares, "t")),
-    "ram_merge": ruled(deltas.ram),
+    "ram_merge": ruled(selective.ram),
     "checkpoint_average": ruled(blends.checkpoint_average, names={"checkpoints": "models"}),
     "model_soup": on_states(states.model_soup, {"merged": "merged", "kept": "kept"}),
     "update_selective_merge": on_states(states.update_selective, "merged"),

@@ -1,0 +1,133 @@
+"""Merge rules that interpolate directions and lengths apart: along great circles, and averages on the sphere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import MergeError
+from posttrain.merge.rules import raised
+from posttrain.registry import register
+
+_PARALLEL = 1e-8  # sine of an angle below which two vectors are interpolated on a line
+_SHORTEST = 1e-7  # norms below this count as this
+_CANCEL = 1e-6  # |sum of two weights| below this: half of each
+
+
+@register("merge", "nuslerp", needs=("two_models", "base_optional"))
+def nuslerp(
+    models: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    *,
+    nuslerp_row_wise: bool = False,
+    nuslerp_flatten: bool = True,
+) -> Tensor:
+    """Spherical interpolation of two models by their weights: t = w_2 / (w_1 + w_2) (mergekit's `nuslerp`).
+
+    Of whole tensors; with `nuslerp_flatten: false` of the vectors along the last axis, or with `nuslerp_row_wise` too,
+    along the first. With a `base_model` the differences from it are interpolated. Vectors that are parallel are
+    interpolated on a line; one of zeros counts as orthogonal to all. Weights that cancel give t = 1/2.
+    """
+    whole = sum(weights)
+    t = 0.5 if abs(whole) < _CANCEL else weights[1] / whole
+    start = None if base is None else raised(base)
+    x, y = (raised(model) if start is None else raised(model) - start for model in models)
+    if nuslerp_flatten:
+        found = _on_circle(x.reshape(-1), y.reshape(-1), t).view(x.shape)
+    elif nuslerp_row_wise and x.dim() > 1:
+        found = _on_circle(x.transpose(0, -1), y.transpose(0, -1), t).transpose(0, -1)
+    else:
+        found = _on_circle(x, y, t)
+    return found if start is None else start + found
+
+
+def _on_circle(x: Tensor, y: Tensor, t: float) -> Tensor:
+    """From x (t 0) to y (t 1) on the great circle through both; vectors are along the last axis."""
+    units = (v / v.norm(dim=-1, keepdim=True).clamp(min=_SHORTEST) for v in (x, y))
+    first, second = units
+    angle = (first * second).sum(-1, keepdim=True).clamp(-1, 1).acos()
+    sine = angle.sin()
+    parallel = sine.abs() < _PARALLEL
+    curved = (((1 - t) * angle).sin() * x + (t * angle).sin() * y) / torch.where(parallel, torch.ones_like(sine), sine)
+    return torch.where(parallel, (1 - t) * x + t * y, curved)
+
+
+@register("merge", "multislerp", needs=("base_optional",))
+def multislerp(
+    models: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    *,
+    normalize_weights: bool = True,
+    eps: float = 1e-8,
+) -> Tensor:
+    """The weighted mean of the models' directions, at the weighted mean of their lengths (mergekit's `multislerp`).
+
+    mergekit interpolates in the plane that touches the sphere at that mean direction, where the weighted sum of all
+    models is 0: so the mean direction is what comes out (https://goddard.blog/posts/multislerp-wow-what-a-cool-idea).
+    With a `base_model` of differences from it. One model is itself. Two that cancel are averaged on a line; MergeError
+    for more.
+    """
+    if len(models) == 1:
+        return raised(models[0]).clone()
+    start = None if base is None else raised(base)
+    vectors = torch.stack([raised(m) if start is None else raised(m) - start for m in models]).flatten(1)
+    shares = vectors.new_tensor(list(weights))[:, None]
+    if normalize_weights:
+        shares = shares / shares.sum()
+    lengths = vectors.norm(dim=-1, keepdim=True)
+    mean = (vectors / (lengths + eps) * shares).sum(0)
+    if mean.norm() < eps:
+        if bool(lengths.any()) and len(models) != 2:
+            raise MergeError("multislerp: the weighted directions cancel", hint="give other weights")
+        found = (vectors * shares).sum(0)
+    else:
+        found = mean / mean.norm() * (lengths * shares).sum()
+    found = found.view(models[0].shape)
+    return found if start is None else start + found
+
+
+@register("merge", "karcher")
+def karcher(
+    models: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], *, max_iter: int = 10, tol: float = 1e-5
+) -> Tensor:
+    """The Karcher mean: the direction with the least squared angles to those of all models, at their mean length.
+
+    Every model counts alike, a `base_model` too. From the normalised mean on, at most `max_iter` steps along the mean
+    of the angles to all, until one is shorter than `tol` (mergekit's `karcher`;
+    https://en.wikipedia.org/wiki/Fr%C3%A9chet_mean). Tensors with a norm of at most `tol` have no direction.
+    """
+    del base, weights
+    vectors = [raised(model).reshape(-1) for model in models]
+    if len(vectors) == 1:
+        return raised(models[0]).clone()
+    lengths = [float(vector.norm()) for vector in vectors]
+    units = [vector / length for vector, length in zip(vectors, lengths, strict=True) if length > tol]
+    if not units:
+        return torch.zeros_like(raised(models[0]))
+    found = mean_direction(units, max_iter, tol)
+    return (sum(lengths) / len(lengths) * found).view(models[0].shape)
+
+
+def mean_direction(units: Sequence[Tensor], max_iter: int, tol: float) -> Tensor:
+    """The Karcher mean of unit vectors; see `karcher`. The first of them if they cancel."""
+    mean = torch.stack(list(units)).mean(0)
+    length = float(mean.norm())
+    found = units[0].clone() if length < tol else mean / length
+    for _ in range(max_iter):
+        step = torch.zeros_like(found)
+        for unit in units:
+            cosine = torch.dot(found, unit).clamp(-1, 1)
+            angle = cosine.acos()
+            if float(angle) >= tol:
+                step += (angle / angle.sin()) / len(units) * (unit - cosine * found)
+        size = step.norm()
+        if float(size) < tol:
+            break
+        found = size.cos() * found + size.sin() * (step / size)
+        length = float(found.norm())
+        found = found / length if length > tol else found
+    return found

@@ -1,0 +1,291 @@
+"""The tokenizer of a merged model, and embeddings in its order: models whose vocabularies differ, merged by token.
+
+What is done is mergekit's `tokenizer_source` and `tokenizer`: every model's embedding is written anew, a row for each
+token of the result. A token that a model does not have gets the row of the base, else the mean of the models that have
+it, else zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain.errors import MergeError, counted
+from posttrain.merge.rules import raised
+from posttrain.merge.sources import Source
+from posttrain.recipe.merge_sections import MergeTokenizer, TokenEmbedding, TokenFrom
+from posttrain.recipe.stages import MergeRecipe
+
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+_LISTED = 3  # tokens named in an error
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of the result, and where each model has them.
+
+    tokenizer: None where that of a model is kept. rows: of the embeddings that are written, those that fill them up
+    included. tokens: how many rows are tokens. embeddings: names of the tensors with a row a token. ids: folder -> row
+    of each token in that model's, -1 where it has none. fixed: token -> (folder, row) that it is taken from, None for
+    zeros. forced: tokens for which that holds also for models that have them.
+    """
+
+    tokenizer: Any | None
+    rows: int
+    tokens: int
+    embeddings: frozenset[str]
+    ids: Mapping[Path, Tensor]
+    fixed: Mapping[int, tuple[Path, int] | None]
+    forced: frozenset[int]
+    base: Path | None
+
+
+def by_token(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+    """The embeddings of several models (folder -> tensor [its rows, ...]) with the rows of the result."""
+    size = vocabulary.tokens
+    instead = _of_others(vocabulary, tensors)
+    for token, place in vocabulary.fixed.items():
+        instead[token] = 0 if place is None else tensors[place[0]][place[1]]
+    forced = torch.zeros(size, dtype=torch.bool)
+    forced[list(vocabulary.forced)] = True
+    found = {}
+    for folder, tensor in tensors.items():
+        ids = vocabulary.ids[folder]
+        made = tensor.new_zeros((vocabulary.rows, *tensor.shape[1:]))
+        own = (ids >= 0) & ~forced
+        made[:size][own] = tensor[ids[own]]
+        made[:size][~own] = instead[~own].to(tensor.dtype)
+        made[size:] = raised(made[:size]).mean(0).to(tensor.dtype)
+        found[folder] = made
+    return found
+
+
+def _of_others(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> Tensor:
+    """For each token what a model gets that does not have it: the base's row, else the mean of those that have one."""
+    first = raised(next(iter(tensors.values())))
+    total = first.new_zeros((vocabulary.tokens, *first.shape[1:]))
+    count = torch.zeros(vocabulary.tokens, dtype=first.dtype)
+    for folder, tensor in tensors.items():
+        ids = vocabulary.ids[folder]
+        has = ids >= 0
+        total[has] += raised(tensor[ids[has]])
+        count += has
+    found = total / count.clamp(min=1).view(-1, *[1] * (first.dim() - 1))
+    if vocabulary.base in tensors and vocabulary.base is not None:
+        ids = vocabulary.ids[vocabulary.base]
+        found[ids >= 0] = raised(tensors[vocabulary.base][ids[ids >= 0]])
+    return found
+
+
+def chosen(
+    recipe: MergeRecipe, together: Sequence[Sequence[Source]], models: Mapping[str, Source], default: Source
+) -> Vocabulary | None:
+    """The vocabulary that the recipe asks for; None if it asks for none, or all models have that one already.
+
+    together: the models that are merged with each other, for each part of the result. Raises MergeError.
+    """
+    settings = recipe.tokenizer
+    if settings is None:
+        if recipe.tokenizer_source is None:
+            return _common_rows(together, default)
+        settings = MergeTokenizer(source=recipe.tokenizer_source)
+    source = settings.source.removeprefix("model:")
+    everyone = list({s.folder: s for part in together for s in part}.values())
+    if missing := [s.name for s in [*everyone, default] if s.vocabulary is None]:
+        raise MergeError(f"no tokenizer in {', '.join(missing)}, so embeddings cannot be ordered by token")
+    if source == "union":
+        tokenizer = _union(default, everyone)
+    else:
+        tokenizer = _used_tokens(default if source == "base" else models[source])
+    tokenizer.add_tokens([token for token in settings.tokens if token not in tokenizer.get_vocab()])
+    return _laid_out(tokenizer, settings, together, models, default if recipe.base_model else None, default)
+
+
+def _common_rows(together: Sequence[Sequence[Source]], default: Source) -> Vocabulary | None:
+    """For embeddings with different numbers of rows: those that all have, if the tokenizer's model has no more.
+
+    Whether they are of the same tokens is for the compatibility report to say.
+    """
+    everyone = list({s.folder: s for part in together for s in part}.values())
+    shared = set.intersection(*(set(s.tensors) for s in everyone))
+    if all(len({s.tensors[name].shape[:1] for s in everyone}) == 1 for name in shared):
+        return None
+    names = frozenset(name for s in everyone for name in embedding_names(s))
+    rows = min(_rows(s) for s in everyone)
+    if _rows(default) != rows:
+        return None
+    ids = {s.folder: torch.arange(rows) for s in everyone}
+    return Vocabulary(None, rows, rows, names, ids, {}, frozenset(), None)
+
+
+def _laid_out(
+    tokenizer: Any,
+    settings: MergeTokenizer,
+    together: Sequence[Sequence[Source]],
+    models: Mapping[str, Source],
+    base: Source | None,
+    default: Source,
+) -> Vocabulary | None:
+    vocabulary = tokenizer.get_vocab()
+    size, step = max(vocabulary.values(), default=-1) + 1, settings.pad_to_multiple_of or 1
+    everyone = list({s.folder: s for part in together for s in part}.values())
+    names = frozenset(name for s in everyone for name in embedding_names(s))
+    ids = {}
+    for source in everyone:
+        rows = min((source.tensors[n].shape[0] for n in names if n in source.tensors), default=0)
+        own = torch.full((size,), -1, dtype=torch.long)
+        for token, new in vocabulary.items():
+            place = (source.vocabulary or {}).get(token, -1)
+            own[new] = place if place < rows else -1
+        ids[source.folder] = own
+    fixed, forced = _fixed(settings.tokens, vocabulary, together, models)
+    same = all(torch.equal(own, torch.arange(size)) for own in ids.values())
+    whole = all(s.tensors[n].shape[0] == size for s in everyone for n in names if n in s.tensors)
+    if same and whole and size % step == 0 and not fixed and vocabulary == default.vocabulary:
+        return None
+    return Vocabulary(
+        tokenizer, -(-size // step) * step, size, names, ids, fixed, forced, None if base is None else base.folder
+    )
+
+
+def _fixed(
+    tokens: Mapping[str, TokenEmbedding],
+    vocabulary: Mapping[str, int],
+    together: Sequence[Sequence[Source]],
+    models: Mapping[str, Source],
+) -> tuple[dict[int, tuple[Path, int] | None], frozenset[int]]:
+    """Rows of the tokens that the recipe names, and those of them that are forced on every model."""
+    found: dict[int, tuple[Path, int] | None] = {}
+    for token, entry in tokens.items():
+        asked, at = entry.source, f"tokenizer.tokens.{token}.source"
+        if asked is None:
+            continue
+        if isinstance(asked, TokenFrom) and asked.kind == "zero":
+            found[vocabulary[token]] = None
+            continue
+        source = models[asked if isinstance(asked, str) else asked.model or ""]
+        if not all(source.folder in {s.folder for s in part} for part in together):
+            raise MergeError(f"{at}: {source.name} is not merged, or not in every slice")
+        wanted: str | int = token
+        if isinstance(asked, TokenFrom):
+            wanted = asked.token if asked.token is not None else int(asked.token_id or 0)
+        row = wanted if isinstance(wanted, int) else (source.vocabulary or {}).get(wanted)
+        rows = min(source.tensors[name].shape[0] for name in embedding_names(source))
+        if row is None or row >= rows:
+            raise MergeError(f"{at}: {source.name} has no embedding of {wanted!r}")
+        found[vocabulary[token]] = (source.folder, row)
+    return found, frozenset(vocabulary[token] for token, entry in tokens.items() if entry.force)
+
+
+def embedding_names(source: Source) -> list[str]:
+    """Names of a model's tensors with a row a token: its input embedding, its head and the head's bias."""
+    ends = _embedding_ends(source.folder, (source.config.get("architectures") or [""])[0])
+    return [name for name in source.tensors if _end(name) in ends]
+
+
+def _end(name: str) -> str:
+    """The last two parts of a tensor's name: what comes before them differs between a model and its files."""
+    return ".".join(name.split(".")[-2:])
+
+
+@functools.lru_cache(maxsize=32)
+def _embedding_ends(folder: Path, architecture: str) -> frozenset[str]:
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    loader = getattr(transformers, architecture, None) if architecture else None
+    with torch.device("meta"):
+        model = loader(config) if loader else AutoModelForCausalLM.from_config(config)
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    wanted = {id(p) for layer in layers if layer is not None for p in layer.parameters(recurse=False)}
+    return frozenset(_end(n) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in wanted)
+
+
+def _used_tokens(source: Source) -> Any:
+    """A model's tokenizer without tokens that its embedding has no row of. Raises MergeError where they cannot go."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(source.folder)
+    rows = _rows(source)
+    unused = {token for token, place in tokenizer.get_vocab().items() if place >= rows}
+    if not unused:
+        return tokenizer
+    core = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"model": {}}
+    if core["model"].get("type") != "BPE":
+        raise MergeError(
+            f"{counted(len(unused), 'token')} of {source.name} have no row in its embedding, such as "
+            f"{', '.join(sorted(unused)[:_LISTED])}; they can be removed from fast BPE tokenizers only"
+        )
+    core["added_tokens"] = [entry for entry in core["added_tokens"] if entry["id"] < rows]
+    core["model"]["vocab"] = {token: i for token, i in core["model"]["vocab"].items() if token not in unused}
+    merges = core["model"]["merges"]
+    core["model"]["merges"] = [m for m in merges if not unused & set(m.split(" ") if isinstance(m, str) else m)]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(core))
+    return tokenizer
+
+
+def _union(first: Source, sources: Sequence[Source]) -> Any:
+    """The tokenizer of `first` with the tokens of all others that it does not have, added behind its own."""
+    from transformers import AutoTokenizer
+
+    found = _used_tokens(first)
+    known = set(found.get_vocab())
+    ordinary: list[Any] = []
+    added: list[Any] = []
+    for source in (s for s in sources if s.folder != first.folder):
+        tokenizer: Any = AutoTokenizer.from_pretrained(source.folder)
+        special = {info.content: info for _, info in sorted(tokenizer.added_tokens_decoder.items())}
+        order = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        own = [token for token, place in order if place < _rows(source) and token not in known]
+        ordinary += [token for token in own if token not in special]
+        added += [special[token] for token in special if token in own]
+        known |= set(own)
+    found.add_tokens(ordinary)
+    found.add_tokens(added)
+    return found
+
+
+def _rows(source: Source) -> int:
+    return min((source.tensors[name].shape[0] for name in embedding_names(source)), default=0)
+
+
+def template(asked: str | None, models: Sequence[Source], tokenizer: Source) -> str | None:
+    """The chat template to write, None for the tokenizer's own. MergeError if there is no tokenizer."""
+    if asked is None:
+        return None
+    if tokenizer.vocabulary is None:
+        raise MergeError(f"chat_template: {tokenizer.name} has no tokenizer that it could be written to")
+    if asked == "chatml":
+        return CHATML
+    if asked != "auto":
+        return asked
+    from transformers import AutoTokenizer
+
+    found = Counter(
+        template.strip()
+        for model in models
+        if model.vocabulary is not None and (template := _own_template(AutoTokenizer.from_pretrained(model.folder)))
+    )
+    return found.most_common(1)[0][0] if found else None
+
+
+def _own_template(tokenizer: Any) -> str:
+    own = tokenizer.chat_template
+    return str((own.get("default") if isinstance(own, dict) else own) or "")
