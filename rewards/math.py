@@ -1,4 +1,4 @@
-r"""Is the final answer right? 1 or 0, through math-verify: 1/2 = 0.5 = \frac{1}{2}.
+r"""Is the final answer right? 1 or 0, whatever its notation: 1/2 = 0.5 = \frac{1}{2}.
 
 rewards:
   - use: math.accuracy                            # reads the columns `answer`

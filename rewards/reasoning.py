@@ -18,7 +18,7 @@ from posttrain.verify import reasoning as pure
 def dianjin(completion: str, answer: Any, prefilled_think: bool = False) -> dict[str, float | None] | None:
     """1 for one thought and one answer block, neither blank, and 1 for a right answer: DianJin-R1 (2504.15716).
 
-    Answers are compared by math-verify; None without a gold. Logged parts: format, accuracy.
+    Answers are compared as in math.accuracy; None without a gold. Logged parts: format, accuracy.
     """
     found = pure.format_and_accuracy("<think>" + completion if prefilled_think else completion, answer)
     return None if found["reward"] is None else found
@@ -55,7 +55,7 @@ def srpo_reflection(
 
     The text is thought, answer, reflection, thought, answer. With fix above keep a policy can earn by being wrong
     first: watch the first answers, or set fix to 0.75. Lengths are tokens, or words where tokens have no places.
-    compare: maths compares answers with a digit by math-verify; words is the exact match of all, which knows no minus.
+    compare: maths is math.accuracy for answers with a digit; words is the exact match of all, which knows no minus.
     """
     cut = completion.find("</answer>")
     first_part = completion[: cut + len("</answer>")] if cut >= 0 else ""

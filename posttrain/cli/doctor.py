@@ -24,7 +24,7 @@ PACKAGES = {  # package -> (extra that brings it, or how pip takes it; what it i
     "datasets": ("train", "hub data and parquet files"),
     "safetensors": ("train", "saving and merging"),
     "gguf": ("train", ".gguf models"),
-    "math-verify": ("train", "the reward math.accuracy"),
+    "sympy": ("train", "the reward math.accuracy"),
     "reasoning-gym": ("train", "data from gym:TASK"),
     "bitsandbytes": ("quant", "4-bit LoRA"),
     "vllm": ("vllm", "fast generation on a GPU"),

@@ -14,7 +14,7 @@ from typing import Any
 
 PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "datasets", "safetensors"),
-    *("bitsandbytes", "vllm", "math-verify", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
+    *("bitsandbytes", "vllm", "sympy", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
 )
 VARIABLES = (  # and VLLM_USE_*, which choose what vLLM computes with
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE"),

@@ -1,131 +1,153 @@
-r"""How people write numbers and answers, as LaTeX that math-verify reads as it was meant.
+r"""What people write for the same thing, rewritten as one: signs, fonts, spacing, numbers, words.
 
-Pure functions of text. What has one meaning is rewritten (`latex`); what has two keeps its first and gets the second as
+Pure functions of text. What has one meaning is rewritten (`clean`); what has two keeps its first and gets the second as
 another reading (`other_readings`); a number in a base is told apart by its base (`based`).
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 
 from posttrain.verify.options import labelled
+from posttrain.verify.tokens import FUNCTIONS, GREEK
 
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
 _VULGAR |= {"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
-# Signs that the library does not know. It reads the others itself: pi, <=, the union.
+# Signs, each with the command that it stands for.
+_COMMANDS = """
+∞infty ∅emptyset ≠neq ≈approx …ldots ≤le ≥ge ⩽le ⩾ge ∈in ∉notin ∪cup ∩cap ∖setminus ×cdot ·cdot ⋅cdot ÷div ±pm ∓mp
+∨lor ∧land ∠angle △triangle ⟨langle ⟩rangle ⌊lfloor ⌋rfloor ⌈lceil ⌉rceil ≡equiv ∣mid ∑sum ∏prod ∫int
+πpi αalpha βbeta γgamma δdelta εepsilon θtheta λlambda μmu ρrho σsigma φphi ϕphi ωomega 或or 且and 和and
+"""
 _SIGNS = str.maketrans(
     {sign: r"\frac{{{}}}{{{}}}".format(*value.split("/")) for sign, value in _VULGAR.items()}
-    | {"°": r"^\circ", "∞": r"\infty", "∅": r"\emptyset", "≠": r"\neq ", "≈": r"\approx ", "…": r"\ldots", "⁄": "/"}
-    | dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{FULLWIDTH HYPHEN-MINUS}", "-")
-    | dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}~", " ")
-    | dict.fromkeys("$€£¥₹")
+    | {one[0]: f"\\{one[1:]} " for one in _COMMANDS.split()}
+    | {"°": r"^\circ ", "⁄": "/", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}"}
+    | dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{FULLWIDTH HYPHEN-MINUS}\N{HYPHEN}", "-")
+    | dict.fromkeys("\N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}\N{IDEOGRAPHIC SPACE}", " ")
+    | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if code != 0xFF0D}
+    | {"、": ",", "。": ".", "，": ",", "；": ";", "′": "'"}
 )
-# Names that are no units where they stand behind a number.
-_NAMES = (
-    "alpha beta gamma delta epsilon zeta theta iota kappa lambda sigma omega "
-    "sqrt sin cos tan cot sec csc log exp arcsin arccos arctan sinh cosh tanh infinity floor ceil choose "
-    "times divided plus minus over mod modulo base percent percentage million billion thousand hundred"
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_CURRENCY = "€£¥₹"
+
+_UPRIGHT = r"\\(?:mathrm|operatorname\*?|text|textrm|textnormal|textup|mbox|hbox|mathop|rm)"
+_FONT = (
+    r"\\(?:mathbf|mathit|mathsf|mathtt|mathcal|mathnormal|boldsymbol|bm|pmb|underline|underbrace|textbf|textit|texttt|"
+    r"textsf|emph|mathbin|mathord|ensuremath|displaystyle|mathstrut|fbox|boxed)"
 )
-_DEGREES = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"
-_SHORT = r"[kcdm]?m|[km]?g|m?l|[mk]?s|min|sec|hr?s?|yrs?|ft|in|yd|mi|lbs?|oz|gal|mph|kmh|kmph"
-_SHORT += r"|am|pm|a\.m|p\.m|cc|deg|sq|cu|rs|day|men|man|cent|pie|toy|way|per|th|rd|nd|st"
-# What stands behind a number as its unit: short ones, or words in full; never another answer.
-_UNIT = (
-    rf"(?:\s*(?:{_SHORT})(?![A-Za-z])|(?:\s+|\s*/\s*)(?!(?:{_NAMES.replace(' ', '|')})\b)[A-Za-z]?[a-z]{{3,}})"
-    r"(?!.*\b(?:or|and|not)\b)(?:[\s/]+[a-z]+)*\.?(?:\s*\^\s*\{?[23]\}?|\s*[²³])?$"
-)
-_TEXT = (
-    r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*(?:[0-9]|\{[0-9]\}|\{\\circ\}))?"
+_SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|small|normalsize|boldmath)\b\s*"
+_COLOUR = r"\\(?:textcolor|color)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
+_SPACE = (
+    r"(?<!\\)\\(?:[,;:> ]|(?:q?quad|enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
+    r"|[hv]space\*?\s*\{[^{}]*\})|~"
 )
 
 Replacement = str | Callable[[re.Match[str]], str]
 
 
+def _upright(match: re.Match[str]) -> str:
+    r"""`\mathrm{ln}` as a function, `\mathrm{e}` as a letter, `5\,\mathrm{m}` as a unit, `\text{or}` between items."""
+    content, before = match["content"].strip().strip("$"), match["number"] or ""
+    word = content.strip(" .,:;")
+    if word in FUNCTIONS or (word in GREEK and match[0].startswith("\\operatorname")):
+        return f"{before}\\{word} "
+    if re.search(r"(?<![\w^])[0-9]|\\", content) and not re.fullmatch(r"[A-Za-z]+\s*\^?[23]", content):
+        return f"{before} {content} "
+    if separated := re.fullmatch(r"\s*,?\s*(or|and)\b\s*(.*?)", content):
+        return f"{before} \\{separated[1]} " + (rf"\text{{{separated[2]}}}" if separated[2] else "")
+    if len(content) == 1 and content.isalpha():
+        unit = before and content not in "eid"
+        return before + (rf"\text{{{content}}}" if unit else f"{{{content}}}")
+    if re.fullmatch(r"\(?[A-Za-z]\)?|[A-Z](?:\s*,\s*[A-Z])+|[-+=<>()\[\],;\s]*", content):
+        return f"{before} {content} "
+    return before + rf"\text{{{content}}}"
+
+
 def _repeating(match: re.Match[str]) -> str:
     r"""0.1\overline{6} as 15/90."""
-    whole, once, again = match["whole"], match["once"], match["bar"] or match["dot"] or match["run"]
+    whole, once, again = match["whole"], match["once"], match["bar"] or match["dot"] or match["run"] or match["block"]
     below = (10 ** len(again) - 1) * 10 ** len(once)
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{below}}}"
 
 
-def _improper(match: re.Match[str]) -> str:
-    whole, above, below = (int(n) for n in match.groups() if n)
-    return rf"\frac{{{whole * below + above}}}{{{below}}}\%"
-
-
-def _mixed(match: re.Match[str]) -> str:
-    whole, above, below = match.groups()
-    return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else match[0]
-
-
-def _divisor(match: re.Match[str]) -> str:
-    """gcd(m, n) as a function of that name: the library takes letters for numbers without a common divisor."""
-    return rf"f_{{{match[1]}}}({','.join(sorted(one.strip() for one in match[2].split(',')))})"
+def _ungrouped(match: re.Match[str]) -> str:
+    return re.sub(r"[^0-9]", "", match[0])
 
 
 _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
-    (re.compile(pattern), replacement)
+    (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
         # What is not seen, or is only looks.
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
-        (r"\\textcolor\s*\{[^{}]*\}|\\color\s*\{[^{}]*\}|\\(?:bf|it)\b", ""),
+        (_COLOUR, ""),
+        (r"\\!\s*", ""),
+        (r"\{,\}", ","),
         (r"^\*\*(.*)\*\*$", r"\1"),
-        (r"^\\displaystyle\b\s*", ""),
-        (r"^\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}$", r"\1"),
-        (r"^\s*(?:=|\\(?:approx|therefore|Rightarrow|implies)\b)", ""),
-        (r"(?:\s|\\\\|\\ |[,;])+$", ""),
-        (r"\\varnothing", r"\\emptyset"),
-        (r"\\(?:mathrm|text)\{i\}|\\imath\b", "i"),
-        (r"\\log_(?:e|\{e\})", r"\\ln "),
-        # A text behind a number that says more than its unit: 5\text{ or 6}.
-        (r",?\s*\\text\s*\{\s*(?:or|and)\b([^{}]*)\}", r",\1"),
-        (r"\\(?:text|mbox)\s*\{([^{}]*(?<![\w^])[0-9][^{}]*)\}", r" \1 "),
-        (rf"(?<=[0-9A-Za-z}})%|.!])(?:\s|\\[ ,;!])*(?:{_TEXT}\s*)+\.?$", ""),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        # Numbers.
-        (
-            r"(?<![\w.])(?P<whole>[0-9]+)\.(?P<once>[0-9]*?)(?:\\(?:overline|bar)\s*\{?(?P<bar>[0-9]+)\}?"
-            r"|\\dot\s*\{?(?P<dot>[0-9])\}?|(?P<run>([0-9])\6\6)\6*\s*(?:\\[lcd]?dots\b|\.\.\.))(?![0-9.])",
-            _repeating,
-        ),
-        (r"(?<=[0-9])(?:\s|\\ )*\.(?=\s*(?:$|[^\s0-9.\\]|\\text))|(?<=[A-Za-z)}\]%!])\.$", ""),
-        (r"^\(?([A-Z])\)$", r"\1"),
-        (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|\\[ ,;])[0-9]{3})+(?![0-9])", lambda m: re.sub(r"\D", "", m[0])),
+        (r"^\"(.*)\"$", r"\1"),
+        (r"\\\\(?=\s*$)", ""),
+        (r"^(?:\\therefore|\\Rightarrow|\\implies|\\boxed(?![a-z{ ]))", ""),
+        (r"\\(?:quad|qquad)(?![a-z])", r"\\ "),
+        (r"\\begin\s*\{(\w+)\*?\}(?:\s*\{[^{}]*\}|\[[^\]]*\])?", r"\\begin:\1 "),
+        (r"\\end\s*\{(\w+)\*?\}", r"\\end:\1 "),
+        (r"\\left\s*\\\{\s*\\begin:array(.*?)\\end:array\s*\\right\s*\.", r"\\begin:cases\1\\end:cases "),
+        (r"(?<=[0-9.])(?:\\[,;: ]|\s)+(?=\\(?:[,;: ]))", ""),
+        # Numbers with separators. Behind a comma or within brackets commas divide.
+        (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|~|\\[ ,;:])[0-9]{3})+(?![0-9.]*[0-9])", _ungrouped),
+        (_SPACE, " "),
         (
             r"(?<![\w.^,])[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?(?![0-9.])",
             lambda m: m[0].replace(".", "").replace(",", "."),
         ),
+        (
+            r"(?<![\w.^,])[1-9][0-9]{0,2}(?:\.[0-9]{3})+,[0-9]+(?![0-9.,])",
+            lambda m: m[0].replace(".", "").replace(",", "."),
+        ),
+        (r"(?<![\w.^,])[1-9][0-9]{0,2}(?:'[0-9]{3})+(?![0-9'])", _ungrouped),
+        (
+            r"(?<![\w.])(?P<whole>[0-9]+)\.(?P<once>[0-9]*?)(?:\\(?:overline|bar)\s*\{?(?P<bar>[0-9]+)\}?"
+            r"|\\dot\s*\{?(?P<dot>[0-9])\}?|(?:(?P<run>[0-9])(?P=run)(?P=run)+|(?P<block>[0-9]{2,6}?)(?P=block)+)\s*(?:\\[lcd]?dots\b|\.\.\.))(?![0-9.])",
+            _repeating,
+        ),
         (r"(?<![\w.}])([0-9]+\.?[0-9]*|\.[0-9]+)[eE](\+?[0-9]+)(?![\w.(^{\\])(?<!\+[0-9])", r"\1 \\cdot 10^{\2}"),
-        (r"(?<![\w.}])([0-9]+\.[0-9]+)[eE]([-+]?[0-9]+)(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
+        (r"(?<![\w.}])([0-9]+\.[0-9]+)[eE]([-+][0-9]+)(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\w.}])([0-9]+)[eE]([-+][0-9]{2,})(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
-        (r"(?<![\w.}/^])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![\w.])", _mixed),
-        (r"(?<![\w.}^])([0-9]+)\s*\((?=\s*(?:\\[dt]?frac|[0-9]+\s*/))", r"\1 \\cdot ("),
+        (r"\.{2,}", r"\\ldots "),
+        (r"(?<=[0-9])\.(?=\s*(?:$|[^\s0-9.\\]|\\text|\\mathrm))", ""),
+        # Words and forms.
         (r"√\s*([0-9]+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
-        (rf"(?:(?<=[0-9}}])|(?<=\\pi)\b(?=\s)){_UNIT}", ""),
-        (r"([0-9]+)\s*\\[dt]?frac(?:\{([0-9]+)\}\{([0-9]+)\}|([0-9])([0-9]))\s*\\?%", _improper),
-        (r"(?<=[0-9)}xyz])²", "^2"),  # behind other letters it belongs to a unit
-        (r"(?<=[0-9)}xyz])³", "^3"),
-        (
-            rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*)[({{]?\s*([0-9]+(?:\.[0-9]+)?)\s*{_DEGREES}\s*[)}}]?",
-            r"\1(\\frac{\2\\pi}{180})",
-        ),
-        # Forms.
-        (
-            r"\\(?:operatorname\s*\{\s*)?(gcd|lcm)\b\s*\}?\s*(?:\\left\s*)?"
-            r"\(([^()]*(?<![\\A-Za-z])[A-Za-z][^()]*?)(?:\\right\s*)?\)",
-            _divisor,
-        ),
-        (r"^\\text\s*\{([A-Z](?:\s*,\s*[A-Z])+)\}$", r"\1"),
-        (r"^(?:\\left\s*)?\\langle(.*,.*?)(?:\\right\s*)?\\rangle$", r"(\1)"),
-        (r"^[^:,()=]+(?::[^:,()=]+){2,}$", lambda m: f"({m[0].replace(':', ',')})"),  # 1:2:3, no quotient
-        (r"^\](.*,.*)\[$", r"(\1)"),
-        (r"^\](.*,.*\])$", r"(\1"),
-        (r"^(\[.*,.*)\[$", r"\1)"),
-        (r"^([^=<>]*[0-9]\}?)\s*=\s*([A-Za-z])$", r"\2=\1"),
+        (r"√", r"\\sqrt "),
+        (r"\\log_(?:e|\{e\})(?![a-z])", r"\\ln "),
+        (r"(?<=[0-9)])\s*(?:per\s*cent|percent(?:age)?|pct)\b", r"\\%"),
+        (r"\\text\{\s*(?:per\s*cent|percent(?:age)?|pct)\s*\}", r"\\%"),
+        (r"\\text\{\s*degrees?\s*\}", r"^\\circ "),
+        (r"(?<=[0-9])\s+[ap]\.m\.", lambda m: rf"\text{{{m[0].strip()[0]}m}}"),
+        (r"\\not\s*=|\\not\s*\\eq", r"\\ne "),
+        (r"\\operatorname\s*\{\s*\\", r"{\\"),
+        (r"(?<=[\])}])\s*\\backslash", r"\\setminus"),
+        (r"\](?=[^\[\]()]*,)([^\[\]()]*)\[", r"(\1)"),
+        (r"(^|\\cup|=|\\in\b)\s*\]([^\[\]()]*,[^\[\]()]*\])", r"\1(\2"),
+        (r"(\[[^\[\]()]*,[^\[\]()]*)\[(?=\s*(?:$|\\cup))", r"\1)"),
     )
 )
+_INNERMOST = (
+    (re.compile(rf"(?P<number>[0-9}})](?:\s|\\[,;: ]|~)*)?{_UPRIGHT}\s*\{{(?P<content>[^{{}}]*)\}}"), _upright),
+    (re.compile(rf"{_FONT}\s*\{{(?P<content>[^{{}}]*)\}}"), lambda m: _in_font(m["content"])),
+)
+_FONTS = re.compile(rf"{_FONT}\s*(?=\{{)")
+_ENDS = re.compile(r"(?:\s|\\\\|\\[ ,;!]|[,;.。\\]|(?<=[0-9A-Za-z}})%|!\]])\.)+$")
+
+
+def _in_font(content: str) -> str:
+    plain = content.strip()
+    if (plain.isalpha() and len(plain) > 1 and not plain.isupper()) or re.fullmatch(
+        r"[A-Za-z]{2,}(?:[\s-]+[A-Za-z]+)+", plain
+    ):
+        return f"\x01text{{{plain}}}"
+    return f"{{{plain}}}"
+
 
 _BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _BASE = re.compile(
@@ -134,22 +156,85 @@ _BASE = re.compile(
     r"|\\text\s*\{\s*(?:base\s*)?(?P<worded>[0-9]+|[a-z]+)\s*\}|(?P<bare>[0-9]))"
     r"|(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base\s*[-~]?\s*\}?\s*\{?(?P<said>[0-9]+|[a-z]+)\s*\)?\s*\}?)"
 )
-_MODULO = re.compile(r"(?:.*\\equiv)?(.*?)\(?\\?(?:pmod|bmod|mod)\b.*")
-_PERCENT = re.compile(r"([^%]*[0-9}])\s*\\?%")
-_DECIMAL_COMMA = re.compile(r"([-+]?[0-9]+),([0-9]*[1-9][0-9]*)")
-_THOUSANDS = re.compile(r"[-+]?[1-9][0-9]{0,2}(?:,[0-9]{3})+")
+_DECIMAL_COMMA = re.compile(
+    rf"(?:[{_CURRENCY}]|\\\$)?\s*([-+]?[0-9]+(?:[ .][0-9]{{3}})*),([0-9]+)"
+    rf"\s*((?:[{_CURRENCY}$%]|\\%|\\\$|\\text.*|[a-z]+.*)?)",
+    re.DOTALL,
+)
+_GROUPED = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
-_LETTERS = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}]*)\}")
-
+_TEXT = r"\{\s*\\(?:text|mathrm)\s*\{\s*([a-z]+)\s*\}\s*\}"
+_QUOTIENT = re.compile(rf"\\[dtc]?frac\s*{_TEXT}\s*{_TEXT}")  # of units
+_PRICE = re.compile(r"^\s*\\?\$\s*([-+]?[0-9][0-9.,{}\\! ]*)$")
+_DOUBLED = re.compile(
+    r"\\\\(?=(?:[dt]?frac|left|right|pi|sqrt|text|infty|cup|cap|leq?|geq?|neq?|in|pm|cdot|times|boxed|mathrm|circ)"
+    r"(?![a-z]))"
+)
+_LETTERS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{([^{}]*)\}")
+_UNIT_LETTER = re.compile(
+    r"(?<=[0-9}])(?P<blank>\s*)(?P<unit>[mgshl])(?P<rest>\s*/\s*[a-z]{1,3}|)(?P<power>\^\{?[23]\}?|[²³])?$"
+)
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
+_NOTHING = re.compile(
+    r"(?:there (?:is|are) )?no(?: (?:such|real|valid|possible|integer))*"
+    r" (?:solutions?|roots?|values?|answers?|numbers?|integers?|pairs?|triples?)(?: exists?)?"
+    r"|empty set|the empty set|null set"
+)
 
 
-def latex(text: str) -> str:
-    """The text with numbers and signs as the library reads them."""
-    text = text.replace("\\$", "").translate(_SIGNS).strip()
+def clean(text: str) -> str:
+    """The text in the notation that `tokens.tokenize` knows."""
+    text = _signed(text)
+    for _ in range(6):
+        before = text
+        for innermost, rewrite in _INNERMOST:
+            text = innermost.sub(rewrite, text)
+        text = text.replace("\x01text", "\x02").replace("\\text{", "\x03{") if "\x01" in text else text
+        text = text.replace("\x02", "\\text").replace("\x03{", "\\text{")
+        if text == before:
+            break
+    text = _FONTS.sub("", text)
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
-    return text.strip()
+    text = _without_group_commas(_ENDS.sub("", text.strip())).strip()
+    while text[:1] == "{" and not re.search(r"\\(?:choose|over)(?![a-z])", text) and _closes_at_the_end(text):
+        text = text[1:-1].strip()
+    return text
+
+
+def _closes_at_the_end(text: str) -> bool:
+    """Whether the brace at the beginning closes with the last character."""
+    depth = 0
+    for place, character in enumerate(text):
+        if character in "{}" and text[place - 1 : place] != "\\":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return place == len(text) - 1
+    return False
+
+
+def _signed(text: str) -> str:
+    """The text with signs as commands, without mathematics marks, currencies and switches of the font."""
+    text = _QUOTIENT.sub(r"\\text{\1/\2}", text)
+    text = _PRICE.sub(r"\1 \\text{dollars}", text)
+    text = _DOUBLED.sub(r"\\", text) if "begin" not in text else text
+    text = text.replace("\\$", "").replace("$", "").translate(_SIGNS)
+    text = re.sub(r"\\[()\[\]]", "", text) if not re.search(r"\\left\s*\\[\[(]", text) else text
+    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
+    text = re.sub(r"[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
+    text = re.sub(f"[{_CURRENCY}]", "", text)
+    return re.sub(_SWITCH, "", text)
+
+
+def _without_group_commas(text: str) -> str:
+    """`1,234` as 1234 where it stands in no brackets."""
+    found, depth, last = [], 0, 0
+    for match in _GROUPED.finditer(text):
+        before = re.sub(r"\\[{}]", "(", text[last : match.start()])
+        depth += sum(before.count(c) for c in "([") - sum(before.count(c) for c in ")]")
+        found.append(text[last : match.start()] + (_ungrouped(match) if depth == 0 else match[0]))
+        last = match.end()
+    return "".join(found) + text[last:]
 
 
 def plain(text: str) -> str:
@@ -157,24 +242,24 @@ def plain(text: str) -> str:
     return _IDLE_BLANKS.sub("", _LETTERS.sub(r"\1", text) if _LETTERS.fullmatch(text) else text)
 
 
-def other_readings(text: str) -> list[str]:
-    r"""What else it may mean: `0,5` also 0.5, `12.5\%` also 12.5 (not below 1), `1e-3` also a power of ten, whose first
-    meaning is 1 * e - 3; and `(B) 12` the option B, or 12.
+def other_readings(text: str, *, gold: bool) -> list[str]:
+    r"""What else a text may mean: `0,5` 0.5, `1e-3` a power of ten, `(B) 12` the option B or 12, `5m` 5 metres.
+
+    Of a gold, a comma between digits divides two answers, unless a currency or unit stands behind.
     """
     found = list(labelled(text) or ())
-    if (comma := _DECIMAL_COMMA.fullmatch(text)) and not _THOUSANDS.fullmatch(text):
-        found.append(f"{comma[1]}.{comma[2]}")
-    if (percent := _PERCENT.fullmatch(text)) and not re.match(r"[-+]?0*\.|[-+]?0+(?:\D|$)", percent[1]):
-        found.append(percent[1])
+    light = re.sub(_SPACE, " ", text.replace("{,}", ",").replace("\\!", "")).strip()
+    comma = _DECIMAL_COMMA.fullmatch(light)
+    if comma and not _GROUPED.fullmatch(f"{comma[1]},{comma[2]}".lstrip("+-")):
+        counted = comma[3] or re.match(r"[€£¥₹]|\\\$", light)
+        if counted or (not gold and comma[2].strip("0")):
+            whole = re.sub(r"[ .]", "", comma[1])
+            found.append(f"{whole}.{comma[2]} {comma[3]}")
     if power := _POWER_OF_TEN.fullmatch(text):
         found.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
+    if (unit := _UNIT_LETTER.search(text)) and (unit["blank"] or not gold):
+        found.append(f"{text[: unit.start()]}\\text{{{unit['unit']}{unit['rest']}}}{unit['power'] or ''}")
     return found
-
-
-def without_modulus(text: str) -> str:
-    r"""b of `a \equiv b \pmod m`: where the gold is a plain number, the residue is what was asked for."""
-    match = _MODULO.fullmatch(text)
-    return match[1].strip() if match and match[1].strip() else text
 
 
 def based(text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -201,12 +286,33 @@ def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) ->
     return all(one in gold or (one[1] == "10" and not gold) for one in candidate)
 
 
-def same_words(a: str, b: str) -> bool | None:
-    """Of two texts of words alone, one of four letters or more: whether they are the same. None: not for us to say.
+def words_of(text: str) -> str | None:
+    """The letters of a text of words alone, in lower case; None for anything else."""
+    text = re.sub(rf"{_SWITCH}|{_SPACE}", " ", _LETTERS.sub(r" \1 ", text)).strip()
+    text = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
+    found = "".join(re.sub(r"[-'’.$]", " ", text).casefold().split())
+    return found if len(found) > 1 and found.isalpha() else None
 
-    The library reads a word as a product of its letters, so it cannot tell `listen` from `silent`.
+
+def says_nothing(text: str) -> bool:
+    """Whether the words say that nothing solves it: `no solution`."""
+    return _NOTHING.fullmatch(" ".join(_LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())) is not None
+
+
+def same_words(a: str, b: str) -> bool | None:
+    """Of two texts of words alone: whether they are the same. None: they are no words.
+
+    Letters side by side are a word and no product: `no` is not `on`. Without a vowel, and for two of the first letters,
+    they may be a product.
     """
-    x, y = ("".join(_LETTERS.sub(r"\1", text).casefold().split()) for text in (a, b))
-    if min(len(x), len(y)) < 4 or not (x.isalpha() and y.isalpha()):
+    x, y = words_of(a), words_of(b)
+    if x is None or y is None:
         return None
-    return x == y if x == y or Counter(x) == Counter(y) else None
+    if x == y or (says_nothing(a) and says_nothing(b)):
+        return True
+    products = (
+        sorted(x) == sorted(y)
+        and a.strip().islower()
+        and (not set(x) & set("aeiou") or (len(x) == 2 and set(x) <= set("abcd")))
+    )
+    return None if products else False

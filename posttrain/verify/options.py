@@ -15,6 +15,7 @@ _ALONE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*\)?)\s*[.:]?", re.IGNORECAS
 # Behind the label: a blank, or nothing where it has brackets; no operator, or it is a formula with a name in it.
 _LABEL = re.compile(r"(?:\(([A-J])\)[.:]?\s*|([A-J])[).:]\s+)(?![=+*/^_<>&]|-\s)(\S.*)")
 _BETWEEN = re.compile(r"\s*(?:[,;/|&]|\b(?:and|or)\b)\s*|\s+|(?<=\))(?=\()", re.IGNORECASE)
+_TOGETHER = re.compile(r"[A-J]{2,5}")  # several options of one question: ABD
 _FURTHER = re.compile(r"(?<![\w\\])\(([A-J])\)|(?<![\w\\(])([A-J])[).:](?=\s)")
 _ABOUT_OPTIONS = re.compile(r"(?:both|neither|either|all|none|only|not|statements?|options?|choices?)\b", re.IGNORECASE)
 
@@ -57,11 +58,17 @@ def same(gold: str, candidate: str) -> bool | None:
     A gold of letters alone is equal to the same letters, whatever is said behind one. Any other gold is not equal to a
     hedge between labels.
     """
-    found = named(candidate)
-    wanted = _listed(gold)
+    found = named(candidate) or _together(candidate)
+    wanted = _listed(gold) or _together(gold)
     if found and wanted:
         return set(found) == set(wanted)
     return False if len(found) > 1 and labelled(candidate) else None
+
+
+def _together(text: str) -> list[str]:
+    """The letters of `ABD`, several options in order; else []."""
+    plain = bare(text)
+    return list(plain) if _TOGETHER.fullmatch(plain) and list(plain) == sorted(set(plain)) else []
 
 
 def _listed(text: str) -> list[str]:

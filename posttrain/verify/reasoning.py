@@ -21,7 +21,7 @@ def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]
     """{"reward": format + accuracy, "format", "accuracy"}: 0, 1 or 2 (DianJin); None without a gold.
 
     format: the text is one thought and one answer, neither blank. accuracy: the last answer block, or its box, equals
-    the gold as math-verify sees it.
+    the gold.
     """
     form = float(exact_blocks(completion, ("think", "answer")) is not None)
     accuracy = grade_maths(completion, answer, extract=("answer_tag",))["reward"]
@@ -43,7 +43,7 @@ def think_answer_consistency(
     """{"reward", "conclusion", "consistent"}: a right answer that its own thought contradicts earns less (TACO).
 
     values: for a right answer that the thought arrives at (or a thought without a `conclusion`), for a right one that
-    contradicts it, for a wrong or missing one; guesses, the paper's are not known. Equality is math-verify's. reward
+    contradicts it, for a wrong or missing one; guesses, the paper's are not known. Equality is the verifier's. reward
     None without a gold; consistent None where there is nothing to compare.
     """
     gold = None if answer is None else gold_text(str(answer))
@@ -130,7 +130,7 @@ def reflection(
 
 
 def same_maths(text: str, golds: Sequence[str]) -> bool:
-    """Whether an answer is one of the golds: those with a digit as math-verify sees them, others by exact match.
+    """Whether an answer is one of the golds: those with a digit as the maths verifier sees them, others by exact match.
 
     Exact match drops every mark, also a minus.
     """

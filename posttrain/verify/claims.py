@@ -1,0 +1,116 @@
+"""What relations in an answer say: which value, and whether it is false."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sympy import Abs, Expr, Float, Mul, Pow, Symbol
+from sympy.core.function import AppliedUndef
+
+from posttrain.verify.identity import approximate, same_formula
+from posttrain.verify.units import ratio_of_units
+from posttrain.verify.values import Chain, Formula, Group, letters_of
+
+PAIRED = ("()", "<>")
+
+
+def says_what_is_false(value: Any) -> bool:
+    """Whether it says 6 = 5 somewhere. Decimals may be rounded to two digits: 50/3 = 16.67 is no lie."""
+    if isinstance(value, Group):
+        return any(map(says_what_is_false, value.members))
+    if not isinstance(value, Chain):
+        return False
+    for left, relation, right in zip(value.sides, value.relations, value.sides[1:], strict=False):
+        if relation in ("=", "equiv") and _differ(left, right, value.modulus if relation == "equiv" else None):
+            return True
+    return False
+
+
+def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
+    """Of two numbers that are said to be equal, or equal modulo a number: whether they are not."""
+    if (
+        not (isinstance(left, Formula) and isinstance(right, Formula))
+        or left.expr.free_symbols
+        or right.expr.free_symbols
+    ):
+        return False
+    if left.expr.has(AppliedUndef) or right.expr.has(AppliedUndef) or "°" in (left.unit, right.unit):
+        return False
+    if modulus is not None:
+        return not congruent(left, right, modulus)
+    ratio = ratio_of_units(left.unit, right.unit)
+    if ratio is None:
+        return True
+    if left.approximate or right.approximate:
+        x, y = approximate(left.expr), approximate(right.expr * ratio)
+        return x is None or y is None or not close(x, y, Float("0.01"))
+    return not same_formula(left.expr, right.expr * ratio)
+
+
+def congruent(one: Formula, other: Formula, modulus: Formula) -> bool:
+    whole = all(value.expr.is_Integer for value in (one, other, modulus)) and modulus.expr != 0
+    return bool(whole and (one.expr - other.expr) % modulus.expr == 0)
+
+
+def close(x: Any, y: Any, share: Any) -> bool:
+    return bool(abs(x - y) <= share * max(abs(x), abs(y)))
+
+
+def is_name(side: Any) -> bool:
+    """Whether a side of an equation only names what is asked for: x, f(2), |AB|, (x, y), AB : CD."""
+    if isinstance(side, Group):
+        return side.kind in PAIRED and all(
+            isinstance(one, Formula) and isinstance(one.expr, Symbol) for one in side.members
+        )
+    if not isinstance(side, Formula):
+        return False
+    expr = side.expr
+    if isinstance(expr, Symbol | AppliedUndef):
+        return True
+    if isinstance(expr, Abs):
+        return _of_segments(expr.args[0])
+    return _of_segments(expr) and bool(expr.free_symbols)
+
+
+def _of_segments(expr: Expr) -> bool:
+    """A product or quotient of names that begin with capitals, as of segments and areas."""
+    parts = Mul.make_args(expr)
+    bases = [one.base if isinstance(one, Pow) and one.exp == -1 else one for one in parts]
+    bases = [part for one in bases for part in Mul.make_args(one)]
+    return all(isinstance(one, Symbol) and one.name[0].isupper() for one in bases)
+
+
+def named_value(chain: Chain) -> Any:
+    """b of the gold `x = b` whose left side only names it, and of `b mod m`; None for other relations."""
+    if chain.modulus is not None:
+        return chain.sides[-1]
+    if set(chain.relations) == {"in"} and len(chain.sides) == 2:
+        return chain.sides[1] if is_name(chain.sides[0]) else None
+    if not set(chain.relations) <= {"=", "approx", "equiv"} or not is_name(chain.sides[0]):
+        return None
+    return said_value(chain)
+
+
+def said_value(chain: Chain) -> Any:
+    """The value at which a chain of equations arrives: its last side, or the one before the first `\\approx`.
+
+    The first side must be a name, a number, or a formula of several letters, for `2x = 10` does not say what x is.
+    """
+    if chain.modulus is not None:
+        return chain.sides[-1]
+    if chain.relations == ("in",):
+        return chain.sides[1] if is_name(chain.sides[0]) else None
+    if not set(chain.relations) <= {"=", "approx", "equiv"}:
+        return None
+    sides = list(chain.sides)
+    if "approx" in chain.relations:
+        sides = sides[: chain.relations.index("approx") + 1]
+        if len(sides) == 1 and is_name(sides[0]):
+            sides = list(chain.sides[:2])
+    first, last = sides[0], sides[-1]
+    if len(sides) == 2 and isinstance(last, Formula) and isinstance(last.expr, Symbol) and not letters_of(first):
+        return first
+    if len(sides) == 1 or is_name(first):
+        return last
+    letters = letters_of(first)
+    return last if isinstance(first, Formula) and len(letters) != 1 else None

@@ -1,0 +1,303 @@
+"""Are two values that were read the same answer? By kind; what is not known to be the same is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from sympy import Add, Expr, Float, Mul, S, Symbol
+from sympy.core.function import AppliedUndef
+
+from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, said_value, says_what_is_false
+from posttrain.verify.identity import approximate, same_formula
+from posttrain.verify.realsets import Pieces, reals
+from posttrain.verify.records import BARE, as_tuple, bare_value, names_of, records, unwrapped
+from posttrain.verify.units import ratio_of_units
+from posttrain.verify.values import (
+    Builder,
+    Chain,
+    Formula,
+    Grid,
+    Group,
+    NamedSet,
+    Value,
+    Without,
+    forms_of,
+    formulas,
+    letters_of,
+)
+
+_EXACT = Float("1e-12")
+MOST_MEMBERS = 60  # of lists without order, whose members are compared with each other
+MOST_OPERATIONS = 150  # of an equation whose quotients are cleared
+
+
+def same(gold: Value, candidate: Value, decimals: int, *, checked: bool = True) -> bool:
+    """Whether the candidate is the gold.
+
+    checked: `6 = 5` in the candidate makes it wrong (not where numbers of several bases stand beside each other).
+    """
+    if forms_of(candidate) - forms_of(gold) or (checked and says_what_is_false(candidate)):
+        return False
+    gold, candidate = in_one_case(gold, candidate)
+    return Comparison(decimals).same(gold, candidate)
+
+
+def in_one_case(*values: Any) -> tuple[Any, ...]:
+    """Two values, with letters in lower case that only the case tells apart, if neither uses one in both cases."""
+    one, other = names = [letters_of(value) for value in values]
+    changed = {
+        name for name in one ^ other if name.casefold() in {n.casefold() for n in (other if name in one else one)}
+    }
+    if not changed or any(len({n.casefold() for n in used}) < len(used) for used in names):
+        return values
+    change = {Symbol(name): Symbol(name.casefold()) for name in changed}
+    return tuple(mapped(value, lambda f: dataclasses.replace(f, expr=f.expr.xreplace(change))) for value in values)
+
+
+def mapped(value: Any, change: Callable[[Formula], Formula]) -> Any:
+    """The value with every formula in it changed."""
+    if isinstance(value, Formula):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(mapped(one, change) for one in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: mapped(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+class Comparison:
+    """Comparisons with the rounding of one call."""
+
+    def __init__(self, decimals: int) -> None:
+        self.decimals = decimals
+
+    def same(self, gold: Any, candidate: Any) -> bool:
+        gold, candidate = unwrapped(gold, candidate)
+        if isinstance(gold, Formula) and isinstance(candidate, Formula):
+            return self.formulas(gold, candidate)
+        if isinstance(gold, Chain) and isinstance(candidate, Chain):
+            return self.chains(gold, candidate) or self.sets(gold, candidate)
+        if isinstance(candidate, Chain) and (value := said_value(candidate)) is not None and self.same(gold, value):
+            return not (isinstance(gold, Group) and gold.kind == "list" and is_name(gold))
+        if isinstance(gold, Chain) and (value := named_value(gold)) is not None and self.same(value, candidate):
+            return True
+        if isinstance(gold, Grid) or isinstance(candidate, Grid):
+            return self.grids(gold, candidate)
+        if type(gold) is type(candidate) and isinstance(gold, NamedSet | Builder | Without) and gold == candidate:
+            return True
+        if isinstance(gold, Builder) and isinstance(candidate, Builder) and self.builders(gold, candidate):
+            return True
+        if isinstance(gold, Group) and isinstance(candidate, Group) and self.groups(gold, candidate):
+            return True
+        return self.sets(gold, candidate)
+
+    # Numbers and functions.
+
+    def formulas(self, gold: Formula, candidate: Formula) -> bool:
+        """The same value in the gold's unit. A percentage is also its number of hundredths, from 1 on."""
+        ratio = ratio_of_units(gold.unit, candidate.unit)
+        if ratio is None:
+            return False
+        approximately = gold.approximate or candidate.approximate
+        pairs = [(gold.expr, candidate.expr * ratio)]
+        for one, other in ((gold, candidate), (candidate, gold)):
+            if one.unit == "%" and other.unit != "%" and one.expr.is_number and abs(100 * one.expr) >= 1:
+                hundred = tuple(100 * value.expr if value is one else value.expr for value in (gold, candidate))
+                pairs.append(hundred)  # type: ignore[arg-type]
+        return any(self.numbers(*pair, approximately) for pair in pairs)
+
+    def numbers(self, gold: Expr, candidate: Expr, approximately: bool) -> bool:
+        if same_formula(gold, candidate):
+            return True
+        if not approximately or gold.free_symbols or candidate.free_symbols:
+            return False
+        x, y = approximate(gold), approximate(candidate)
+        return x is not None and y is not None and (close(x, y, _EXACT) or self.rounded(x, y))
+
+    def rounded(self, x: Any, y: Any) -> bool:
+        """The same after rounding. Of numbers that rounding leaves a digit or two of, within a hundredth too."""
+        if not (x.is_real and y.is_real):
+            return all(self.rounded(*parts) for parts in zip(x.as_real_imag(), y.as_real_imag(), strict=True))
+        if x.round(self.decimals) != y.round(self.decimals):
+            return False
+        return max(abs(x), abs(y)) >= 10.0 ** (2 - self.decimals) or close(x, y, 0.01)
+
+    # Relations.
+
+    def chains(self, gold: Chain, candidate: Chain) -> bool:
+        if gold.modulus is not None or candidate.modulus is not None:
+            return self.residues(gold, candidate)
+        if gold.relations == candidate.relations and len(gold.sides) == len(candidate.sides):
+            if set(gold.relations) <= {"=", "approx", "equiv"} and len(gold.sides) == 2:
+                return self.equations(gold.sides, candidate.sides)
+            if all(self.same(*pair) for pair in zip(gold.sides, candidate.sides, strict=True)):
+                return True
+        if set(gold.relations) | set(candidate.relations) <= {"=", "approx"}:
+            left = gold.sides[0]
+            named = is_name(left) and is_name(candidate.sides[0]) and self.same(left, candidate.sides[0])
+            values = (said_value(gold), said_value(candidate))
+            return named and None not in values and self.same(*values)
+        return self.inequalities(gold, candidate)
+
+    def residues(self, gold: Chain, candidate: Chain) -> bool:
+        if gold.modulus is None or candidate.modulus is None:
+            return len(gold.sides) == len(candidate.sides) and self.same(gold.sides[-1], candidate.sides[-1])
+        if not self.same(gold.modulus, candidate.modulus):
+            return False
+        one, other = gold.sides[-1], candidate.sides[-1]
+        if len(gold.sides) == len(candidate.sides) == 2 and not self.same(gold.sides[0], candidate.sides[0]):
+            return False
+        if len(gold.sides) == 1:
+            return self.same(one, other)
+        return self.same(one, other) or (
+            isinstance(one, Formula) and isinstance(other, Formula) and congruent(one, other, gold.modulus)
+        )
+
+    def equations(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
+        """The same name and value, or differences of the sides that are multiples of each other."""
+        for left, right in (candidate, candidate[::-1]):
+            if is_name(gold[0]) and is_name(left) and self.same(gold[0], left) and self.same(gold[1], right):
+                return True
+        candidate = _with_argument_of(gold, candidate)
+        if not all(isinstance(one, Formula) for one in (*gold, *candidate)):
+            return all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
+        one, other = (_numerator(Add(pair[0].expr, Mul(-1, pair[1].expr))) for pair in (gold, candidate))
+        return multiples(one, other)
+
+    def inequalities(self, gold: Chain, candidate: Chain) -> bool:
+        """The same links between neighbours, whichever way round and multiplied by whatever positive number."""
+        one, other = _links(gold), _links(candidate)
+        if one is None or other is None or len(one) != len(other):
+            return False
+        return all(any(a[1] == b[1] and multiples(a[0], b[0], positive=True) for b in other) for a in one) and all(
+            any(a[1] == b[1] and multiples(a[0], b[0], positive=True) for a in one) for b in other
+        )
+
+    # Sets, lists, tuples, matrices.
+
+    def sets(self, gold: Any, candidate: Any) -> bool:
+        one, other = reals(gold), reals(candidate)
+        if one is None or other is None or (None not in (one[1], other[1]) and one[1] != other[1]):
+            return False
+        if not one[0] and not any(isinstance(value, Group) and value.kind == "set" for value in (gold, candidate)):
+            return False  # that neither has a solution does not make two relations the same
+        return len(one[0]) == len(other[0]) and self.pieces(one[0], other[0])
+
+    def pieces(self, one: Pieces, other: Pieces) -> bool:
+        return all(
+            a.closed == b.closed and self.formulas(a.value, b.value)
+            for p, q in zip(one, other, strict=True)
+            for a, b in zip(p, q, strict=True)
+        )
+
+    def builders(self, gold: Builder, candidate: Builder) -> bool:
+        return (
+            self.same(gold.element, candidate.element)
+            and self.same(gold.condition, candidate.condition)
+            and (gold.domain == candidate.domain)
+        )
+
+    def grids(self, gold: Any, candidate: Any) -> bool:
+        """Cell by cell; a column is also a tuple."""
+        if isinstance(gold, Grid) and isinstance(candidate, Grid):
+            shape = [tuple(map(len, one.rows)) for one in (gold, candidate)]
+            cells = zip(sum(gold.rows, ()), sum(candidate.rows, ()), strict=False)
+            return shape[0] == shape[1] and all(self.same(*pair) for pair in cells)
+        grid, group = (gold, candidate) if isinstance(gold, Grid) else (candidate, gold)
+        if not isinstance(group, Group) or group.kind not in PAIRED or any(len(row) != 1 for row in grid.rows):
+            return False
+        column = tuple(row[0] for row in grid.rows)
+        return self.in_order(*((column, group.members) if grid is gold else (group.members, column)))
+
+    def groups(self, gold: Group, candidate: Group) -> bool:
+        if gold.kind in BARE and candidate.kind in BARE:
+            return self.lists(gold, candidate)
+        kinds = {gold.kind, candidate.kind}
+        if kinds <= {*PAIRED} or (len(kinds) == 1 and gold.kind in ("[]", "[)", "(]", "time")):
+            return self.in_order(gold.members, candidate.members)
+        if "list" in kinds and kinds & {*PAIRED}:
+            one, other = (as_tuple(group) for group in (gold, candidate))
+            return any(self.in_order(a, b) for a in one for b in other)
+        if len(kinds) == 1 and gold.kind in ("union", "meet"):
+            return self.without_order(gold.members, candidate.members)
+        return False
+
+    def lists(self, gold: Group, candidate: Group) -> bool:
+        """Without order; but values beside values with different names stand in the order of the names."""
+        one, other = records(gold), records(candidate)
+        if (names_of(one) is None) != (names_of(other) is None):
+            values = [tuple(map(bare_value, side)) for side in (one, other)]
+            return self.in_order(*values)
+        return self.without_order(one, other)
+
+    def in_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
+        return len(gold) == len(candidate) and all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
+
+    def without_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
+        """Whether each member of one is one of the other. What is named twice is named once."""
+        if max(len(gold), len(candidate)) > MOST_MEMBERS:
+            return self.in_order(gold, candidate)
+        left = list(candidate)
+        for one in gold:
+            found = [other for other in candidate if self.same(one, other)]
+            if not found:
+                return False
+            left = [other for other in left if other not in found]
+        return not left
+
+
+def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple[Any, ...]:
+    """f(t) = 3t as f(x) = 3x, where the gold says what f(x) is."""
+    one, other = gold[0], candidate[0]
+    if not all(isinstance(side, Formula) and isinstance(side.expr, AppliedUndef) for side in (one, other)):
+        return candidate
+    a, b = one.expr.args, other.expr.args
+    if one.expr.func != other.expr.func or len(a) != len(b) or not all(isinstance(s, Symbol) for s in (*a, *b)):
+        return candidate
+    change = dict(zip(b, a, strict=True))
+    used = set().union(*(one.expr.free_symbols for side in candidate for one in formulas(side)))
+    if set(a) & (used - set(b)):
+        return candidate
+    return tuple(mapped(side, lambda f: dataclasses.replace(f, expr=f.expr.xreplace(change))) for side in candidate)
+
+
+def _numerator(difference: Expr) -> Expr:
+    """What a quotient of two sums is 0 with. sympy's `together` only brings to one denominator."""
+    if not difference.free_symbols or difference.count_ops() > MOST_OPERATIONS:
+        return difference
+    above, _ = sympy.fraction(sympy.together(difference))
+    return above
+
+
+def multiples(one: Expr, other: Expr, *, positive: bool = False) -> bool:
+    """Whether one formula is a constant multiple of the other, neither of them 0."""
+    free = sorted(one.free_symbols | other.free_symbols, key=str)
+    if one.free_symbols != other.free_symbols and not (one.has(AppliedUndef) or other.has(AppliedUndef)):
+        return False
+    if not free:
+        return False
+    for shift in (2, 7, 30):
+        at = {symbol: sympy.Integer(shift + place * place + place) for place, symbol in enumerate(free)}
+        x, y = one.xreplace(at), other.xreplace(at)
+        if x.is_zero or y.is_zero or x.has(S.NaN, S.ComplexInfinity) or y.has(S.NaN, S.ComplexInfinity):
+            continue
+        ratio = x / y
+        if positive and not ratio.is_positive:
+            return False
+        return same_formula(one, Mul(ratio, other))
+    return False
+
+
+def _links(chain: Chain) -> list[tuple[Expr, str]] | None:
+    """(difference, relation to 0) of neighbours, greater first; None where not all are formulas."""
+    found = []
+    for left, relation, right in zip(chain.sides, chain.relations, chain.sides[1:], strict=False):
+        if not (isinstance(left, Formula) and isinstance(right, Formula)) or relation not in ("lt", "gt", "le", "ge"):
+            return None
+        big, small = (left, right) if relation in ("gt", "ge") else (right, left)
+        found.append((Add(big.expr, Mul(-1, small.expr)), "gt" if relation in ("gt", "lt") else "ge"))
+    return found

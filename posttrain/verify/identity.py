@@ -1,0 +1,249 @@
+"""Are two formulas the same number, or the same function? Work is bounded by the size of the formulas.
+
+Numbers: exactly where they are rational, else to a number of digits that grows with the digits they are written with.
+Functions: rational ones modulo a large prime at random points (an identity of polynomials holds there, and what is none
+fails but for odds of degree / 2^61 a point); others as real functions at many points of both signs and several sizes,
+where both are defined, to as many digits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import random
+from typing import Any
+
+import mpmath
+import sympy
+from sympy import Add, Expr, Float, I, Integer, Mul, Pow, Rational, Symbol
+from sympy.core.function import AppliedUndef
+
+PRIME = 2**61 - 1
+TRIALS = 3  # of rational functions
+DIGITS = 50
+MOST_DIGITS = 400
+MOST_SYMBOLS = 20
+MOST_NODES = 1500  # of both formulas, for functions that are compared at points
+FEWEST_POINTS = 4  # where both functions must be defined
+_STEPS = (sympy.Abs, sympy.floor, sympy.ceiling, sympy.sign, sympy.Max, sympy.Min)
+
+
+def same_formula(one: Expr, other: Expr) -> bool:
+    """Whether they are one number or one function of their letters."""
+    if one == other:
+        return True
+    free = one.free_symbols | other.free_symbols
+    if not free and not (one.has(AppliedUndef) or other.has(AppliedUndef)):
+        return same_number(one, other)
+    if len(free) > MOST_SYMBOLS:
+        return False
+    if (said := _same_rational(one, other, free)) is not None:
+        return said
+    return _same_at_points(one, other, free)
+
+
+def same_number(one: Expr, other: Expr) -> bool:
+    """Whether two formulas without letters are the same number, exactly."""
+    if one.is_Rational and other.is_Rational:
+        return bool(one == other)
+    if not (one.is_finite is not False and other.is_finite is not False):
+        return bool(one == other)
+    x, y = approximate(one, 15), approximate(other, 15)
+    if x is None or y is None or abs(x - y) > Float("1e-9") * (abs(x) + abs(y)) + Float("1e-30"):
+        return False
+    digits = digits_needed(one, other)
+    x, y = approximate(one, digits), approximate(other, digits)
+    if x is None or y is None:
+        return False
+    slack = Float(10, digits) ** (12 - digits)
+    size = max(abs(x), abs(y))
+    return bool(abs(x - y) <= slack * size) or bool(size < slack)
+
+
+def digits_needed(*formulas: Expr) -> int:
+    """DIGITS and those that the numbers in the formulas are written with, MOST_DIGITS at most."""
+    written = sum(len(str(number.p)) + len(str(number.q)) for one in formulas for number in one.atoms(Rational))
+    return min(DIGITS + written, MOST_DIGITS)
+
+
+@functools.lru_cache(maxsize=4096)
+def approximate(value: Expr, digits: int = 20) -> Any:
+    """The finite number that an expression without letters is; None if it is none."""
+    try:
+        found = value.evalf(digits, maxn=4 * digits)
+        return found if found.is_number and found.is_finite and not found.has(AppliedUndef) else None
+    except Exception:  # what sympy raises where a function is not defined has many names
+        return None
+
+
+# Rational functions, exactly.
+
+
+class _NotRational(Exception):
+    pass
+
+
+class _Undefined(Exception):
+    pass
+
+
+def _same_rational(one: Expr, other: Expr, free: set[Symbol]) -> bool | None:
+    """Of rational functions with rational coefficients; None for others."""
+    draw = random.Random(len(free))
+    order = sorted(free, key=str)
+    agreed = 0
+    for _ in range(4 * TRIALS):
+        at = {symbol: draw.randrange(2, PRIME) for symbol in order}
+        try:
+            if _residue(one, at) != _residue(other, at):
+                return False
+        except _Undefined:
+            continue
+        except _NotRational:
+            return None
+        agreed += 1
+        if agreed == TRIALS:
+            return True
+    return False
+
+
+def _residue(value: Expr, at: dict[Symbol, int]) -> int:
+    """The value modulo PRIME where the letters are those residues."""
+    if isinstance(value, Symbol):
+        return at[value]
+    if isinstance(value, Rational):
+        return int(value.p) * _inverse(int(value.q)) % PRIME
+    if isinstance(value, Add):
+        return sum(_residue(part, at) for part in value.args) % PRIME
+    if isinstance(value, Mul):
+        found = 1
+        for part in value.args:
+            found = found * _residue(part, at) % PRIME
+        return found
+    if isinstance(value, Pow) and value.exp.is_Integer:
+        base, power = _residue(value.base, at), int(value.exp)
+        return pow(base, power, PRIME) if power >= 0 else pow(_inverse(base), -power, PRIME)
+    raise _NotRational
+
+
+def _inverse(number: int) -> int:
+    if number % PRIME == 0:
+        raise _Undefined
+    return pow(number, -1, PRIME)
+
+
+# Other functions, at points.
+
+
+def _same_at_points(one: Expr, other: Expr, free: set[Symbol]) -> bool:
+    if sum(1 for value in (one, other) for _ in sympy.preorder_traversal(value)) > MOST_NODES:
+        return False
+    complex_too = one.has(I) or other.has(I)
+    digits = digits_needed(one, other)
+    agreed = 0
+    with mpmath.workdps(digits + 10):
+        slack = mpmath.mpf(10) ** (20 - digits)
+        for at in _points(one, other, sorted(free, key=str)):
+            x, y = _value(one, at), _value(other, at)
+            if x is None or y is None or (not complex_too and (_unreal(x, slack) or _unreal(y, slack))):
+                continue
+            if abs(x - y) > slack * max(abs(x), abs(y)) and max(abs(x), abs(y)) > slack:
+                return False
+            agreed += 1
+    return agreed >= FEWEST_POINTS
+
+
+def _unreal(x: Any, slack: Any) -> bool:
+    return abs(mpmath.im(x)) > slack * abs(x)
+
+
+def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, Any]]:
+    """Values for the letters: small and large, of both signs, whole numbers, and around and beyond the formulas' own
+    numbers, where functions with steps and corners change."""
+    draw = random.Random(1)
+    sizes = [0.31, 0.87, 1.43, -0.53, -1.9, 3.7, -6.3, 17.9]
+    rows = [[size * draw.uniform(0.9, 1.1) for _ in order] for size in sizes]
+    rows += [[draw.choice((-1, 1)) * abs(value) for value in row] for row in rows if len(order) > 1]
+    rows += [[draw.randint(low, low + 3) for _ in order] for low in (2, 3, 5, 9)]
+    if one.has(*_STEPS) or other.has(*_STEPS) or _has_even_root(one) or _has_even_root(other):
+        corners = _corners(one, other)
+        for place, corner in itertools.product(range(len(order)), corners):
+            row = [draw.uniform(-3, 3) for _ in order]
+            row[place] = corner
+            rows.append(row)
+        rows += [[draw.choice(corners) for _ in order] for _ in range(20) if len(order) > 1]
+    return [{symbol: mpmath.mpf(value) for symbol, value in zip(order, row, strict=True)} for row in rows]
+
+
+def _has_even_root(value: Expr) -> bool:
+    return any(one.exp.is_Rational and one.exp.q % 2 == 0 for one in value.atoms(Pow))
+
+
+def _corners(one: Expr, other: Expr) -> list[float]:
+    """Places around the numbers of both formulas and their quotients, and beyond all products of them."""
+    numbers = sorted({abs(float(n)) for value in (one, other) for n in value.atoms(Rational) if 0 < abs(n) < 10**15})[
+        :6
+    ]
+    near = {a * b for a in (1.0, *numbers) for b in (1.0, *(1 / n for n in numbers))}
+    found = [sign * place * (1 + shift) for place in sorted(near)[:24] for shift in (-0.07, 0.07) for sign in (1, -1)]
+    beyond = 3.3
+    for number in numbers:
+        beyond *= max(number, 1 / number, 1.0) ** 2
+    return [*found, beyond, -beyond]
+
+
+_FUNCTIONS = {
+    "sin": mpmath.sin, "cos": mpmath.cos, "tan": mpmath.tan, "cot": mpmath.cot, "sec": mpmath.sec, "csc": mpmath.csc,
+    "asin": mpmath.asin, "acos": mpmath.acos, "atan": mpmath.atan, "acot": mpmath.acot, "asec": mpmath.asec,
+    "acsc": mpmath.acsc, "sinh": mpmath.sinh, "cosh": mpmath.cosh, "tanh": mpmath.tanh, "coth": mpmath.coth,
+    "exp": mpmath.exp, "log": mpmath.log, "Abs": abs, "factorial": mpmath.factorial, "gamma": mpmath.gamma,
+    "binomial": mpmath.binomial, "floor": mpmath.floor, "ceiling": mpmath.ceil, "sign": mpmath.sign,
+    "Max": max, "Min": min, "re": mpmath.re, "im": mpmath.im, "conjugate": mpmath.conj, "arg": mpmath.arg,
+}  # fmt: skip
+
+
+def _value(value: Expr, at: dict[Symbol, Any]) -> Any:
+    """The value at a point to the working precision; None where it is not defined or too large."""
+    try:
+        found = _evaluated(value, at)
+        return found if mpmath.isfinite(found) else None
+    except (ArithmeticError, ValueError, TypeError, KeyError, NotImplementedError, mpmath.NoConvergence):
+        return None
+
+
+def _evaluated(value: Expr, at: dict[Symbol, Any]) -> Any:
+    if isinstance(value, Symbol):
+        return at[value]
+    if isinstance(value, Rational):
+        return mpmath.mpf(int(value.p)) / int(value.q)
+    if isinstance(value, Add):
+        return mpmath.fsum(_evaluated(part, at) for part in value.args)
+    if isinstance(value, Mul):
+        return mpmath.fprod(_evaluated(part, at) for part in value.args)
+    if isinstance(value, Pow):
+        if isinstance(value.exp, Integer):
+            return _evaluated(value.base, at) ** int(value.exp)
+        return mpmath.power(_evaluated(value.base, at), _evaluated(value.exp, at))
+    if value is sympy.pi:
+        return +mpmath.pi
+    if value is sympy.E:
+        return +mpmath.e
+    if value is I:
+        return mpmath.mpc(0, 1)
+    given = [_evaluated(part, at) for part in value.args]
+    if isinstance(value, AppliedUndef):
+        return _of_unknown(value.func.__name__, given)
+    name = type(value).__name__
+    if name in ("Max", "Min", "floor", "ceiling", "sign") and any(abs(mpmath.im(one)) > 0 for one in given):
+        raise ValueError("no order")
+    if name in ("exp", "sinh", "cosh", "gamma", "factorial") and abs(given[0]) > 10**5:
+        raise OverflowError
+    return _FUNCTIONS[name](*given)
+
+
+def _of_unknown(name: str, given: list[Any]) -> Any:
+    """A number for an unknown function at its arguments, the same wherever they are the same."""
+    text = name + ",".join(mpmath.nstr(mpmath.mpmathify(one), 20) for one in given)
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return mpmath.mpf(seed) / 2**63 + mpmath.mpf("0.1")

@@ -1,0 +1,72 @@
+"""Names in an answer: letters with subscripts and primes, functions with arguments, `e` and `i`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sympy import Expr, Function, I, S, Symbol
+
+from posttrain.verify.cursor import END, SEPARATORS
+from posttrain.verify.values import Formula, Group, Unreadable
+
+if TYPE_CHECKING:
+    from posttrain.verify.reading import Reader
+
+FUNCTION_NAMES = frozenset("fghFGHuvwW")
+
+
+def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
+    """A letter with its subscript and primes, what is applied to it, or the constant that it stands for."""
+    name = letter + read_subscript(reader)
+    while reader.take("'", "prime"):
+        name += "'"
+    if _applies(reader, name) and reader.at("("):
+        return _applied(reader, name)
+    following = reader.peek()
+    named = following.kind == "relation"
+    if constant and not named and name == "e":
+        return S.Exp1
+    if constant and not named and name == "i":
+        return I
+    return Symbol(name)
+
+
+def _applies(reader: Reader, name: str) -> bool:
+    """Whether a bracket behind the name holds arguments: for names of functions, and where `P(A) =` begins a side."""
+    if not reader.at("("):
+        return False
+    if name[0] in FUNCTION_NAMES:
+        return True
+    reader.place += 1
+    end = reader.closing_place()
+    reader.place -= 1
+    behind = reader.tokens[end + 1] if end + 1 < len(reader.tokens) else END
+    before = reader.tokens[reader.place - 2] if reader.place >= 2 else None
+    first = before is None or before.kind == "relation" or before.text in SEPARATORS
+    return first and behind[:2] == ("relation", "=")
+
+
+def _applied(reader: Reader, name: str) -> Any:
+    reader.expect("(")
+    start, end = reader.place, reader.closing_place()
+    try:
+        value = reader.inside(end, "()")
+        given = value.members if isinstance(value, Group) else (value,)
+        arguments = [one.expr if isinstance(one, Formula) else one for one in given]
+        if reader.place != end or not all(isinstance(one, Expr) for one in arguments):
+            raise Unreadable("no arguments")
+    except Unreadable:
+        arguments = [Symbol("".join(one.text for one in reader.tokens[start:end]))]
+    reader.place = end + 1
+    return Function(name)(*arguments)
+
+
+def read_subscript(reader: Reader) -> str:
+    if not reader.take("_"):
+        return ""
+    if not reader.take("{"):
+        return "_" + reader.next().text
+    end = reader.closing_place()
+    text = "".join(one.text for one in reader.tokens[reader.place : end])
+    reader.place = end + 1
+    return "_" + text

@@ -1,0 +1,411 @@
+"""From the tokens of an answer to its value. All of it is read, or nothing.
+
+The grammar, from the outside in: an answer is a list of items; an item is a chain of sides with relations between them;
+a side is a sum of products of powers of atoms, with a unit behind it. Commands (`\\frac`, `\\sum`) are in `forms.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from sympy import Add, Expr, Mul, Pow, Rational, S, Symbol
+
+from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
+from posttrain.verify.names import FUNCTION_NAMES, read_name, read_subscript
+from posttrain.verify.structures import COMMANDS
+from posttrain.verify.tokens import Token, tokenize
+from posttrain.verify.units import read_unit
+from posttrain.verify.values import Chain, Formula, Group, Unreadable, Value, Without
+
+DEGREE = Symbol("°")
+_ENDS = frozenset(["relation", "word", "end"])
+
+
+def read(text: str) -> Value | None:
+    """The value of a text that `notation.clean` has written plainly; None if not all of it can be read."""
+    reader = Reader(tokenize(text))
+    try:
+        value = reader.answer()
+    except (Unreadable, RecursionError, ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return None
+    return value if reader.peek() is END else None
+
+
+class Reader(Cursor):
+    """A recursive descent over tokens. `sign` is what the upper sign of `\\pm` stands for in this pass."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        super().__init__(tokens)
+        self.sign = 1
+        self.forked = False
+        self.bars = 0
+        self.approximate = False
+        self.percent = False
+        self.forms: set[str] = set()
+
+    # Lists and items.
+
+    def answer(self) -> Any:
+        """One value, or a bare list of those with commas, semicolons, `and` or `or` between them."""
+        members, joined = self.members()
+        return members[0] if len(members) == 1 else Group("list", tuple(members), joined)
+
+    def members(self) -> tuple[list[Any], str]:
+        members, joined = self.item(), ","
+        while (separator := self.separator()) is not None:
+            if separator != ",":
+                joined = separator
+            members += self.item()
+        return members, joined
+
+    def separator(self) -> str | None:
+        """`,`, `and` or `or` for the marks between two items; None where there is no further item."""
+        found = None
+        while self.at(*SEPARATORS):
+            text = self.next().text
+            if found in ("and", "or") or (found is not None and text not in ("and", "or")):
+                raise Unreadable("two marks between items")
+            found = text if text in ("and", "or") else ","
+        return found
+
+    def item(self) -> list[Any]:
+        """An item; two with a plus-minus in it, the upper signs first."""
+        start, before = self.place, self.forked
+        self.forked = False
+        found = [self.chain()]
+        if self.forked:
+            self.place, self.sign = start, -self.sign
+            found.append(self.chain())
+            self.sign = -self.sign
+        self.forked = before
+        return found
+
+    def chain(self) -> Any:
+        """Sides with relations between them, and the modulus behind them."""
+        if self.peek()[:2] in (("relation", "="), ("relation", "approx")):
+            self.place += 1
+        if (point := self.named_point()) is not None:
+            return point
+        sides, relations = [self.side()], []
+        while (token := self.peek()).kind == "relation":
+            self.place += 1
+            relations.append(token.text)
+            sides.append(self.side())
+        modulus = self.modulus()
+        if not relations and modulus is None:
+            return sides[0]
+        return Chain(tuple(sides), tuple(relations), modulus)
+
+    def named_point(self) -> Chain | None:
+        """`P(1, 2)` as P = (1, 2), where it is all of an item."""
+        name = self.peek()
+        if name.kind != "letter" or not name.text.isupper() or name.text in FUNCTION_NAMES:
+            return None
+        start, label = self.place, self.next().text + read_subscript(self)
+        if self.take("("):
+            end = self.closing_place()
+            behind = self.tokens[end + 1] if end + 1 < len(self.tokens) else END
+            last = behind is END or behind.text in SEPARATORS or closes(behind)
+            if last and self.is_list(end):
+                self.place -= 1
+                return Chain((Formula(Symbol(label)), self.bracket(self.next().text)), ("=",))
+        self.place = start
+        return None
+
+    def modulus(self) -> Any:
+        bracket = self.at("(") and self.peek(1).text in ("bmod", "pmod", "mod")
+        self.place += bracket
+        if not self.take("bmod", "pmod", "mod"):
+            return None
+        value = self.sum()
+        if bracket:
+            self.expect(")")
+        return Formula(value)
+
+    def side(self) -> Any:
+        """A formula with its unit, a ratio, or a value of another kind."""
+        before = self.approximate, self.percent, self.forms
+        self.approximate, self.percent, self.forms = False, False, set()
+        start = self.place
+        value = self.sum()
+        if isinstance(value, Expr):
+            value = self.ratio(value, start) if self.at(":") else self.formula(value)
+        self.approximate, self.percent, self.forms = before
+        return value
+
+    def formula(self, value: Expr) -> Formula:
+        scale, unit = read_unit(self, value)
+        if value.has(DEGREE):
+            value, unit = value.subs(DEGREE, 1), unit or "°"
+        if value.has(S.NaN, S.ComplexInfinity):
+            raise Unreadable("no value")
+        if self.percent:
+            unit = "%"
+        return Formula(value * scale, self.approximate, unit, frozenset(self.forms))
+
+    def ratio(self, first: Expr, start: int) -> Any:
+        """a:b as a quotient, a:b:c as a tuple, and 10:30 as a time: quotients are written in lowest terms."""
+        parts = [first]
+        while self.take(":"):
+            parts.append(self.sum())
+        if not all(isinstance(one, Expr) for one in parts):
+            raise Unreadable("a ratio of no numbers")
+        if len(parts) > 2:
+            return Group("()", tuple(map(Formula, parts)))
+        digits = [one.text for one in self.tokens[start : self.place] if one.kind == "number"]
+        if (
+            all(one.is_Integer for one in parts)
+            and len(digits) == 2
+            and len(digits[1]) == 2
+            and (digits[1][0] == "0" or sympy.igcd(*map(int, parts)) != 1)
+            and 0 <= parts[0] <= 24
+            and parts[1] < 60
+        ):
+            _, unit = read_unit(self, first)
+            return Group("time", (Formula(parts[0], unit=unit), Formula(parts[1])))
+        _, unit = read_unit(self, first)
+        return Formula(parts[0] / parts[1], self.approximate, unit, frozenset(self.forms))
+
+    # Sums and products.
+
+    def sum(self) -> Any:
+        left = self.product()
+        while True:
+            if self.take("+"):
+                left = add(left, self.product())
+            elif self.take("-"):
+                right = self.product()
+                left = add(left, negative(right)) if isinstance(left, Expr) else Without(left, right)
+            elif self.at("pm", "mp", "±", "∓"):
+                left = add(left, times(self.plus_minus(), self.product()))
+            elif self.take("cup", "∪") or self.joins_sets(left):
+                left = joined("union", left, self.product())
+            elif self.take("cap", "∩"):
+                left = joined("meet", left, self.product())
+            elif self.take("setminus", "backslash"):
+                left = Without(left, self.product())
+            else:
+                return left
+
+    def joins_sets(self, left: Any) -> bool:
+        """`(0,1) U (2,3)`."""
+        token = self.peek()
+        if isinstance(left, Expr) or token[:2] != ("letter", "U"):
+            return False
+        self.place += 1
+        return True
+
+    def plus_minus(self) -> Expr:
+        self.forked = True
+        return Rational(self.sign if self.next().text in ("pm", "±") else -self.sign)
+
+    def product(self) -> Any:
+        if self.take("+"):
+            return self.product()
+        if self.take("-"):
+            return negative(self.product())
+        if self.at("pm", "mp", "±", "∓"):
+            sign = self.plus_minus()
+            return times(sign, self.product())
+        left = self.power()
+        while True:
+            if self.take("*", "×", "·", "⋅"):
+                left = times(left, self.factor())
+            elif self.at("/") and self.peek(1).kind == "word":
+                return left
+            elif self.take("/"):
+                left = times(left, reciprocal(self.factor()))
+            elif isinstance(left, Expr) and self.starts_factor():
+                left = self.beside(left)
+            else:
+                return left
+
+    def factor(self) -> Any:
+        if self.take("-"):
+            return negative(self.factor())
+        if self.take("+"):
+            return self.factor()
+        return self.power()
+
+    def starts_factor(self) -> bool:
+        """Whether another factor follows without a sign between."""
+        token = self.peek()
+        if token.kind in _ENDS:
+            return False
+        if token.kind in ("number", "letter"):
+            return True
+        if token.kind == "command":
+            return (token.text in COMMANDS and token.text not in ("choose", "over")) or token.text == "langle"
+        if token.text == "(" and self.peek(1).text in ("bmod", "pmod", "mod"):
+            return False
+        if token.text == "(" and self.peek(1).kind == "word":
+            return False
+        return token.text in ("(", "[", "{") or (token.text == "|" and self.bars == 0)
+
+    def beside(self, left: Any) -> Any:
+        """The product with the factor that follows, or the mixed number of a whole number and a fraction."""
+        before, token = self.tokens[self.place - 1], self.peek()
+        whole = before.kind == "number" and isinstance(left, sympy.Integer) and "." not in before.text
+        if token.kind == "number":
+            if before.text != "!" and (not token.spaced or before.kind not in ("letter", "number", "command")):
+                raise Unreadable("two numbers side by side")
+            if before.kind != "number":
+                return times(left, self.power())
+            above = self.next()
+            if not (whole and self.take("/")):
+                raise Unreadable("two numbers side by side")
+            return self.mixed(left, above.text, self.next().text)
+        if whole and token.text == "frac":
+            right = self.atom()
+            if isinstance(right, sympy.Rational) and self.proper(right):
+                return self.postfix(left + right)
+            return times(left, self.postfix(right))
+        return times(left, self.power())
+
+    def proper(self, fraction: Any) -> bool:
+        """Whether the fraction that was just read is written with two whole numbers, the upper one smaller."""
+        start = next(p for p in range(self.place - 1, -1, -1) if self.tokens[p].text == "frac")
+        inside = [one for one in self.tokens[start + 1 : self.place] if one.text not in ("{", "}")]
+        return all(one.kind == "number" and "." not in one.text for one in inside) and 0 < fraction < 1
+
+    def mixed(self, whole: Any, above: str, below: str) -> Any:
+        if not (above.isdecimal() and below.isdecimal() and 0 < int(above) < int(below)):
+            raise Unreadable("no mixed number")
+        return whole + Rational(int(above), int(below))
+
+    # Powers and atoms.
+
+    def power(self) -> Any:
+        return self.postfix(self.atom())
+
+    def postfix(self, base: Any) -> Any:
+        """The base with the powers, factorials, degrees and percent signs behind it."""
+        while True:
+            if self.at("^"):
+                base = self.raised(base)
+            elif self.at("!") and isinstance(base, Expr):
+                self.place += 1
+                if self.at("!"):
+                    raise Unreadable("a double factorial")
+                base = sympy.factorial(base)
+            elif self.take("%"):
+                self.percent = True
+                base = times(base, Rational(1, 100))
+            elif self.take("degree", "°"):
+                base = times(base, DEGREE)
+            else:
+                return base
+
+    def raised(self, base: Any) -> Any:
+        self.expect("^")
+        if self.take("circ", "degree"):
+            return times(base, DEGREE)
+        if self.at("{") and self.peek(1).text in ("circ", "degree"):
+            self.place += 2
+            self.expect("}")
+            return times(base, DEGREE)
+        exponent = self.factor() if not self.at("{") else self.braced()
+        if not (isinstance(base, Expr) and isinstance(exponent, Expr)):
+            raise Unreadable("a power of no number")
+        if base == 0 and exponent.is_nonpositive:
+            raise Unreadable("zero to the power of zero")
+        return Pow(base, exponent)
+
+    def braced(self) -> Any:
+        """What `{...}` holds."""
+        self.expect("{")
+        if self.at("}"):
+            raise Unreadable("empty braces")
+        value = self.inside(self.closing_place(), "list")
+        self.expect("}")
+        return value
+
+    def argument(self) -> Any:
+        """What a command takes: a braced group, or the next mark alone (of `12`, the 1)."""
+        value = self.braced() if self.at("{") else self.atom()
+        if not isinstance(value, Expr):
+            raise Unreadable("no formula where one is needed")
+        return value
+
+    def inside(self, end: int, kind: str) -> Any:
+        """A formula or chain up to `end`, or a group of that kind where there are separators."""
+        bars, self.bars = self.bars, 0
+        if self.is_list(end):
+            members, joined_by = self.members()
+            value: Any = Group(kind, tuple(members), joined_by)
+        else:
+            value = self.sum()
+            if self.at("choose", "over"):
+                value = COMMANDS[self.next().text](self, value)
+            if self.peek().kind == "relation":
+                raise Unreadable("a relation in brackets")
+        self.bars = bars
+        return value
+
+    def atom(self) -> Any:
+        token = self.next()
+        if token.kind == "number":
+            self.approximate = self.approximate or "." in token.text
+            return Rational(token.text)
+        if token.kind == "letter":
+            return read_name(self, token.text)
+        if token.kind == "word":
+            following = self.peek()
+            if following[:2] == ("relation", "="):
+                return Symbol(token.text.casefold())
+            raise Unreadable("words")
+        if token.text == "|":
+            self.bars += 1
+            value = self.sum()
+            self.expect("|")
+            self.bars -= 1
+            return sympy.Abs(value)
+        if token.text in CLOSING:
+            return self.bracket(token.text)
+        if token.kind == "command" and token.text in COMMANDS:
+            return COMMANDS[token.text](self)
+        raise Unreadable(f"{token.text} is not known")
+
+    def bracket(self, opening: str) -> Any:
+        if opening == "\\{":
+            return COMMANDS["\\{"](self)
+        end = self.closing_place()
+        if self.tokens[end].text not in CLOSING[opening]:
+            raise Unreadable("brackets that do not match")
+        kind = {"{": "list", "langle": "<>"}.get(opening, opening + self.tokens[end].text)
+        value = self.inside(end, kind)
+        if self.place != end or (kind in ("[)", "(]") and not isinstance(value, Group)):
+            raise Unreadable("brackets that do not match")
+        self.place += 1
+        return value
+
+
+def add(left: Any, right: Any) -> Expr:
+    if not (isinstance(left, Expr) and isinstance(right, Expr)):
+        raise Unreadable("a sum of no numbers")
+    return Add(left, right)
+
+
+def times(left: Any, right: Any) -> Expr:
+    if not (isinstance(left, Expr) and isinstance(right, Expr)):
+        raise Unreadable("a product of no numbers")
+    return Mul(left, right)
+
+
+def negative(value: Any) -> Expr:
+    return times(S.NegativeOne, value)
+
+
+def reciprocal(value: Any) -> Expr:
+    if not isinstance(value, Expr) or value == 0:
+        raise Unreadable("a quotient of no numbers")
+    return Pow(value, -1)
+
+
+def joined(kind: str, left: Any, right: Any) -> Any:
+    if isinstance(left, Symbol) and isinstance(right, Symbol):
+        return Symbol(f"{left.name} {kind} {right.name}")
+    if isinstance(left, Expr) or isinstance(right, Expr):
+        raise Unreadable("a union of no sets")
+    return Group(kind, (*(left.members if isinstance(left, Group) and left.kind == kind else (left,)), right))

@@ -1,0 +1,225 @@
+"""Sets of real numbers as unions of intervals: what intervals, inequalities and set-builders have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import sympy
+from sympy import Abs, Add, Expr, Mul, S, Symbol
+from sympy.core.function import AppliedUndef
+
+from posttrain.verify.identity import approximate, same_formula
+from posttrain.verify.values import Builder, Chain, Formula, Group, NamedSet, Without
+
+MOST_PIECES = 40
+_FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "=": "=", "ne": "ne"}
+_POSITIVE = frozenset(["R+", "R^+", "R_+"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """An end of an interval. at: where it lies among the others."""
+
+    value: Formula
+    at: Any
+    closed: bool
+
+
+Piece = tuple[Bound, Bound]
+Pieces = tuple[Piece, ...]
+
+
+def bound(value: Formula, closed: bool) -> Bound | None:
+    """None for what is no real number."""
+    expr = value.expr
+    if expr in (S.Infinity, S.NegativeInfinity):
+        return None if closed else Bound(value, float("inf") if expr is S.Infinity else float("-inf"), False)
+    at = approximate(expr, 30) if not expr.free_symbols else None
+    return Bound(value, at, closed) if at is not None and at.is_extended_real else None
+
+
+LOWEST, HIGHEST = (
+    Bound(Formula(S.NegativeInfinity), float("-inf"), False),
+    Bound(Formula(S.Infinity), float("inf"), False),
+)
+ALL: Pieces = ((LOWEST, HIGHEST),)
+
+
+def reals(value: Any) -> tuple[Pieces, str | None] | None:
+    """(the union of intervals that a value is, its variable if it names one); None where it is no such set."""
+    if isinstance(value, Group):
+        return _of_group(value)
+    if isinstance(value, NamedSet):
+        zero = bound(Formula(S.Zero), False)
+        assert zero is not None
+        return (ALL, None) if value.name == "R" else (((zero, HIGHEST),), None) if value.name in _POSITIVE else None
+    if isinstance(value, Without):
+        whole, left_out = reals(value.whole), reals(value.left_out)
+        return None if whole is None or left_out is None else (meet(whole[0], complement(left_out[0])), whole[1])
+    if isinstance(value, Builder):
+        found = reals(value.condition)
+        named = isinstance(value.element, Formula) and isinstance(value.element.expr, Symbol)
+        if found is None or not named or found[1] != value.element.expr.name:
+            return None
+        domain = (ALL, None) if value.domain is None else reals(value.domain)
+        return None if domain is None else (meet(found[0], domain[0]), None)
+    return _of_chain(value) if isinstance(value, Chain) else None
+
+
+def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
+    if group.kind in ("()", "[]", "[)", "(]"):
+        if len(group.members) != 2 or not all(isinstance(one, Formula) for one in group.members):
+            return None
+        low, high = (bound(one, mark in "[]") for one, mark in zip(group.members, group.kind, strict=True))
+        return (((low, high),), None) if low is not None and high is not None and low.at < high.at else None
+    if group.kind == "set":
+        ends = [bound(one, True) if isinstance(one, Formula) else None for one in group.members]
+        points = [(one, one) for one in ends if one is not None]
+        return (union(tuple(points)), None) if len(points) == len(ends) else None
+    found = [reals(one) for one in group.members]
+    if not found or any(one is None for one in found) or len(found) > MOST_PIECES:
+        return None
+    sets = [one[0] for one in found if one is not None]
+    names = {one[1] for one in found if one is not None}
+    if len(names) != 1 or (group.kind == "list" and names == {None}):
+        return None
+    together = sets[0]
+    for one in sets[1:]:
+        together = meet(together, one)
+    either = union(tuple(piece for one in sets for piece in one))
+    if group.kind == "union" or (
+        group.kind == "list" and (group.joined == "or" or (group.joined == "," and not together))
+    ):
+        return either, names.pop()
+    return (together, names.pop()) if group.kind in ("meet", "list") else None
+
+
+def _of_chain(chain: Chain) -> tuple[Pieces, str | None] | None:
+    if chain.modulus is not None:
+        return None
+    if chain.relations == ("in",):
+        found, name = reals(chain.sides[1]), _variable(chain.sides[0])
+        return None if found is None or name is None else (found[0], name)
+    pieces, variable = ALL, None
+    for left, relation, right in zip(chain.sides, chain.relations, chain.sides[1:], strict=False):
+        if relation not in _FLIPPED or not (isinstance(left, Formula) and isinstance(right, Formula)):
+            return None
+        link = _of_link(left, relation, right)
+        if link is None or variable not in (None, link[1]):
+            return None
+        pieces, variable = meet(pieces, link[0]), link[1]
+    return pieces, variable
+
+
+def _variable(side: Any) -> str | None:
+    return side.expr.name if isinstance(side, Formula) and isinstance(side.expr, Symbol) else None
+
+
+def _of_link(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
+    """Of a relation that is linear in one letter, in one f(x), or in one |x - a|."""
+    if S.Infinity in (left.expr, right.expr) or S.NegativeInfinity in (left.expr, right.expr):
+        return _beside_infinity(left, relation, right)
+    difference = Add(left.expr, Mul(-1, right.expr))
+    approximately = left.approximate or right.approximate
+    inner = sorted(difference.atoms(AppliedUndef), key=str) or sorted(difference.atoms(Abs), key=str)
+    if len(inner) > 1 or len(difference.free_symbols) != 1:
+        return None
+    unknown = Symbol(str(inner[0])) if inner else next(iter(difference.free_symbols))
+    if inner:
+        difference = difference.xreplace({inner[0]: unknown})
+        if len(difference.free_symbols) != 1:
+            return None
+    found = _linear(difference, unknown, relation, approximately)
+    if found is None or not inner or not isinstance(inner[0], Abs):
+        return None if found is None else (found, unknown.name)
+    return _around(found, inner[0].args[0], approximately)
+
+
+def _beside_infinity(left: Formula, relation: str, right: Formula) -> tuple[Pieces, str] | None:
+    """`-\\infty < x` says nothing."""
+    if left.expr is S.NegativeInfinity and relation == "lt" and isinstance(right.expr, Symbol):
+        return ALL, right.expr.name
+    return (
+        (ALL, left.expr.name)
+        if right.expr is S.Infinity and relation == "lt" and isinstance(left.expr, Symbol)
+        else None
+    )
+
+
+def _linear(difference: Expr, unknown: Symbol, relation: str, approximately: bool) -> Pieces | None:
+    """Where a * unknown + b stands in that relation to 0."""
+    b = difference.subs(unknown, 0)
+    a = sympy.expand(difference.subs(unknown, 1) - b) if difference.count_ops() < 60 else S.NaN
+    if not (a.is_real and b.is_real) or a.is_zero or not same_formula(difference, Add(Mul(a, unknown), b)):
+        return None
+    end = bound(Formula(-b / a, approximately), relation in ("le", "ge", "="))
+    if end is None:
+        return None
+    if a.is_negative:
+        relation = _FLIPPED[relation]
+    if relation == "=":
+        return ((end, end),)
+    if relation == "ne":
+        return ((LOWEST, end), (end, HIGHEST))
+    return ((LOWEST, end),) if relation in ("lt", "le") else ((end, HIGHEST),)
+
+
+def _around(distances: Pieces, inside: Expr, approximately: bool) -> tuple[Pieces, str] | None:
+    """Where |x - a| lies in a set of distances."""
+    if len(inside.free_symbols) != 1:
+        return None
+    unknown = next(iter(inside.free_symbols))
+    slope = sympy.expand(inside - inside.subs(unknown, 0)).coeff(unknown, 1)
+    if slope not in (1, -1) or not same_formula(inside, slope * unknown + inside.subs(unknown, 0)):
+        return None
+    centre = -inside.subs(unknown, 0) / slope
+    zero = bound(Formula(S.Zero), True)
+    assert zero is not None
+    found: list[Piece] = []
+    for low, high in meet(distances, ((zero, HIGHEST),)):
+        for sign in (1, -1):
+            near, far = (
+                bound(Formula(centre + sign * one.value.expr, approximately or one.value.approximate), one.closed)
+                for one in (low, high)
+            )
+            if near is None or far is None:
+                return None
+            found.append((near, far) if sign == 1 else (far, near))
+    return union(tuple(found)), unknown.name
+
+
+def union(pieces: Pieces) -> Pieces:
+    """The pieces in order, those that touch as one."""
+    found: list[Piece] = []
+    for low, high in sorted(pieces, key=lambda piece: (piece[0].at, not piece[0].closed)):
+        if found and (low.at < found[-1][1].at or (low.at == found[-1][1].at and (low.closed or found[-1][1].closed))):
+            last_low, last = found[-1]
+            end = high if (high.at, high.closed) > (last.at, last.closed) else last
+            found[-1] = (last_low, end)
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def meet(one: Pieces, other: Pieces) -> Pieces:
+    """The intersection."""
+    found = []
+    for low, high in one:
+        for low2, high2 in other:
+            start = max(low, low2, key=lambda end: (end.at, not end.closed))
+            end = min(high, high2, key=lambda end: (end.at, end.closed))
+            if start.at < end.at or (start.at == end.at and start.closed and end.closed):
+                found.append((start, end))
+    return union(tuple(found))
+
+
+def complement(pieces: Pieces) -> Pieces:
+    found, start = [], LOWEST
+    for low, high in union(pieces):
+        if low.at > start.at or (low.at == start.at and start.closed and not low.closed):
+            found.append((start, dataclasses.replace(low, closed=not low.closed)))
+        start = dataclasses.replace(high, closed=not high.closed)
+    if start.at != float("inf"):
+        found.append((start, HIGHEST))
+    return tuple(found)

@@ -1,0 +1,118 @@
+"""What the commands for sets, matrices and systems read. Called by `reading.Reader`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from sympy import Expr
+
+from posttrain.verify.forms import COMMANDS, registered_for
+from posttrain.verify.tokens import Token
+from posttrain.verify.values import NAMED_SETS, Builder, Chain, Grid, Group, NamedSet, Unreadable
+
+if TYPE_CHECKING:
+    from posttrain.verify.reading import Reader
+
+__all__ = ["COMMANDS"]  # those of forms.py and of this file
+
+
+@registered_for("emptyset", "varnothing")
+def _empty_set(_: Reader) -> Group:
+    return Group("set", ())
+
+
+@registered_for("mathbb", "Bbb")
+def _named_set(reader: Reader) -> NamedSet:
+    reader.expect("{")
+    name = reader.next().text
+    reader.expect("}")
+    if name not in NAMED_SETS:
+        raise Unreadable("no set of numbers")
+    for mark in ("^", "_"):
+        if reader.take(mark):
+            if reader.take("{"):
+                end = reader.closing_place()
+                name += mark + "".join(one.text for one in reader.tokens[reader.place : end])
+                reader.place = end + 1
+            else:
+                name += mark + reader.next().text
+    return NamedSet(name.replace("*", "+").replace("^", "").replace("_", "") if name[0] in "NZ" else name)
+
+
+@registered_for("\\{")
+def _set(reader: Reader) -> Any:
+    end = reader.closing_place()
+    if reader.place == end:
+        reader.place += 1
+        return Group("set", ())
+    bar = next((p for p in reader.outer(end) if reader.tokens[p].text in ("|", ":") and p > reader.place), None)
+    if bar is not None and reader.tokens[reader.place].text != "|" and not _separated(reader, bar):
+        return _set_by_condition(reader, bar, end)
+    bars, reader.bars = reader.bars, 0
+    members, _ = reader.members()
+    reader.bars = bars
+    reader.expect("\\}")
+    return Group("set", tuple(members))
+
+
+def _separated(reader: Reader, bar: int) -> bool:
+    return any(reader.tokens[p].text in (",", ";") for p in reader.outer(bar))
+
+
+def _set_by_condition(reader: Reader, bar: int, end: int) -> Builder:
+    reader.tokens[bar] = Token("sign", "|")
+    bars, reader.bars = reader.bars, 1  # the bar closes nothing, and no factor begins with it
+    element = reader.chain()
+    reader.bars = bars
+    if reader.place != bar:
+        raise Unreadable("no element before the bar")
+    reader.place += 1
+    members, joined = reader.members()
+    if reader.place != end:
+        raise Unreadable("no condition behind the bar")
+    reader.place += 1
+    domain = None
+    if isinstance(element, Chain) and element.relations == ("in",):
+        element, domain = element.sides
+    condition = members[0] if len(members) == 1 else Group("list", tuple(members), joined)
+    return Builder(element, domain, condition)
+
+
+@registered_for("begin:pmatrix", "begin:bmatrix", "begin:matrix", "begin:Bmatrix", "begin:smallmatrix", "begin:array")
+def _matrix(reader: Reader) -> Grid:
+    name = reader.tokens[reader.place - 1].text.partition(":")[2]
+    rows: list[tuple[Any, ...]] = []
+    row: list[Any] = []
+    while not reader.take("end:" + name):
+        row.append(reader.side())
+        if reader.take("&"):
+            continue
+        if not reader.take("\\") and not reader.at("end:" + name):
+            raise Unreadable("no cell of a matrix")
+        rows.append(tuple(row))
+        row = []
+    if row or not rows or len({len(one) for one in rows}) != 1:
+        raise Unreadable("rows of a matrix that do not match")
+    return Grid(tuple(rows))
+
+
+@registered_for("begin:vmatrix", "begin:Vmatrix", "det")
+def _determinant(reader: Reader) -> Expr:
+    grid = reader.atom() if reader.tokens[reader.place - 1].text == "det" else _matrix(reader)
+    if not isinstance(grid, Grid) or len(grid.rows) != len(grid.rows[0]) or len(grid.rows) > 4:
+        raise Unreadable("no determinant")
+    reader.forms.add("determinant")
+    value: Expr = sympy.Matrix([[one.expr for one in row] for row in grid.rows]).det(method="berkowitz")
+    return value
+
+
+@registered_for("begin:cases", "begin:aligned", "begin:gathered", "begin:align")
+def _system(reader: Reader) -> Group:
+    name = reader.tokens[reader.place - 1].text.partition(":")[2]
+    members: list[Any] = []
+    while not reader.take("end:" + name):
+        members += reader.item()
+        while reader.take("\\", ",", ";", "and"):
+            pass
+    return Group("list", tuple(members), "and")

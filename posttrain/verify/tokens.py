@@ -1,0 +1,152 @@
+"""The marks of an answer in LaTeX or plain text, as a list of tokens. Pure functions of text."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Token(NamedTuple):
+    """kind: `number`, `letter`, `word` (text in words), `command` (without its backslash) or `sign`."""
+
+    kind: str
+    text: str
+    spaced: bool = False  # a blank before it
+
+
+_FUNCTIONS_WORDS = """
+sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp sqrt gcd lcm max min det
+floor ceil abs arcsec arccsc asin acos atan
+"""
+FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
+_GREEK_WORDS = """
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau
+upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell
+"""
+GREEK = frozenset(_GREEK_WORDS.split())
+_NAMED = {"infinity": "infty", "inf": "infty", "oo": "infty", "mod": "bmod", "modulo": "bmod", "choose": "choose"}
+_NAMED |= {"percent": "%", "percentage": "%", "pct": "%", "union": "cup", "and": "and", "or": "or", "pi": "pi"}
+_NAMED |= {"degrees": "degree", "degree": "degree", "deg": "degree", "times": "times"}
+_NAMED |= {one: one for one in FUNCTIONS | GREEK if one not in ("lg", "abs", "Xi", "xi", "mu", "nu", "eta", "ell")}
+
+# Units of one to three letters, and other short words that stand behind a number.
+_SHORT_WORDS = """
+mm cm dm km kg mg ml kl ms ks min sec hr hrs yr yrs ft in yd mi lb lbs oz gal mph kmh kph cc sq cu rs day men
+man am pm kmph cent pie toy way per th rd nd st hz kw kwh pa kpa mol rpm usd eur gbp cal kcal box cup dog cat
+egg car bag pen pan pt qt ton
+"""
+SHORT = frozenset(_SHORT_WORDS.split())
+_SCALE = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
+
+_TOKEN = re.compile(
+    r"(?P<blank>\s+)|(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"|\\(?:text|textrm)\s*\{(?P<word>[^{}]*)\}|\\(?P<command>(?:begin|end):\w+|[A-Za-z]+|[^A-Za-z])|(?P<letters>[A-Za-z]+)"
+    r"|(?P<sign><=|>=|!=|==|\*\*|.)",
+    re.DOTALL,
+)
+_RELATIONS = {"<=": "le", ">=": "ge", "!=": "ne", "<": "lt", ">": "gt", "=": "=", "==": "=", "≡": "equiv"}
+_SAME_COMMANDS = {"leq": "le", "geq": "ge", "neq": "ne", "leqslant": "le", "geqslant": "ge", "lor": "or", "vee": "or"}
+_SAME_COMMANDS |= {"land": "and", "wedge": "and", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "div": "/"}
+_SAME_COMMANDS |= {
+    "cdot": "*",
+    "times": "*",
+    "ast": "*",
+    "vert": "|",
+    "lvert": "|",
+    "rvert": "|",
+    "mid": "|",
+    "to": "to",
+}
+_SAME_COMMANDS |= {"dbinom": "binom", "tbinom": "binom", "lbrace": "{", "rbrace": "}", "backslash": "setminus"}
+_SAME_COMMANDS |= {
+    "lbrack": "[",
+    "rbrack": "]",
+    "leqq": "le",
+    "geqq": "ge",
+    "degree": "degree",
+    "lg": "lg",
+    "colon": ":",
+}
+_SIGNS = frozenset("*/|[]:")
+
+
+def tokenize(text: str) -> list[Token]:
+    """The tokens of a text that `notation.clean` has written plainly."""
+    found: list[Token] = []
+    spaced = False
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup or ""
+        if kind == "blank":
+            spaced = True
+            continue
+        if kind == "number" and found and found[-1].text in ("frac", "binom") and match[kind].isdecimal():
+            above, below, rest = match[kind][:1], match[kind][1:2], match[kind][2:]  # \frac12
+            found += [Token(kind, part, spaced) for part in (above, below, rest) if part]
+        else:
+            found += _tokens(kind, match[kind], spaced, found)
+        spaced = False
+    return found
+
+
+def _tokens(kind: str, text: str, spaced: bool, before: list[Token]) -> list[Token]:
+    if kind == "word":
+        return [Token("word", text.strip(), spaced)] if text.strip() else []
+    if kind == "command":
+        return _command(text, spaced)
+    if kind == "letters":
+        return _letters(text, spaced, before)
+    if kind == "sign" and text in _RELATIONS:
+        return [Token("relation", _RELATIONS[text], spaced)]
+    return [Token(kind, "^" if text == "**" else text, spaced)]
+
+
+def _command(name: str, spaced: bool) -> list[Token]:
+    name = _SAME_COMMANDS.get(name, name)
+    if name in ("{", "}"):
+        return [Token("sign", "\\" + name, spaced)]
+    if name in (
+        "left",
+        "right",
+        "big",
+        "Big",
+        "bigl",
+        "bigr",
+        "Bigl",
+        "Bigr",
+        "bigg",
+        "biggl",
+        "biggr",
+        "limits",
+        "middle",
+    ):
+        return []
+    if name in ("le", "ge", "lt", "gt", "ne", "in", "notin", "approx", "equiv", "subset", "simeq", "sim"):
+        return [Token("relation", "approx" if name in ("simeq", "sim") else name, spaced)]
+    return [Token("sign" if name in _SIGNS else "command", name, spaced)]
+
+
+def _letters(run: str, spaced: bool, before: list[Token]) -> list[Token]:
+    """A run of letters: a name that is known, a unit or a word, or else letters side by side."""
+    last = before[-1] if before else Token("", "")
+    behind_number = last.kind == "number" or last.text in ("}", ")", "pi", "%") or last.kind == "word"
+    if run == "in" and last.kind == "letter" and spaced:
+        return [Token("relation", "in", spaced)]
+    if run in _NAMED and not (run == "min" and behind_number) and last.text != "_":
+        return _command(_NAMED[run], spaced)
+    if len(run) == 1:
+        return [Token("letter", run, spaced)]
+    if len(run) > 1 and last.text == "/" and run in SHORT and len(before) > 1 and before[-2].kind in ("number", "word"):
+        return [Token("word", run, spaced)]
+    if behind_number and ((run.lower() in SHORT and (spaced or run.islower())) or run in _SCALE):
+        return [Token("word", run, spaced)]
+    for name in ("sqrt", "arcsin", "arccos", "arctan", "sin", "cos", "tan", "ln", "log"):
+        if run.startswith(name) and len(run) == len(name) + 1 and last.text != "_":
+            return [Token("command", name, spaced), Token("letter", run[len(name) :])]
+    if (
+        len(run) >= 4
+        and not run.isupper()
+        and run not in "abcdefghijklmnopqrstuvwxyz"
+        and any(c in "aeiouy" for c in run.lower())
+    ):
+        return [Token("word", run, spaced)]
+    return [Token("letter", run[0], spaced), *(Token("letter", one) for one in run[1:])]
