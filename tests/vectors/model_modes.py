@@ -47,7 +47,7 @@ def ruled(rule: Callable[..., Tensor], *, names: Names | None = None, drops: Seq
 
 
 def drawn(rule: Callable[..., Tensor]) -> Adapter:
-    """A rule that drops entries by chance, with what its keys mean in the papers: what is kept is divided by its chance.
+    """A rule that drops entries by chance, with the papers' meaning: what is kept is divided by its chance.
 
     The recipe's meaning and defaults are mergekit's.
     """
