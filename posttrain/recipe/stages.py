@@ -73,9 +73,20 @@ class Acting(Stage):
     """A stage whose model may call tools or act in an environment."""
 
     tools: list[Tool] = Field(default_factory=list, description="what the model can call")
-    tool_format: Literal["auto", "json", "llama3", "xml"] = Field(
-        "auto", description="how it writes calls; auto: as its chat template does"
-    )
+    tool_format: Literal[
+        "auto",
+        "json",
+        "xml",
+        "llama3",
+        "pythonic",
+        "mistral",
+        "harmony",
+        "glm",
+        "deepseek",
+        "kimi",
+        "gemma",
+        "invoke",
+    ] = Field("auto", description="how it writes calls; auto: as its chat template does")
     tool_prompt: Literal["auto", "none"] = Field(
         "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from posttrain.batch import CallKind, ToolCall
-from posttrain.tools.formats import Call
+from posttrain.tools.call import Call
 from posttrain.tools.load import LoadedTool
 from posttrain.tools.worker import ERROR_CHARS, MARK
 from posttrain.verify import pool

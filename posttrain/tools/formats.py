@@ -1,9 +1,7 @@
 """Tool calls in a model's text: the formats of chat templates, told apart by what the template writes.
 
-json: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen, Hermes). llama3: a JSON object that is the whole
-turn, behind `<|python_tag|>` or not, several divided by `;`. xml:
-`<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>`. A call that cannot be read is a
-call too: it is answered with what is wrong.
+FORMATS names them. A call that cannot be read is a call too: it is answered with what is wrong. Text within `<think>`
+is none, but a `<think>` within a call is part of the call.
 """
 
 from __future__ import annotations
@@ -11,153 +9,175 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain import chat
+from posttrain.errors import ToolError
+from posttrain.tools import json_calls, literal_calls, tagged_calls
+from posttrain.tools.call import Call
+from posttrain.tools.json_calls import Found
 
-Format = Literal["json", "llama3", "xml"]
+Format = Literal[
+    "json", "xml", "llama3", "pythonic", "mistral", "harmony", "glm", "deepseek", "kimi", "gemma", "invoke"
+]
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call as it was written. problem: why it cannot be read, "" if it can."""
+class _Form:
+    """opener: the pattern of what begins a call; read: what reads from there; how: for a system message; texts:
+    arguments are texts, whose types the tool's schema says."""
 
-    name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
-
-
-def parse(text: str, form: Format) -> list[Call]:
-    """The calls of a model's turn, in order; those within a thought are none."""
-    return _PARSERS[form](answer_of(text))
+    opener: str
+    read: Callable[[re.Match[str]], Found]
+    how: str
+    texts: bool = False
 
 
-def answer_of(text: str) -> str:
-    """The text behind the last `</think>`; nothing, where a thought was opened and not closed."""
-    _, found, rest = text.rpartition("</think>")
-    answer = rest if found else text
-    return answer.partition("<think>")[0]
+_WHOLE = r"(?:\A|(?<=</think>))\s*"  # the turn itself, behind its thought
+FORMATS: dict[Format, _Form] = {
+    "json": _Form(
+        "<tool_call>",
+        json_calls.read_tagged_json,
+        '<tool_call>{"name": NAME, "arguments": {KEY: VALUE}}</tool_call>',
+    ),
+    "xml": _Form(
+        tagged_calls.XML.call,
+        tagged_calls.XML.read,
+        "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+        texts=True,
+    ),
+    "llama3": _Form(
+        rf"<\|python_tag\|>|{_WHOLE}(?:```(?:json)?\s*)?(?=\[?\s*\{{\s*\"(?:name|type|function)\"\s*:)",
+        json_calls.read_objects,
+        '{"name": NAME, "parameters": {KEY: VALUE}}',
+    ),
+    "pythonic": _Form(
+        rf"<\|tool_call_start\|>|<\|python_start\|>|{_WHOLE}(?=\[\s*[A-Za-z_][\w.]*\()",
+        literal_calls.read_pythonic,
+        "[NAME(KEY=VALUE)]",
+    ),
+    "mistral": _Form(
+        r"\[TOOL_CALLS\]", json_calls.read_mistral, '[TOOL_CALLS][{"name": NAME, "arguments": {KEY: VALUE}}]'
+    ),
+    "harmony": _Form(
+        r"\bto=(?P<name>[\w.\-]+)(?:(?!<\|(?:message|start|end|call|return)\|>).){0,200}<\|message\|>",
+        json_calls.read_harmony,
+        "<|channel|>commentary to=functions.NAME<|message|>{KEY: VALUE}<|call|>",
+    ),
+    "glm": _Form(
+        tagged_calls.GLM.call,
+        tagged_calls.GLM.read,
+        "<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+        texts=True,
+    ),
+    "deepseek": _Form(
+        "<｜tool▁call▁begin｜>",
+        json_calls.read_deepseek,
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{KEY: VALUE}<｜tool▁call▁end｜>",
+    ),
+    "kimi": _Form(
+        r"<\|tool_call_begin\|>",
+        json_calls.read_kimi,
+        "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{KEY: VALUE}<|tool_call_end|>",
+    ),
+    "gemma": _Form(
+        r"<\|tool_call>\s*call:(?P<name>[^\s{]+)\{",
+        literal_calls.read_gemma,
+        "<|tool_call>call:NAME{KEY:VALUE}<tool_call|>",
+    ),
+    "invoke": _Form(
+        tagged_calls.INVOKE.call,
+        tagged_calls.INVOKE.read,
+        '<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>',
+        texts=True,
+    ),
+}
 
 
-_BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)\s*>(.*?)</function>\s*\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)\s*>(.*?)</parameter>", re.DOTALL)
+def parse(text: str, form: Format, schemas: Mapping[str, Mapping[str, Any]] | None = None) -> list[Call]:
+    """The calls of a model's turn, in order.
 
-
-def _json(text: str) -> list[Call]:
-    return [_closed(match, _object) for match in _BLOCK.finditer(text)]
-
-
-def _xml(text: str) -> list[Call]:
-    return [_closed(match, _function) for match in _BLOCK.finditer(text)]
-
-
-def _closed(match: re.Match[str], read: Callable[[str], Call]) -> Call:
-    return read(match[1]) if match[2] else Call(problem="the call has no </tool_call>")
-
-
-def _function(text: str) -> Call:
-    found = _FUNCTION.match(text)
-    if not found:
-        return Call(problem="expected <function=NAME><parameter=KEY>value</parameter></function>")
-    return Call(found[1], {key: _value(value) for key, value in _PARAMETER.findall(found[2])})
-
-
-def _value(text: str) -> Any:
-    """A value without its line ends. It is text; what the tool's types make of it is decided when it is called."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-class _Unreadable(ValueError):
-    """What a model wrote in place of JSON; the message is for the model."""
-
-
-def _loads(text: str) -> tuple[Any, int]:
-    """The JSON value that a text begins with, and where it ends. Raises _Unreadable, also for what only Python refuses:
-    brackets without end, numbers of thousands of digits, halves of characters (no file and no tokenizer takes them).
+    schemas: name of a tool -> its JSON schema (`{"type": "function", ...}`), which says what the arguments are in the
+    formats that write them as texts; without it they stay texts.
     """
-    try:
-        value, end = json.JSONDecoder().raw_decode(text)
-        json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as error:
-        raise _Unreadable(error.msg) from None
-    except RecursionError:
-        raise _Unreadable("nested too deeply") from None
-    except UnicodeEncodeError:
-        raise _Unreadable("half of a character (\\ud800 to \\udfff)") from None
-    except ValueError:
-        raise _Unreadable("a number of too many digits") from None
-    return value, end
+    one, calls, at = FORMATS[form], list[Call](), 0
+    marks = re.compile(rf"(?P<thinks><think>)|(?P<thought></think>)|(?:{one.opener})", re.DOTALL)
+    while found := marks.search(text, at):
+        if found["thinks"]:
+            closed = text.find("</think>", found.end())
+            if closed < 0:
+                break
+            at = closed + len("</think>")
+        elif found["thought"]:  # of a thought that the prompt has opened
+            calls, at = [], found.end()
+        else:
+            new, at = one.read(found)
+            calls += new
+    return [_with_types(call, schemas) for call in calls] if one.texts and schemas else calls
 
 
-def _loads_all(text: str) -> Any:
-    """The JSON value that a text is, blanks aside."""
-    stripped = text.strip()
-    value, end = _loads(stripped)
-    if end < len(stripped):
-        raise _Unreadable("text behind it")
-    return value
+def _with_types(call: Call, schemas: Mapping[str, Mapping[str, Any]]) -> Call:
+    schema = schemas.get(call.name)
+    return call if schema is None else tagged_calls.typed(call, schema["function"]["parameters"]["properties"])
 
 
-def _llama3(text: str) -> list[Call]:
-    plain = text.strip()
-    tagged = plain.startswith("<|python_tag|>")
-    body = plain.removeprefix("<|python_tag|>").strip()
-    if not tagged and not re.match(r"\{\s*\"(name|type)\"\s*:", body):
-        return []
-    calls: list[Call] = []
-    while body:
-        try:
-            value, end = _loads(body)
-        except _Unreadable as error:
-            return [*calls, Call(problem=f"no JSON: {error}")]
-        calls.append(_read(value))
-        body = body[end:].lstrip().removeprefix(";").lstrip()
-    return calls or [Call(problem="the call is empty")]
-
-
-def _object(text: str) -> Call:
-    try:
-        return _read(_loads_all(text))
-    except _Unreadable as error:
-        return Call(problem=f"no JSON: {error}")
-
-
-def _read(value: Any) -> Call:
-    if not isinstance(value, dict):
-        return Call(problem="expected a JSON object with `name` and `arguments`")
-    function = value.get("function")
-    inner = function if isinstance(function, dict) else value
-    name, arguments = inner.get("name"), inner.get("arguments", inner.get("parameters", {}))
-    if not isinstance(name, str) or not name:
-        return Call(problem="the call has no `name`")
-    if isinstance(arguments, str):
-        try:
-            arguments = _loads_all(arguments)
-        except _Unreadable:
-            return Call(name, problem="`arguments` is text and no JSON")
-    if not isinstance(arguments, dict):
-        return Call(name, problem="`arguments` must be an object")
-    return Call(name, arguments)
-
-
-_PARSERS: dict[Format, Callable[[str], list[Call]]] = {"json": _json, "llama3": _llama3, "xml": _xml}
-
-_EXAMPLE = [{"role": "assistant", "content": "", "tool_calls": [
-    {"type": "function", "function": {"name": "x8name", "arguments": {"x8key": "x8value"}}}
-]}]  # fmt: skip
+_ARGUMENTS = {"x8key": "x8value", "x8count": 3}
+_PROPERTIES = {"x8key": {"type": "string"}, "x8count": {"type": "integer"}}
+_SCHEMA = {"x8name": {"function": {"parameters": {"properties": _PROPERTIES}}}}
+_LAST_MARK = re.compile(r"(?:<\|[^<>]*\|>|<[^<>\s]*>|\[/?[A-Z_]+\])\s*\Z")
+_MARKS = 4  # special tokens at most behind a call: the end of its turn, and what some templates open next
 
 
 def detect(tokenizer: Any) -> Format:
-    """The format that the template writes a call in; json where it writes none, which the prompt then explains."""
-    try:
-        text = chat.render(tokenizer, [{"role": "user", "content": "x"}, *_EXAMPLE])
-    except Exception:
+    """The format that the template writes a call in; json where it writes none, which the prompt then explains.
+
+    Found by rendering a call and reading it back. Raises ToolError for a template that writes calls in a form that
+    cannot be read: its calls would pass as plain text.
+    """
+    text = written_call(tokenizer)
+    if text is None:
         return "json"
-    if "<function=x8name>" in text:
-        return "xml"
-    return "llama3" if "x8name" in text and "<tool_call>" not in text else "json"
+    cuts = [text]
+    for _ in range(_MARKS):
+        cuts.append(_LAST_MARK.sub("", cuts[-1]).rstrip())
+    for right in (_is_right, _is_named):  # the second for templates that leave arguments out
+        for cut in cuts:
+            for form in FORMATS:
+                if right(parse(cut, form, _SCHEMA)):
+                    return form
+    raise ToolError(
+        f"the chat template writes tool calls in a form that cannot be read: {text.strip()!r:.300}",
+        allowed=f"forms: {', '.join(FORMATS)}",
+        hint="if the model writes one of these, say which: `tool_format: json`",
+    )
+
+
+def _is_right(calls: list[Call]) -> bool:
+    return calls == [Call("x8name", _ARGUMENTS)]
+
+
+def _is_named(calls: list[Call]) -> bool:
+    return [(call.name, call.problem) for call in calls] == [("x8name", "")]
+
+
+def written_call(tokenizer: Any) -> str | None:
+    """An assistant turn that is one call, as the template writes it; None if the call is not in it."""
+    if not tokenizer.chat_template:
+        return None
+    question = {"role": "user", "content": "x"}
+    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+        call = {"type": "function", "id": "x8call001", "function": {"name": "x8name", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            text = chat.render(tokenizer, [question, turn])
+            begun = chat.render(tokenizer, [question], generation_prompt=True)
+        except Exception:  # this template wants arguments of the other kind, or takes no calls
+            continue
+        if "x8name" in text:
+            same = next((n for n, (a, b) in enumerate(zip(text, begun, strict=False)) if a != b), len(begun))
+            return text[same:]
+    return None
 
 
 def template_knows_tools(tokenizer: Any, tools: list[dict[str, Any]]) -> bool:
@@ -166,14 +186,7 @@ def template_knows_tools(tokenizer: Any, tools: list[dict[str, Any]]) -> bool:
     return chat.render(tokenizer, messages, tools=tools) != chat.render(tokenizer, messages)
 
 
-_HOW = {
-    "json": '<tool_call>{"name": NAME, "arguments": {KEY: VALUE}}</tool_call>',
-    "llama3": '{"name": NAME, "parameters": {KEY: VALUE}}',
-    "xml": "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
-}
-
-
 def explained(tools: list[dict[str, Any]], form: Format) -> str:
     """What a system message says about tools where the template says nothing."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return f"You can call tools:\n{listed}\nTo call one, write {_HOW[form]}"
+    return f"You can call tools:\n{listed}\nTo call one, write {FORMATS[form].how}"

@@ -57,6 +57,7 @@ def load_tool(section: Tool, base_dir: Path | None) -> LoadedTool:
         return _command(section)
     target = locate(str(section.use), base_dir)
     function = load_function(target, base_dir, what="tool", error=ToolError)
+    _check_kind(function, target)
     name = section.name or target.rpartition(":")[2]
     params = _params(function, name, section.params, base_dir)
     _own_check(target, params)
@@ -97,6 +98,17 @@ def _params(function: Callable[..., Any], name: str, given: dict[str, Any], base
     paths = {k for k, a in own.items() if "Path" in str(a.annotation)}
     _check_types(f"tool {name}", function, {k: v for k, v in given.items() if k not in paths})
     return {k: str(find(v, base_dir, f"{name}'s {k}", ToolError)) if k in paths else v for k, v in given.items()}
+
+
+def _check_kind(function: Any, target: str) -> None:
+    """Refuse what is not a plain or async function: its types cannot be read, or its result is no answer."""
+    inner = inspect.unwrap(function)
+    if not (inspect.isfunction(inner) or inspect.ismethod(inner)):
+        raise ToolError(
+            f"tool {target} is {type(inner).__name__}, not a function", hint="write a function (`def`) that calls it"
+        )
+    if inspect.isgeneratorfunction(inner) or inspect.isasyncgenfunction(inner):
+        raise ToolError(f"tool {target} is a generator: it has `yield`", hint="return the whole answer instead")
 
 
 def _own_check(target: str, params: Mapping[str, Any]) -> None:

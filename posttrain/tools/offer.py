@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from posttrain.recipe.stages import Acting
 from posttrain.tools.calls import Caller
-from posttrain.tools.formats import Format, detect, explained, template_knows_tools
+from posttrain.tools.formats import Format, detect, explained, template_knows_tools, written_call
 from posttrain.tools.load import LoadedTool, environment_class, load_tools
 from posttrain.tools.worlds import Environments, Simulations, Tools, World
 from posttrain.verify.printed import Printed
@@ -63,10 +63,13 @@ def offer_of(recipe: Acting, tokenizer: Any, base_dir: Path | None) -> Offer | N
     if not recipe.acts:
         return None
     tools = load_tools(recipe.tools, base_dir)
-    form: Format = detect(tokenizer) if recipe.tool_format == "auto" else recipe.tool_format
+    form: Format = "json"
+    if tools:
+        form = detect(tokenizer) if recipe.tool_format == "auto" else recipe.tool_format
     shown = recipe.tool_prompt == "auto"
     schemas = [tool.schema for tool in tools]
-    silent = bool(tools) and shown and not template_knows_tools(tokenizer, schemas)
+    described = bool(tools) and template_knows_tools(tokenizer, schemas) and written_call(tokenizer) is not None
+    silent = bool(tools) and shown and not described
     section = recipe.environment
     return Offer(
         tools=tuple(tools),

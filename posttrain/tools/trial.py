@@ -20,8 +20,8 @@ from typing import Any
 from posttrain.batch import ToolCall
 from posttrain.errors import ToolError
 from posttrain.registry import load_module
+from posttrain.tools.call import Call
 from posttrain.tools.calls import Caller
-from posttrain.tools.formats import Call
 from posttrain.tools.load import LoadedTool, locate
 from posttrain.verify.worker import Call as Work
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import inspect
 import json
 import subprocess
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from posttrain.registry import load_function
@@ -20,12 +23,34 @@ def invoke(text: str, *, target: str, fixed: Mapping[str, Any], max_chars: int) 
     try:
         given = converted(function, json.loads(text))
         value = function(**given, **fixed)
+        if inspect.isawaitable(value):
+            value = asyncio.run(awaited(value))
+        written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=shown)
     except Exception as error:
         return MARK + f"{type(error).__name__}: {error}"[:ERROR_CHARS]
-    written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if len(written) > max_chars:
         written = written[:max_chars] + f"... ({len(written) - max_chars} characters left out)"
     return written
+
+
+async def awaited(value: Awaitable[Any]) -> Any:
+    """What an async tool returns."""
+    return await value
+
+
+def shown(value: Any) -> Any:
+    """What stands in JSON for a value that JSON does not know. Raises TypeError for one that has no text of its own:
+    coroutines, generators, functions, and objects of which Python would show the address."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    plain = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+    if plain or callable(value) or hasattr(value, "__next__") or hasattr(value, "__anext__"):
+        raise TypeError(f"the tool returned {type(value).__name__}, which is no text, number, list or dict")
+    if inspect.isawaitable(value):
+        raise TypeError("the tool returned a coroutine within its result; await it")
+    return str(value)
 
 
 def converted(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,10 +61,26 @@ def converted(function: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in given.items():
         try:
-            found[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
+            found[name] = _as_type(TypeAdapter(hints[name]), value) if name in hints else value
         except ValidationError as error:
             raise ValueError(f"argument `{name}`: {error.errors(include_url=False)[0]['msg']}") from None
     return found
+
+
+def _as_type(adapter: Any, value: Any) -> Any:
+    """The value as the type; a text that is none may be the JSON of one."""
+    from pydantic import ValidationError
+
+    try:
+        return adapter.validate_python(value)
+    except ValidationError:
+        if not isinstance(value, str):
+            raise
+        try:
+            return adapter.validate_json(value)
+        except ValidationError:
+            pass
+        raise
 
 
 def command(input: str, *, words: Sequence[str], seconds: float, max_chars: int) -> str:

@@ -59,6 +59,7 @@ class Tools:
 
     def __init__(self, caller: Caller, form: Format) -> None:
         self.caller, self.form = caller, form
+        self.schemas = {name: tool.schema for name, tool in caller.tools.items()}
         caller.__enter__()
 
     def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
@@ -72,7 +73,7 @@ class Tools:
 
     def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
         """All calls of all turns at once, in worker processes."""
-        calls = [(number, call) for number, text in turns.items() for call in parse(text, self.form)]
+        calls = [(number, call) for number, text in turns.items() for call in parse(text, self.form, self.schemas)]
         done = self.caller.run([call for _, call in calls])
         found: dict[int, list[ToolCall]] = {number: [] for number in turns}
         for (number, _), result in zip(calls, done, strict=True):

@@ -148,9 +148,8 @@ class _Program(ctypes.Structure):
 
 def filter_calls(instructions: list) -> None:
     """Deny system calls to this process and all that it starts, for good. A text as a constant is this process's id."""
-    lines = [(code, yes, no, os.getpid() if isinstance(k, str) else k) for code, yes, no, k in instructions]
-    array = (_Instruction * len(lines))(*lines)
-    program = _Program(len(lines), array)
+    lines = [_Instruction(code, yes, no, os.getpid() if isinstance(k, str) else k) for code, yes, no, k in instructions]
+    program = _Program(len(lines), (_Instruction * len(lines))(*lines))
     check(libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "system call filter")
 
 
@@ -295,15 +294,19 @@ def end_when_told(spec: dict, proc: int) -> None:
     me, name = os.getpid(), os.path.basename(spec["root"])
     above = os.open(os.path.dirname(spec["root"]), os.O_RDONLY | os.O_DIRECTORY)
     if spec["level"] == "limits":
-        from shutil import rmtree as remove  # slow to import; with namespaces the folder is an empty mount point
-    else:
-        remove = os.rmdir
+        import shutil  # slow; with namespaces the folder is an empty mount point
+
+    def remove() -> None:
+        if spec["level"] == "limits":
+            shutil.rmtree(name, dir_fd=above)
+        else:
+            os.rmdir(name, dir_fd=above)
 
     def leave(*_: object) -> None:
         if os.getpid() == me:
             end_children(proc)
             with contextlib.suppress(OSError):
-                remove(name, dir_fd=above)
+                remove()
         os._exit(0)
 
     signal.signal(signal.SIGTERM, leave)

@@ -8,8 +8,8 @@ import pytest
 
 from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Tool
+from posttrain.tools.call import Call
 from posttrain.tools.calls import Caller
-from posttrain.tools.formats import Call
 from posttrain.tools.load import load_tool, load_tools
 
 SCRIPT = '''

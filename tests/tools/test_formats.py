@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from posttrain.tools.formats import Call, detect, parse
+from posttrain.errors import ToolError
+from posttrain.tools.call import Call
+from posttrain.tools.formats import FORMATS, Format, detect, parse
 
 ADD = Call("add", {"a": 1})
 
@@ -109,3 +112,189 @@ def test_the_format_is_that_of_the_template(form: str) -> None:
     assert detect(tokenizer) == form
     tokenizer.chat_template = "{% for m in messages %}{{m.content}}{% endfor %}"
     assert detect(tokenizer) == "json"
+
+
+NESTED = Call("add", {"a": {"b": [1, "</tool_call>"]}})
+FORMS: list[tuple[Format, str, list[Call]]] = [
+    # old and new Mistral, with and without ids
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "x12345678"}]', [ADD]),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]',
+     [ADD, Call("now")]),
+    ("mistral", 'So.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}', [ADD, Call("now")]),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]x12345678[ARGS]{"a": 1}', [ADD]),
+    ("mistral", '[TOOL_CALLS]add{"a": 1}', [ADD]),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": "[TOOL_CALLS]no[ARGS]{}"}', [Call("add", {"a": "[TOOL_CALLS]no[ARGS]{}"})]),
+    # the messages of gpt-oss, with the recipient before or behind the channel
+    ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}', [ADD]),
+    ("harmony", '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>', [ADD]),
+    ("harmony", "<|channel|>analysis<|message|>I write to=functions.add<|end|><|start|>assistant<|channel|>commentary "
+     'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>', [ADD]),
+    ("harmony", "<|channel|>final<|message|>4", []),
+    ("harmony", "<|channel|>analysis<|message|>to=functions.add<|end|><|start|>assistant<|channel|>final<|message|>{}",
+     []),
+    # DeepSeek V3 and R1, V3.1
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\"a\": 1}\n```"
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [ADD]),
+    ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [ADD, Call("now")]),
+    ("deepseek", '<think>x</think>so<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": "```"}<｜tool▁call▁end｜>',
+     [Call("add", {"a": "```"})]),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+     '{"a": 1}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+     "<|tool_calls_section_end|>", [ADD, Call("now")]),
+    ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", [Call("add", {"a": "1"})]),
+    ("glm", "<think>so</think><tool_call>now\n</tool_call>", [Call("now")]),
+    ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value></tool_call></arg_value></tool_call>",
+     [Call("add", {"a": "</tool_call>"})]),
+    ("pythonic", "[add(a=1), now()]", [ADD, Call("now")]),
+    ("pythonic", "<|python_start|>[add(a=1)]<|python_end|>", [ADD]),
+    ("pythonic", "<|tool_call_start|>[add(a='<|tool_call_end|>', b=[True, none, -1.5])]<|tool_call_end|>",
+     [Call("add", {"a": "<|tool_call_end|>", "b": [True, None, -1.5]})]),
+    ("pythonic", "[1, 2]", []),
+    ("pythonic", "the list [add(a=1)]", []),
+    ("gemma", '<|tool_call>call:add{a:1,b:<|"|>x}<tool_call|><|"|>,c:[true,null,{d:<|"|><|"|>}]}<tool_call|>',
+     [Call("add", {"a": 1, "b": "x}<tool_call|>", "c": [True, None, {"d": ""}]})]),
+    ("invoke", '<function_calls><invoke name="add"><parameter name="a">1</parameter></invoke></function_calls>',
+     [Call("add", {"a": "1"})]),
+    ("llama3", '[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]', [ADD, Call("now")]),
+    ("llama3", '```json\n{"name": "add", "parameters": {"a": 1}}\n```', [ADD]),
+    ("llama3", '<think>so</think>\n{"name": "add", "parameters": {"a": 1}}', [ADD]),
+    ("llama3", '{"name": "add", "parameters": {"a": "</think>{"}}', [Call("add", {"a": "</think>{"})]),
+    # JSON before tags
+    ("json", '<tool_call>{"name": "add", "arguments": {"a": {"b": [1, "</tool_call>"]}}}</tool_call>', [NESTED]),
+    ("json", '<tool_call>{"name": "add", "arguments": {"a": "<think>x</think>"}}</tool_call>',
+     [Call("add", {"a": "<think>x</think>"})]),
+    ("json", '<tool_call>{"name": "add", "arguments": {"a": "<think>"}}</tool_call> so',
+     [Call("add", {"a": "<think>"})]),
+    ("json", '<tool_call>{"name": "add", "arguments": {"a": "</think>"}}</tool_call>',
+     [Call("add", {"a": "</think>"})]),
+    ("json", '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>',
+     [Call("add", {"a": "<tool_call>"})]),
+    ("json", 'I take <tool_call>{"name": "no", "arguments": {}}</tool_call></think><tool_call>{"name": "add", '
+     '"arguments": {"a": 1}}</tool_call>', [ADD]),
+    ("json", 'I write <tool_call> then</think>4', []),
+    # texts between tags
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>",
+     [Call("add", {"a": "1", "b": "2"})]),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</function>\n</tool_call>", [Call("add", {"a": "1"})]),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n<parameter=x>1</parameter>\n</parameter>\n<parameter=b>\n2\n"
+     "</parameter>\n</function>\n</tool_call>", [Call("add", {"a": "<parameter=x>1</parameter>", "b": "2"})]),
+    ("xml", "<tool_call><function=add><parameter=a>1</parameter><parameter=b>2</parameter></function></tool_call>",
+     [Call("add", {"a": "1", "b": "2"})]),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n</parameter> and </tool_call>\n</parameter>\n</function>\n"
+     "</tool_call>",
+     [Call("add", {"a": "</parameter> and </tool_call>"})]),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n<tool_call>\n<function=no>\n<parameter=x>\n1\n</parameter>\n"
+     "</function>\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
+     [Call("add", {"a": "<tool_call>\n<function=no>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"})]),
+    ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n<think>x</think>\n</parameter>\n</function>\n</tool_call>",
+     [Call("add", {"a": "<think>x</think>"})]),
+    ("xml", "<tool_call>\n<function=a>\n<parameter=x>\n1\n</function>\n</tool_call>\n<tool_call>\n<function=b>\n"
+     "<parameter=y>\n2\n</parameter>\n</function>\n</tool_call>", [Call("a", {"x": "1"}), Call("b", {"y": "2"})]),
+    ("xml", "<function=add><parameter=a>1</parameter></function>", [Call("add", {"a": "1"})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "calls"), FORMS)
+def test_each_format_is_read(form: Format, text: str, calls: list[Call]) -> None:
+    assert parse(text, form) == calls
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "problem"),
+    [
+        ("mistral", "[TOOL_CALLS]add(1)", "no JSON"),
+        ("mistral", '[TOOL_CALLS][{"name": "add"', "no JSON"),
+        ("mistral", "[TOOL_CALLS]add[ARGS][1]", "must be an object"),
+        ("harmony", " to=functions.add<|channel|>commentary<|message|>a = 1<|call|>", "no JSON"),
+        ("harmony", ' to=functions.add<|message|>{"a": 1} so<|call|>', "text behind it"),
+        ("deepseek", "<｜tool▁call▁begin｜>add(1)<｜tool▁call▁end｜>", "expected function"),
+        ("deepseek", '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}', "has no <｜tool▁call▁end｜>"),
+        ("kimi", "<|tool_call_begin|>add<|tool_call_end|>", "expected functions.NAME"),
+        ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{<|tool_call_end|>", "no JSON"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>", "expected NAME"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1", "has no"),
+        ("pythonic", "[add(1)]", "need names"),
+        ("pythonic", "[add(a=1]", "expected"),
+        ("pythonic", "[add(a=x)]", "no value"),
+        ("pythonic", "[add(a=1)] then", "text behind"),
+        ("pythonic", "<|tool_call_start|>[add(a=1)]", "has no <|tool_call_end|>"),
+        ("pythonic", "[add(a=" + "[" * 5000 + "]" * 5000 + ")]", "expected"),
+        ("gemma", "<|tool_call>call:add{a}<tool_call|>", "expected key:value"),
+        ("gemma", "<|tool_call>call:add{a:x}<tool_call|>", "no text, number"),
+        ("gemma", "<|tool_call>call:add{a:" + "[" * 5000 + "}<tool_call|>", "nested"),
+        ("invoke", '<invoke name="add">1</invoke>', "expected"),
+        ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "no </tool_call>"),
+        ("xml", "<tool_call>\n<function=add>\n1\n</function>\n</tool_call>", "expected <function="),
+        ("xml", "<tool_call>\n<function=add>\n<parameter=a>\n1", "no </tool_call>"),
+        ("json", '<tool_call>{"name": "add", "arguments": {"a": 1}} so</tool_call>', "text behind it"),
+        ("json", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "infinite"),
+        ("json", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "infinite"),
+    ],
+)
+def test_a_call_of_each_format_that_cannot_be_read_says_why(form: Format, text: str, problem: str) -> None:
+    (call,) = parse(text, form)
+    assert problem in call.problem
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("piece", ["<tool_call>", "<tool_call><function=f><parameter=a>\n", "<think>", "</parameter>",
+    "[TOOL_CALLS]f", "<tool_call>f<arg_key>a</arg_key><arg_value>", "to=f<|message|>", "<|tool_call>call:f{a:[",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "[f(", "{\"name\":"])  # fmt: skip
+def test_hostile_turns_are_read_in_little_time(form: Format, piece: str) -> None:
+    started = time.monotonic()
+    parse(piece * 2000, form)
+    assert time.monotonic() - started < 5
+
+
+def test_texts_become_what_the_schema_says() -> None:
+    properties = {
+        "n": {"type": "integer"}, "s": {"type": "string"}, "b": {"type": "boolean"}, "l": {"type": "array"},
+        "m": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    }  # fmt: skip
+    schemas = {"f": {"function": {"parameters": {"properties": properties}}}}
+    values = {"n": "3", "s": "3", "b": "True", "l": '[1, "x"]', "m": "None", "other": "4"}
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    (call,) = parse(f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>", "xml", schemas)
+    assert call.arguments == {"n": 3, "s": "3", "b": True, "l": [1, "x"], "m": None, "other": "4"}
+    (wrong,) = parse("<function=f><parameter=n>three</parameter></function>", "xml", schemas)
+    assert wrong.arguments == {"n": "three"}
+
+
+_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+_END = "{% endfor %}{% endfor %}"
+MORE_TEMPLATES = {
+    "mistral": '[TOOL_CALLS] [{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+    '"id": "{{ c.id }}"}]</s>',
+    "mistral, new": "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}</s>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ c.function.name }}:0"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|><|tool_calls_section_end|>"
+    "<|im_end|>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.function.name }}<｜tool▁sep｜>"
+    "{{ c.function.arguments | tojson }}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+    "llama3": '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}<|eot_id|>',
+    "pythonic": "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})]<|eot|>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE_TEMPLATES)
+def test_the_format_of_other_templates_is_found(name: str) -> None:
+    from posttrain.models.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = _CALLS + MORE_TEMPLATES[name] + _END
+    assert detect(tokenizer) == name.partition(",")[0]
+
+
+@pytest.mark.parametrize(
+    "written", ["CALL {{ c.function.name }} WITH {{ c.function.arguments }}", "<<{{ c | tojson }}>>"]
+)
+def test_a_template_whose_calls_cannot_be_read_is_an_error(written: str) -> None:
+    from posttrain.models.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = _CALLS + written + _END
+    with pytest.raises(ToolError, match="cannot be read"):
+        detect(tokenizer)

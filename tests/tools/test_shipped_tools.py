@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,41 @@ def test_the_python_tool_is_refused_where_there_is_no_sandbox(tmp_path: Path, mo
     with pytest.raises(ToolError, match=r"no sandbox .*allow_unsandboxed: true"):
         load_tool(Tool(use="python"), tmp_path)
     assert load_tool(Tool(use="python", params={"allow_unsandboxed": True}), tmp_path).name == "python"
+
+
+CALCULATOR = load_module(shipped("tools") / "calculator.py").calculator
+TOO_MUCH = [
+    "round(7, -10**8)", "round(7.5, 10**9)", "round(1, -(10**300))", "9**9**9", "(-9)**9**9", "2**10**400", "10**310",
+    "10**300 * 10**300", "(10**300) * (10**300) % 7", "9" * 400, "9" * 2500, "(" * 900 + "1" + ")" * 900,
+    "-" * 1500 + "1",    "+".join(["1"] * 900), "1 << 10**9", "factorial(10**9)", "math.factorial(99999)", "'a' * 10**9", "[0] * 10**9",
+    "str(10**5000)", "max(" * 300 + "1" + ")" * 300, "(10**299 + 1)**10**6", "2.0**10**9", "1e308 * 1e308 ** 1e308",
+    "abs(9**9**9)", "sqrt(10**400)", "log(10**400)", "min(10**400, 1)", "(1,) * 10**9", "lambda: 1", "True",
+    "pow(9, 9**9)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", TOO_MUCH)
+def test_the_calculator_bounds_its_work(expression: str) -> None:
+    started = time.monotonic()
+    with pytest.raises((ValueError, ArithmeticError, SyntaxError)):
+        CALCULATOR(expression)
+    assert time.monotonic() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("+".join(["1"] * 300), "300"),
+        ("10**300", str(10**300)),
+        ("round(12345.678, -2)", "12300"),
+        ("round(2.5)", "2"),
+        ("round(1234, -2)", "1200"),
+        ("2**-1", "0.5"),
+        ("(-8)**3", "-512"),
+        ("0.5**2000", "0"),
+        ("1**(10**300)", "1"),
+        ("7 % -3", "-2"),
+    ],
+)
+def test_the_calculator_computes(expression: str, value: str) -> None:
+    assert CALCULATOR(expression) == value

@@ -1,0 +1,82 @@
+"""A tool call as a model wrote it, and the JSON in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as it was written. problem: why it cannot be read, "" if it can."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+class Unreadable(ValueError):
+    """What a model wrote in place of a value; the message is for the model."""
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at `at` or behind blanks there, and where it ends. Raises Unreadable."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise Unreadable(error.msg) from None
+    except RecursionError:
+        raise Unreadable("nested too deeply") from None
+    except ValueError:
+        raise Unreadable("a number of too many digits") from None
+    return checked(value), end
+
+
+def checked(value: Any) -> Any:
+    """The value, if it is one that JSON can hold: no half of a character (no file and no tokenizer takes it), no
+    infinite number. Raises Unreadable."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise Unreadable("half of a character (\\ud800 to \\udfff)") from None
+    except RecursionError:
+        raise Unreadable("nested too deeply") from None
+    except (TypeError, ValueError):
+        raise Unreadable("a number that is infinite, none, or has too many digits") from None
+    return value
+
+
+def json_alone(text: str) -> Any:
+    """The JSON value that a text is, blanks aside. Raises Unreadable."""
+    value, end = json_at(text, 0)
+    if text[end:].strip():
+        raise Unreadable("text behind it")
+    return value
+
+
+def call_of(value: Any) -> Call:
+    """The call that a JSON object is: `name`, and `arguments` or `parameters`; also within `function`."""
+    if not isinstance(value, dict):
+        return Call(problem="expected a JSON object with `name` and `arguments`")
+    function = value.get("function")
+    inner = function if isinstance(function, dict) else value
+    name, arguments = inner.get("name"), inner.get("arguments", inner.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return Call(problem="the call has no `name`")
+    return named(name, arguments)
+
+
+def named(name: str, arguments: Any) -> Call:
+    """The call of a tool with arguments as an object, or as the JSON text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json_alone(arguments)
+        except Unreadable:
+            return Call(name, problem="`arguments` is text and no JSON")
+    if not isinstance(arguments, dict):
+        return Call(name, problem="`arguments` must be an object")
+    return Call(name, arguments)

@@ -1,0 +1,124 @@
+"""Readers of the formats whose arguments are JSON: json, llama3, mistral, deepseek, kimi and harmony.
+
+A reader gets the match of its format's opener and returns the calls there, and where it has read to. JSON is read
+first and marks are looked for behind it, so that an argument may hold any of them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from posttrain.tools.call import Call, Unreadable, call_of, json_at, named
+
+Found = tuple[list[Call], int]
+
+_BLANK = re.compile(r"\s*")
+_FENCE = re.compile(r"\s*```\s*")
+
+
+def read_tagged_json(match: re.Match[str]) -> Found:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    text = match.string
+    try:
+        value, end = json_at(text, match.end())
+    except Unreadable as error:
+        return _broken(text, match.end(), f"no JSON: {error}", "</tool_call>", ("<tool_call>", "</think>"))
+    behind = _after_blanks(text, end)
+    if text.startswith("</tool_call>", behind):
+        return [call_of(value)], behind + len("</tool_call>")
+    return _broken(text, end, "no JSON: text behind it", "</tool_call>", ("<tool_call>", "</think>"))
+
+
+def read_objects(match: re.Match[str]) -> Found:
+    """JSON objects, or a list of them, up to the end of the text, divided by `;`, `,` or blanks."""
+    text = match.string
+    calls: list[Call] = []
+    at = _after_blanks(text, match.end())
+    while at < len(text):
+        try:
+            value, end = json_at(text, at)
+        except Unreadable as error:
+            return [*calls, Call(problem=f"no JSON: {error}")], len(text)
+        calls += list(map(call_of, value if isinstance(value, list) else [value]))
+        at = re.compile(r"\s*[;,]?\s*(?:```)?\s*").match(text, end).end()  # type: ignore[union-attr]
+    return calls or [Call(problem="the call is empty")], len(text)
+
+
+def read_mistral(match: re.Match[str]) -> Found:
+    """Behind `[TOOL_CALLS]`: a list of objects, or `NAME[ARGS]{...}`, with `[CALL_ID]ID` before it or not."""
+    text, at = match.string, _after_blanks(match.string, match.end())
+    head = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\s\[{]*\s*)?(?:\[ARGS\])?").match(text, at)
+    try:
+        value, end = json_at(text, head.end() if head else at)
+    except Unreadable as error:
+        return _broken(text, at, f"no JSON: {error}", None, ("[TOOL_CALLS]", "</think>"))
+    if head:
+        return [named(head[1], value)], end
+    return list(map(call_of, value if isinstance(value, list) else [value])), end
+
+
+def read_deepseek(match: re.Match[str]) -> Found:
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and JSON in a fence; V3.1: `NAME<｜tool▁sep｜>{...}`."""
+    text, close = match.string, "<｜tool▁call▁end｜>"
+    head = re.compile(
+        r"\s*(?:function\s*<｜tool▁sep｜>\s*(?P<old>[^\s`{]+)|(?P<new>[^\s<]+)\s*<｜tool▁sep｜>)\s*(?:```(?:json)?)?"
+    ).match(text, match.end())
+    if head is None:
+        return _broken(text, match.end(), "expected function<｜tool▁sep｜>NAME", close, (match[0], "</think>"))
+    try:
+        value, end = json_at(text, head.end())
+    except Unreadable as error:
+        return _broken(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
+    end = fence.end() if (fence := _FENCE.match(text, end)) else _after_blanks(text, end)
+    if text.startswith(close, end):
+        return [named(head["old"] or head["new"], value)], end + len(close)
+    return _broken(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
+
+
+def read_kimi(match: re.Match[str]) -> Found:
+    """`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
+    text, close = match.string, "<|tool_call_end|>"
+    head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>").match(
+        text, match.end()
+    )
+    if head is None:
+        return _broken(text, match.end(), "expected functions.NAME:0", close, (match[0], "</think>"))
+    try:
+        value, end = json_at(text, head.end())
+    except Unreadable as error:
+        return _broken(text, head.end(), f"no JSON: {error}", close, (match[0], "</think>"))
+    end = _after_blanks(text, end)
+    if text.startswith(close, end):
+        return [named(head[1], value)], end + len(close)
+    return _broken(text, end, "no JSON: text behind it", close, (match[0], "</think>"))
+
+
+def read_harmony(match: re.Match[str]) -> Found:
+    """A message to a tool: `to=functions.NAME<|channel|>commentary json<|message|>{...}<|call|>`."""
+    text = match.string
+    name = match["name"].removeprefix("functions.")
+    value: Any
+    try:
+        value, end = json_at(text, match.end())
+    except Unreadable as error:
+        return _broken(text, match.end(), f"no JSON: {error}", "<|call|>", ("<|start|>", "<|end|>"))
+    end = _after_blanks(text, end)
+    if end == len(text) or text.startswith(("<|call|>", "<|end|>", "<|return|>", "<|start|>"), end):
+        return [named(name, value)], end
+    return _broken(text, end, "no JSON: text behind it", "<|call|>", ("<|start|>", "<|end|>"))
+
+
+def _after_blanks(text: str, at: int) -> int:
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+def _broken(text: str, at: int, problem: str, close: str | None, others: tuple[str, ...]) -> Found:
+    """A call that cannot be read, and where the next one can begin: behind its close, or before another mark."""
+    ends = [found for mark in others if (found := text.find(mark, at)) >= 0]
+    stop = min(ends, default=len(text))
+    closed = text.find(close, at, stop) if close else -1
+    if closed >= 0:
+        return [Call(problem=problem)], closed + len(str(close))
+    return [Call(problem=problem if close is None else f"the call has no {close}")], stop

@@ -1,0 +1,168 @@
+"""Readers of formats that write calls like code: pythonic, `[NAME(key=value)]`, and gemma, `call:NAME{key:value}`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from posttrain.tools.call import Call, Unreadable, checked
+from posttrain.tools.json_calls import Found
+
+_CLOSES = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
+_NAMES = {"true": True, "false": False, "null": None, "none": None}
+_TRIES = 20  # end marks within arguments that are looked behind
+
+
+def read_pythonic(match: re.Match[str]) -> Found:
+    """`[NAME(key=value), ...]`: between marks, or the whole turn. A text without escapes is read to its last quote."""
+    text, close = match.string, _CLOSES.get(match[0].strip())
+    if close is None:
+        end = text.rfind("]") + 1
+        behind = text[end:].strip()
+        return (_pythonic(text[match.end() : end]) if not behind else [Call(problem="text behind the call")]), len(text)
+    ends: list[int] = []
+    at = match.end()
+    while len(ends) < _TRIES and (found := text.find(close, at)) >= 0:
+        ends.append(found)
+        at = found + len(close)
+    if not ends:
+        return [Call(problem=f"the call has no {close}")], len(text)
+    for end in ends:
+        calls = _pythonic(text[match.end() : end])
+        if not any(call.problem for call in calls):
+            return calls, end + len(close)
+    return _pythonic(text[match.end() : ends[0]]), ends[0] + len(close)
+
+
+def _pythonic(text: str) -> list[Call]:
+    form = "expected [NAME(key=value)]"
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _unescaped(text.strip()) or [Call(problem=form)]
+    return [_code(node) for node in body.elts] if isinstance(body, ast.List) else [Call(problem=form)]
+
+
+def _code(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        return Call(problem="expected [NAME(key=value)]")
+    name = ast.unparse(node.func)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        return Call(name, problem="arguments need names: NAME(key=value)")
+    try:
+        return Call(name, checked({str(keyword.arg): _literal(keyword.value) for keyword in node.keywords}))
+    except Unreadable as error:
+        return Call(name, problem=str(error))
+    except RecursionError:
+        return Call(name, problem="nested too deeply")
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(one) for one in node.elts]
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        return {str(key.value): _literal(one) for key, one in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _literal(node.operand)
+        if isinstance(value, int | float):
+            return -value
+    raise Unreadable("an argument is no value, list or dict")
+
+
+_TEXT = re.compile(
+    r"(?P<key>[A-Za-z_]\w*)=(?P<quote>['\"])(?P<text>.*?)(?P=quote)(?=,\s*[A-Za-z_]\w*=|\)(?:,\s*[\w.]+\(|\]\Z))",
+    re.DOTALL,
+)
+
+
+def _unescaped(text: str) -> list[Call]:
+    """The calls where some template wrote texts with quotes or line ends as they are: each text is escaped first."""
+    fixed = _TEXT.sub(lambda found: f"{found['key']}={found['text']!r}", text)
+    try:
+        body = ast.parse(fixed, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [_code(node) for node in body.elts] if isinstance(body, ast.List) else []
+
+
+_QUOTE = '<|"|>'
+_PLAIN = re.compile(r"-?(?:\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)|true|false|null|None|True|False")
+_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:")
+_WORDS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
+DEPTH = 50
+
+
+def read_gemma(match: re.Match[str]) -> Found:
+    """`<|tool_call>call:NAME{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
+    text, close = match.string, "<tool_call|>"
+    try:
+        arguments, end = _gemma_object(text, match.end(), 0)
+        if not text.startswith(close, end):
+            raise Unreadable(f"the call has no {close}")
+        return [Call(match["name"], checked(arguments))], end + len(close)
+    except Unreadable as error:
+        end = text.find(close, match.end())
+        return [Call(problem=str(error))], len(text) if end < 0 else end + len(close)
+
+
+def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    if depth > DEPTH:
+        raise Unreadable("nested too deeply")
+    if text.startswith(_QUOTE, at):
+        end = text.find(_QUOTE, at + len(_QUOTE))
+        if end < 0:
+            raise Unreadable("a text has no end")
+        return text[at + len(_QUOTE) : end], end + len(_QUOTE)
+    if text.startswith("{", at):
+        return _gemma_object(text, at + 1, depth)
+    if text.startswith("[", at):
+        found, at = [], at + 1
+        while not text.startswith("]", at):
+            one, at = _gemma_value(text, at, depth + 1)
+            found.append(one)
+            at = _past_comma(text, at, "]")
+        return found, at + 1
+    plain = _PLAIN.match(text, at)
+    if plain is None:
+        raise Unreadable("an argument is no text, number, list or object")
+    word = plain[0]
+    return _WORDS[word] if word in _WORDS else _number(word), plain.end()
+
+
+def _number(word: str) -> float | int:
+    try:
+        return int(word) if word.lstrip("-").isdigit() else float(word)
+    except ValueError:
+        raise Unreadable("a number of too many digits") from None
+
+
+def _gemma_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+    """The object behind its `{`, and where it ends."""
+    found: dict[str, Any] = {}
+    while not text.startswith("}", at):
+        if text.startswith(_QUOTE, at):  # keys of nested objects may be quoted
+            name, at = _gemma_value(text, at, depth)
+            if not text.startswith(":", at):
+                raise Unreadable("a key has no value")
+            at += 1
+        else:
+            key = _KEY.match(text, at)
+            if key is None:
+                raise Unreadable("expected key:value")
+            name, at = key[1], key.end()
+        found[name], at = _gemma_value(text, at, depth + 1)
+        at = _past_comma(text, at, "}")
+    return found, at + 1
+
+
+def _past_comma(text: str, at: int, close: str) -> int:
+    if text.startswith(",", at):
+        return at + 1
+    if text.startswith(close, at):
+        return at
+    raise Unreadable(f"expected , or {close}")

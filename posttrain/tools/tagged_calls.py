@@ -1,0 +1,174 @@
+"""Readers of the formats whose arguments are texts between tags: xml (Qwen3-Coder), glm, and invoke (`<invoke name=`).
+
+An argument may hold the tags of its own format: its end is a closing tag behind which the next argument or the end of
+the call follows, and tags that are opened within it are counted. One that is not closed ends where the next begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.tools.call import Call, Unreadable, json_alone
+from posttrain.tools.json_calls import Found
+
+_Span = tuple[int, int]
+DEPTH = 50  # of tags within an argument
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Patterns of a format. call: with the group `name`; parameter: with the group `key`; lines: a value stands on
+    lines of its own; wrapped: the tag that must follow the end of a call; form: how a call is written."""
+
+    call: str
+    parameter: str
+    end_value: str
+    end_call: str
+    form: str
+    lines: bool = False
+    wrapped: str = ""
+
+    def value_end(self, text: str, start: int) -> tuple[int, int]:
+        """(where the value that begins at `start` ends, where to read on); (-1, -1) if it has no end."""
+        if self.lines and text.startswith("\n", start):  # then its end is a line too, and tags within lines are text
+            closed, _, _ = self._ends(text, start, "(?<=\n)")
+            if closed:
+                return closed
+        closed, first, end = self._ends(text, start, "")
+        return closed or first or (end, end)
+
+    def _ends(self, text: str, start: int, before: str) -> tuple[_Span | None, _Span | None, int]:
+        """The closing tag that belongs to the value; what ends it without that: the next argument, or the first closing
+        tag that could be meant; and the end of the call. before: what must be in front of a tag."""
+        follows = re.compile(rf"\s*(?:{self.parameter}|{self.end_call})", re.DOTALL)
+        last = rf"{self.end_call}\s*{self.wrapped}\s*(?=\Z|<\||{self.call})"
+        marks = re.compile(
+            rf"{before}(?:(?P<opens>{_bare(self.parameter)})|(?P<closes>{self.end_value}))"
+            rf"|(?P<ends>{_bare(last)})|(?P<begins>{_bare(self.call)})",
+            re.DOTALL,
+        )
+        opened = calls = 0
+        next_one: _Span | None = None
+        first: _Span | None = None
+        for mark in marks.finditer(text, start):
+            if max(opened, calls) > DEPTH:
+                break
+            if mark["opens"]:
+                if not opened and next_one is None and text[mark.start() - 1] == "\n":
+                    next_one = (mark.start(), mark.start())
+                opened += 1
+            elif mark["closes"]:
+                right = follows.match(text, mark.end()) is not None
+                if right and not opened:
+                    return mark.span(), None, -1
+                first = first or (mark.span() if right else None)
+                opened = max(opened - 1, 0)
+            elif mark["begins"]:
+                calls += 1
+            elif calls:
+                calls -= 1
+            else:
+                return None, next_one or first, mark.start()
+        return None, next_one or first, -1
+
+    def read(self, match: re.Match[str]) -> Found:
+        """The call whose opener was found."""
+        text, at, arguments = match.string, match.end(), {}
+        if not match["name"]:
+            return self._broken(text, at, f"expected {self.form}")
+        blank, parameter, end_call = (
+            re.compile(r"\s*"),
+            re.compile(self.parameter, re.DOTALL),
+            re.compile(self.end_call),
+        )
+        while True:
+            at = blank.match(text, at).end()  # type: ignore[union-attr]
+            if end := end_call.match(text, at):
+                break
+            found = parameter.match(text, at)
+            if found is None:
+                return self._broken(text, at, f"expected {self.form}")
+            stop, at = self.value_end(text, found.end())
+            if stop < 0:
+                return self._broken(text, found.end(), f"the argument `{found['key'][:50]}` has no end")
+            value = text[found.end() : stop]
+            arguments[found["key"]] = value.removeprefix("\n").removesuffix("\n") if self.lines else value
+        at = end.end()
+        if self.wrapped and match[0].startswith("<tool_call>"):
+            wrapped = re.compile(rf"\s*{self.wrapped}").match(text, at)
+            if wrapped is None:
+                return [Call(problem=f"the call has no {self.wrapped}")], at
+            at = wrapped.end()
+        return [Call(match["name"], arguments)], at
+
+    def _broken(self, text: str, at: int, problem: str) -> Found:
+        """A call that cannot be read, up to its end or the next one."""
+        close = self.wrapped or self.end_call
+        found = re.compile(rf"(?P<close>{close})|(?={_bare(self.call)}|</think>)").search(text, at)
+        if found and found["close"]:
+            return [Call(problem=problem)], found.end()
+        shown = close.replace("(?:[\\w-]+:)?", "")
+        return [Call(problem=f"the call has no {shown}")], found.end() if found else len(text)
+
+
+def _bare(pattern: str) -> str:
+    """The pattern without names of groups, to be used beside another."""
+    return re.sub(r"\?P<\w+>", "?:", pattern)
+
+
+XML = Tags(
+    call=r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]+)\s*>|<tool_call>",
+    parameter=r"<parameter=(?P<key>[^>\s]+)\s*>",
+    end_value="</parameter>",
+    end_call="</function>",
+    form="<function=NAME><parameter=KEY>value</parameter></function>",
+    lines=True,
+    wrapped="</tool_call>",
+)
+GLM = Tags(
+    call=r"<tool_call>(?:\s*(?P<name>[^\s<]+))?",
+    parameter=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
+    end_value="</arg_value>",
+    end_call="</tool_call>",
+    form="NAME<arg_key>KEY</arg_key><arg_value>value</arg_value>",
+)
+INVOKE = Tags(
+    call=r"<(?:[\w-]+:)?invoke name=\"(?P<name>[^\"]*)\">",
+    parameter=r"<(?:[\w-]+:)?parameter name=\"(?P<key>[^\"]*)\"[^>]*>",
+    end_value=r"</(?:[\w-]+:)?parameter>",
+    end_call=r"</(?:[\w-]+:)?invoke>",
+    form='<parameter name="KEY">value</parameter>',
+)
+
+
+def typed(call: Call, properties: Mapping[str, Any]) -> Call:
+    """The call with its texts as what the tool's JSON schema says that they are; texts that are not are left."""
+    arguments = {key: _value(value, properties.get(key)) for key, value in call.arguments.items()}
+    return Call(call.name, arguments, call.problem)
+
+
+def _value(value: Any, schema: Mapping[str, Any] | None) -> Any:
+    if not isinstance(value, str) or schema is None:
+        return value
+    kinds = _kinds(schema)
+    if "null" in kinds and value.strip() in ("null", "None"):
+        return None
+    if "string" in kinds:
+        return value
+    plain = {"True": "true", "False": "false", "None": "null"}.get(value.strip(), value)
+    try:
+        return json_alone(plain)
+    except Unreadable:
+        return value
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types that a schema allows; without one among them it allows all."""
+    kinds = schema.get("type")
+    found = {kinds} if isinstance(kinds, str) else set(kinds or ())
+    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found |= _kinds(one)
+    return found
