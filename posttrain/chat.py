@@ -5,10 +5,13 @@ Tokenizers are used as they come (transformers' interface); nothing heavy is imp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,8 @@ from posttrain.errors import DataError
 Message = Mapping[str, Any]
 
 _PROBE = "x8PROBE8x"
+
+RENDER_SECONDS = 10.0  # one conversation takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,42 @@ def render(
             hint="give `model.chat_template: FILE.jinja`, or write `data.chat: false` for plain text",
         )
     try:
-        shown = _in_parts(messages) if _reads_parts(tokenizer, str(tokenizer.chat_template)) else list(messages)
-        return tokenizer.apply_chat_template(
-            shown, tools=list(tools) if tools else None, add_generation_prompt=generation_prompt, tokenize=False
-        )
+        with _limit(RENDER_SECONDS):
+            shown = _in_parts(messages) if _reads_parts(tokenizer, str(tokenizer.chat_template)) else list(messages)
+            return tokenizer.apply_chat_template(
+                shown, tools=list(tools) if tools else None, add_generation_prompt=generation_prompt, tokenize=False
+            )
+    except _TooLong:
+        raise DataError(
+            f"the chat template has not ended after {RENDER_SECONDS:g} s",
+            hint="a loop of it may have no end; give `model.chat_template` another one",
+        ) from None
     except Exception as cause:
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise DataError(f"the chat template refuses the messages ({roles}): {type(cause).__name__}: {cause}") from cause
+
+
+class _TooLong(BaseException):
+    """Not an Exception: what asks a template whether it takes a form of messages must not swallow it."""
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """Raises _TooLong in the code that runs inside when the time is over. Outside the main thread there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left, every = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left, every)
 
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:

@@ -26,7 +26,7 @@ EMPTY_TURN = "LOOK: an earlier assistant turn is empty, and not trained on"
 _PLACEHOLDER = "x8answer8x"
 _QUESTION = {"role": "user", "content": "x8question8x"}
 _EMPTY_THOUGHT = re.compile(r"<([a-z_:]+)>\s*</\1>")
-_CLOSED_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_CLOSED_THOUGHT = re.compile(r"</think>\s*\Z")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -226,6 +227,17 @@ def test_a_template_that_refuses_is_quoted(with_template: Callable[[str], Any]) 
     with pytest.raises(DataError, match="no chat template") as error:
         render_prompt(ROW, tokenizer, section())
     assert "data.chat: false" in str(error.value)
+
+
+def test_a_template_without_an_end_is_stopped(
+    with_template: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.chat.RENDER_SECONDS", 0.2)
+    loops = "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DataError, match=r"has not ended after 0\.2 s"):
+        render_prompt(ROW, with_template(loops), section())
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 # --- SmolLM2: a real BPE tokenizer; pad = EOS = <|im_end|>; its template puts "\n" behind each turn

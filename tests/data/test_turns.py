@@ -154,8 +154,9 @@ def test_thoughts_of_earlier_turns_that_vanish_are_told(with_template: Template)
     assert "hm" not in text.pieces[0].text
 
 
-def test_a_prompt_that_closes_the_thought_takes_no_answer_with_one(with_template: Template) -> None:
-    tokenizer = with_template(CLOSED_THOUGHT)
+@pytest.mark.parametrize("closed", ["<think>\n\n</think>\n\n", "</think>"])
+def test_a_prompt_that_closes_the_thought_takes_no_answer_with_one(with_template: Template, closed: str) -> None:
+    tokenizer = with_template(CLOSED_THOUGHT.replace("<think>\n\n</think>\n\n", closed))
     assert trained(texts(tokenizer, USER, {"role": "assistant", "content": "4"})) == ["4<eos>"]
     for turn in ({"content": "<think>hm</think>4"}, {"content": "4", "reasoning_content": "hm"}):
         with pytest.raises(DataError, match="leaves no room for the thought"):
