@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import chat, whereabouts
 from posttrain.data import turns
+from posttrain.data.shapes import fields
 from posttrain.data.turns import Piece, Text
 from posttrain.data.written import spell
 from posttrain.errors import DataError
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+# Columns in which other tools' rows hold parts of a conversation
+_TALK = (
+    *("system", "system_prompt", "history", "reasoning", "reasoning_content", "thinking", "thought", "rationale"),
+    *("tool_calls", "function_call", "functions"),
+)
+BEHIND = "what follows the last turn that is trained on is left out"
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 
 
@@ -96,13 +103,19 @@ def prompt_text(row: Row, tokenizer: Any, section: Data) -> Text:
     """The prompt as the engine gets it, generation prompt included; without a chat template the prompt's own text."""
     uid = str(row["uid"])
     if not section.chat:
-        return Text(uid, (Piece(plain(row, "prompt", section), False),), losses=_tools_unused(row))
-    messages = prompt_messages(row, section)
-    return turns.prompt_of(uid, spell(tokenizer, messages, tools(row)), tokenizer, tools(row))
+        text = Text(uid, (Piece(plain(row, "prompt", section), False),), losses=_tools_unused(row))
+    else:
+        messages = prompt_messages(row, section)
+        text = turns.prompt_of(uid, spell(tokenizer, messages, tools(row)), tokenizer, tools(row))
+    return _told([text], row, section)[0]
 
 
 def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     """The row's sequences in pieces, before tokenisation."""
+    return _told(_examples(row, tokenizer, section), row, section, beside=("prompt", "completion"))
+
+
+def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     uid = str(row["uid"])
     if row.get("messages") is None and row.get("prompt") is None:
         return [_text_only(uid, row, tokenizer, section)]
@@ -117,16 +130,22 @@ def example_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     if not own:
         return [_empty(uid, "")]  # no assistant turn: nothing to train on
     if section.train_on == "assistant":
-        return turns.all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
-    text = turns.last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
-    if not wanted[own[-1]]:
-        return [turns.only_read(text)]
-    return [_everything(text) if section.train_on == "all" else text]
+        found = turns.all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
+        last = max((i for i in own if wanted[i]), default=own[-1])
+    else:
+        last, text = own[-1], turns.last_turn(uid, messages[: own[-1] + 1], tokenizer, tools(row))
+        text = text if wanted[last] else turns.only_read(text)
+        found = [_everything(text) if section.train_on == "all" else text]
+    return _adding(found, (BEHIND,)) if last < len(messages) - 1 else found
 
 
 def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     """[chosen, rejected] in pieces."""
     check_sides(row)
+    return _told(_sides(row, tokenizer, section), row, section)
+
+
+def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     uid = str(row["uid"])
     if not section.chat:
         prompt = plain(row, "prompt", section)
@@ -142,6 +161,23 @@ def pair_texts(row: Row, tokenizer: Any, section: Data) -> list[Text]:
         found[key] = found.get(key) or turns.prompt_of(uid, messages[:-1], tokenizer, tools(row))
         sides.append(turns.last_turn(uid, messages, tokenizer, tools(row), found[key]))
     return sides
+
+
+def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] = ()) -> list[Text]:
+    """The texts with the columns among their losses that look like parts of a conversation and are in no message.
+    beside: columns that nothing reads in a row of messages."""
+    used = fields(section.prompt_template) if section.prompt_template else ()
+    names = [*_TALK, *(beside if row.get("messages") is not None and not section.prompt_template else ())]
+    given = [c for c in names if row.get(c) and isinstance(row[c], str | list | Mapping) and c not in used]
+    if not given:
+        return texts
+    talk = str([row.get(c) for c in ("messages", "prompt", "completion", "chosen", "rejected") if c not in given])
+    lost = [c for c in given if repr(row[c])[1:-1] not in talk]
+    return _adding(texts, tuple(f"LOOK: the column `{c}` is in no message" for c in lost))
+
+
+def _adding(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:
+    return [replace(text, losses=(*text.losses, *losses)) for text in texts]
 
 
 def check_sides(row: Row) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from posttrain.data.render import (
+    BEHIND,
     Example,
     encode,
+    example_texts,
     join_pair,
     pair_texts,
     render_example,
@@ -127,6 +129,36 @@ def test_the_sides_of_pairs_may_be_calls(tiny: Any) -> None:
     assert [tiny.decode(list(ids)) for ids in (pair.chosen_ids, pair.rejected_ids)] == [
         f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call><eos>' for name in ("add", "sub")
     ]
+
+
+@pytest.mark.parametrize(
+    ("row", "lost"),
+    [
+        ({**ROW, "system": "Be brief."}, ["system"]),
+        ({**ROW, "reasoning": "1 and 1", "history": [["a"]], "source": "x", "tool_calls": []}, ["history", "reasoning"]),
+        ({**TALK, "system": "", "thinking": None}, []),
+        ({**TALK, "prompt": "1+1=?", "completion": "other"}, ["completion"]),
+        ({"uid": "u", "messages": [{"role": "system", "content": "Be brief."}, *TURNS], "system": "Be brief."}, []),
+    ],
+)  # fmt: skip
+def test_columns_that_look_like_talk_and_are_in_no_message_are_told(
+    tiny: Any, row: dict[str, Any], lost: list[str]
+) -> None:
+    (text,) = example_texts(row, tiny, section())
+    assert sorted(text.losses) == [f"LOOK: the column `{column}` is in no message" for column in lost]
+
+
+def test_a_column_that_the_prompt_template_reads_is_in_a_message(tiny: Any) -> None:
+    row = {**ROW, "system": "Be brief.", "prompt": "Be brief.\n1+1=?"}
+    (text,) = example_texts(row, tiny, section(prompt_template="{system}\n{prompt}"))
+    assert text.losses == ()
+
+
+def test_what_follows_the_last_trained_turn_is_told(tiny: Any) -> None:
+    row = {"uid": "u", "messages": [*TURNS, {"role": "user", "content": "more?"}]}
+    for train_on in ("completion", "assistant", "all"):
+        (text,) = example_texts(row, tiny, section(train_on=train_on))
+        assert text.losses == (BEHIND,)
 
 
 def test_plain_text_without_a_template(tiny: Any) -> None:
