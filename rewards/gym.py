@@ -1,13 +1,14 @@
 """reasoning-gym's own score of its own tasks, in [0, 1]; many give part credit.
 
 rewards:
-  - use: gym.score                # reads `gym_task` and `gym_entry`, which rows of `source: gym:TASK` carry
+  - use: gym.score                # reads the columns that rows of `source: gym:TASK` carry
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain import typed_json
 from posttrain.verify.extract import Extractor, after_think
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.gym import scorer
@@ -17,13 +18,14 @@ def score(
     completion: str,
     gym_task: str | None,
     gym_entry: str | Mapping[str, Any] | None,
+    gym_params: str | None = None,
     *,
     extract: Sequence[Extractor] = ("answer_tag", "boxed"),
     whole_text: bool = False,
 ) -> float | None:
     """The task's score of the extracted answer; 0 if there is none; None for a row that is not from reasoning-gym.
 
-    Where a task's own code would run the answer as Python, it gets formulas alone (`posttrain.verify.gym`).
+    Where a task's own code would run the answer as Python, it gets literals or formulas alone (`posttrain.verify.gym`).
     whole_text: without a marked answer, all text after the thought is the answer.
     """
     if gym_task is None or gym_entry is None:
@@ -34,8 +36,8 @@ def score(
         answer = text
     if answer is None or not answer.strip():
         return 0.0
-    entry = json.loads(gym_entry) if isinstance(gym_entry, str) else gym_entry
-    return float(scorer(gym_task)(answer.strip(), entry))
+    entry = typed_json.loads(gym_entry) if isinstance(gym_entry, str) else gym_entry
+    return float(scorer(gym_task, gym_params or "{}")(answer.strip(), entry))
 
 
 def setup() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import posttrain
 
 ROOT = Path(posttrain.__file__).parent
-FOUNDATION = {"errors", "places", "registry", "recipe", "whereabouts"}
+FOUNDATION = {"errors", "places", "registry", "recipe", "whereabouts", "typed_json"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "batch": set(),
@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "hub": set(),
     "places": {"errors"},
     "options": set(),
+    "typed_json": set(),
     "scratch": set(),
     "whereabouts": set(),
     "seeds": set(),

@@ -7,27 +7,34 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain import typed_json
 from posttrain.errors import DataError, MissingExtra, did_you_mean
 from posttrain.seeds import derive
 
 
 def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[str, Any]]:
-    """`size` rows: prompt, answer, gym_task, gym_entry (JSON text of the whole item, which the task's verifier reads).
+    """`size` rows: prompt, answer, gym_task, gym_entry (`typed_json` text of the whole item, which the task's verifier
+    reads), gym_params (JSON text, where there are any: they belong to the verifier's configuration too).
 
     reasoning-gym draws item i from seed + i, so neighbouring seeds share nearly all items. The seed given to it is a
     hash of ours and the task's name (31 bits: numpy takes 32). Raises DataError naming near tasks or parameters.
     """
     dataset = _dataset(task, size, derive(seed, "gym", task) >> 32, params)
-    return [_row(task, dataset[i]) for i in range(size)]
+    own = {"gym_params": json.dumps(params)} if params else {}
+    return [{**_row(task, dataset[i]), **own} for i in range(size)]
 
 
 def _row(task: str, entry: dict[str, Any]) -> dict[str, Any]:
     answer = entry["answer"]
+    try:
+        written = typed_json.dumps(entry)
+    except TypeError as cause:
+        raise DataError(f"an item of gym:{task} does not fit in a row: {cause}") from cause
     return {
         "prompt": entry["question"],
         "answer": answer if answer is None or isinstance(answer, str) else str(answer),
         "gym_task": task,
-        "gym_entry": json.dumps(entry, ensure_ascii=False, default=str),
+        "gym_entry": written,
     }
 
 
@@ -53,6 +60,8 @@ def check(task: str, params: Mapping[str, Any]) -> None:
             allowed=f"it has {len(DATASETS)}: {', '.join(sorted(DATASETS))}",
             hint=did_you_mean(task, DATASETS, "gym:{}"),
         )
+    if task == "composite":
+        raise DataError("gym:composite is a mixture of tasks", hint="write the tasks as sources of data.mix")
     known = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     for key in params:
         if key not in known:

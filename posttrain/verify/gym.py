@@ -1,9 +1,12 @@
 """reasoning-gym's scores of answers that nobody has read.
 
-Some of its tasks run an answer as Python: countdown, puzzle24, integrals and polynomials with sympy's `parse_expr`,
-binary_matrix, spiral_matrix, string_insertion and n_queens with `eval`. `__import__('os').system(...)` is then a
-program. Their scorers get formulas alone, or what does nothing when it is run. And of an integral that sympy was not
-asked to compute (`Integral(x**2, x)`) the derivative is always right: it is no answer where the gold is none.
+Some of its tasks run an answer as Python. binary_matrix, spiral_matrix, string_insertion and n_queens call `eval`:
+`__import__('os').system(...)` is a program there, and `[oracle_answer]`, a name of the scorer, the right answer. They
+get literals instead. countdown, puzzle24, integrals and polynomials call sympy's `parse_expr`: they get formulas alone.
+And of an integral that sympy was not asked to compute (`Integral(x**2, x)`) the derivative is always right: it is no
+answer where the gold is none.
+
+Others give full marks to what is no answer: `_MUST` holds what an answer of theirs must be.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import json
 import re
+import types
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from posttrain.verify.size import too_large
@@ -25,11 +31,8 @@ FUNCTIONS = frozenset(
     | {"sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "abs", "Abs", "pi"}
 )
 _READS_FORMULAS = re.compile(r"\b(?:parse_expr|sympify)\(")
-_RUNS = re.compile(r"(?<![\w.])(?:eval|exec)\(")
-_INERT = (
-    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.Set, ast.Dict),
-    *(ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp, ast.Add, ast.Sub),
-)
+_SIGNED = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
+LONGEST_LITERAL = 200_000  # characters
 _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)(?![a-hk-z])", re.IGNORECASE)
 _CHARACTERS = re.compile(r"[\w\s+\-*/^().,=×÷·−]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -37,24 +40,30 @@ _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|[A-Za-z_)]\s*\.")
 
 
 @functools.cache
-def scorer(task: str) -> Score:
-    """The scoring function of a task, with the task's default configuration. Raises ValueError for no task.
+def scorer(task: str, params: str = "{}") -> Score:
+    """The scoring function of a task. params: JSON text of what differs from its default configuration.
 
     An answer on which the task's code fails scores 0, if the code works on the gold; else what it raised is raised. One
-    that is not a number where the gold is (`nan` is as far from everything as from the gold) is unreadable.
+    that is not a number where the gold is (`nan` is as far from everything as from the gold) is unreadable. Raises
+    ValueError for no task.
     """
-    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
-    raw: Score = reasoning_gym.get_score_answer_fn(task)
-    harmless = guard(task)
+    if task not in DATASETS:
+        raise ValueError(f"reasoning-gym has no task {task}")
+    kind, config = DATASETS[task]
+    raw: Score = reading_literals(kind)(config=config(**json.loads(params))).score_answer
+    must = _MUST.get(task)
+    formulas = _READS_FORMULAS.search(inspect.getsource(kind.score_answer)) is not None
 
     def score(answer: str, entry: Any) -> float:
         gold = str(entry["answer"])
         infinite = _NOT_FINITE.search(answer) and not _NOT_FINITE.search(gold)
-        if infinite or (harmless and not harmless(answer, gold)):
+        if infinite or (formulas and not is_formula(answer, gold)):
             answer = UNREADABLE
         try:
-            return raw(answer, entry)
+            earned = raw(answer, entry)
+            return earned if must is None or not earned or must(answer, entry) else 0.0
         except Exception:
             raw(entry["answer"], entry)
             return 0.0
@@ -62,25 +71,69 @@ def scorer(task: str) -> Score:
     return score
 
 
-def guard(task: str) -> Callable[[str, str], bool] | None:
-    """What an answer must be before it is scored, beside the gold; None for a task whose scoring runs nothing."""
-    from reasoning_gym.factory import DATASETS
-
-    source = inspect.getsource(DATASETS[task][0].score_answer)
-    if _READS_FORMULAS.search(source):
-        return is_formula
-    return is_inert if _RUNS.search(source) else None
+def _says_halted(answer: str, entry: Any) -> bool:
+    """The task takes any text for True, also `False`."""
+    return answer.strip().lower() == str(entry["answer"]).lower()
 
 
-def is_inert(text: str, gold: str = "") -> bool:
-    """Whether a text is no Python, or nothing but lists, texts, numbers and names."""
-    del gold
-    try:
-        return all(isinstance(node, _INERT) for node in ast.walk(ast.parse(text.strip(), mode="eval")))
-    except (SyntaxError, ValueError):
-        return True
-    except (RecursionError, MemoryError):
-        return False
+def _is_one_number(answer: str, entry: Any) -> bool:
+    """The task takes the first number, without its sign."""
+    return {float(number) for number in _SIGNED.findall(answer.replace(",", ""))} == {float(entry["answer"])}
+
+
+def _uses_the_numbers(answer: str, entry: Any) -> bool:
+    """The task takes any four numbers from 1 to 10, so that 1*2*3*4 solves every row."""
+    return sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
+
+
+def _is_the_probability(answer: str, entry: Any) -> bool:
+    """The task compares the beginnings, so that 0 is right for all."""
+    return abs(Fraction(answer.replace(",", "")) - Fraction(entry["answer"])) <= Fraction(1, 10_000)
+
+
+def _has_the_numbers(answer: str, entry: Any) -> bool:
+    """The task lets each number be off by 1."""
+    found, gold = (json.loads(text.replace("'", '"')) for text in (answer, entry["answer"]))
+    return all(abs(float(a) - float(b)) < 1e-6 for a, b in zip(found, gold, strict=True))
+
+
+# Task -> what an answer must be to earn anything; what it raises, the answer is not.
+_MUST: dict[str, Callable[[str, Any], bool]] = {
+    "game_of_life_halting": _says_halted,
+    "gsm_symbolic": _is_one_number,
+    "puzzle24": _uses_the_numbers,
+    "coin_flip": _is_the_probability,
+    "number_sorting": _has_the_numbers,
+}
+
+
+def reading_literals(kind: type) -> type:
+    """The task's class with `read_literal` in place of `eval`, in each of its methods that calls it."""
+    own = {name: _reading_literals(method) for name, method in inspect.getmembers(kind, inspect.isfunction)}
+    return type(kind.__name__, (kind,), {name: method for name, method in own.items() if method})
+
+
+def _reading_literals(method: types.FunctionType) -> types.FunctionType | None:
+    """A copy of the function that finds another `eval`; None if it calls none."""
+    if not {"eval", "exec"} & _names(method.__code__):
+        return None
+    scope = {**method.__globals__, "eval": read_literal, "exec": read_literal}
+    copy = types.FunctionType(method.__code__, scope, method.__name__, method.__defaults__, method.__closure__)
+    copy.__kwdefaults__ = method.__kwdefaults__
+    return copy
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The global names and attributes that a function uses, with those of the functions inside it."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def read_literal(text: Any, *_: Any) -> Any:
+    """The lists, texts, numbers and the like that a text writes. Raises ValueError or SyntaxError for anything else."""
+    if not isinstance(text, str) or len(text) > LONGEST_LITERAL:
+        raise ValueError(f"no literal, or one of more than {LONGEST_LITERAL:,} characters")
+    return ast.literal_eval(text.strip())
 
 
 def is_formula(text: str, gold: str = "") -> bool:

@@ -13,11 +13,24 @@ from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
 from posttrain.verify.load import check_columns
-from posttrain.verify.probes import Probe, injections, outbids, pays, probes, samples_of, talked_over
+from posttrain.verify.probes import (
+    Probe,
+    by_name,
+    injections,
+    named_nothing,
+    names_of,
+    no_name_of,
+    outbids,
+    pays,
+    probes,
+    samples_of,
+    talked_over,
+)
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.variants import Row, Writer, variants
 from posttrain.verify.worker import Result
 
+NAMED_ROWS = 3  # on which names of the scorer are tried: a scorer that evaluates an answer does so on every row
 JUDGED_ROWS = 8  # on which injections are tried: a judge costs more than a function
 
 
@@ -86,6 +99,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         results = scorer.results(samples)
         seconds = time.monotonic() - started
         tricks, outbid = _tricks(scorer, {i: chosen[i] for i in written}, write)
+        tricks |= _named(scorer, [chosen[i] for i in list(written)[:NAMED_ROWS]], write)
         judges = [i for i, reward in enumerate(scorer.rewards) if reward.is_judge]
         few = {i: chosen[i] for i in list(written)[:JUDGED_ROWS]}
         injected = {scorer.rewards[i].name: _injected(scorer, i, few, write) for i in judges}
@@ -141,6 +155,35 @@ def _paid(
             paid, total = counts.get(name, (0, 0))
             counts[name] = (paid + paying(probe, next(left), gold), total + 1)
     return counts
+
+
+def _named(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
+    """Whether an answer that is a name of the scorer earns more, on every row, than one like it that names nothing."""
+    reward = scorer.rewards[scorer.correctness]
+    texts = [by_name(row, write, names_of(reward.function)) for row in rows]
+    if reward.is_judge or not rows or not all(texts):
+        return {}
+    (first,) = _earned(scorer, rows[:1], texts[:1])
+    above = [text for text in first if first[text] > first[named_nothing(text)]]  # few are asked about more than once
+    asked = [{u: write.with_answer(row, u) for t in above for u in (t, *no_name_of(t))} for row in rows]
+    earned = _earned(scorer, rows, asked)
+    paid = [t for t in above if all(row[t] > max(row[u] for u in no_name_of(t)) for row in earned)]
+    name = f"a name of the scorer (`{paid[0]}`)" if paid else "a name of the scorer"
+    return {name: (len(rows) if paid else 0, len(rows))}
+
+
+def _earned(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, str]]) -> list[dict[str, float]]:
+    """The scores of each row's texts; one without a score earns minus infinity."""
+    pairs = [
+        (i, row, text) for i, (row, of_row) in enumerate(zip(rows, texts, strict=True)) for text in of_row.values()
+    ]
+    samples = [sample for i, row, text in pairs for sample in samples_of(row, {"": Probe(text)}, i)]
+    results = iter(scorer.results(samples, only=[scorer.correctness])[0]) if samples else iter(())
+    scores = [[score_of(next(results)) for _ in of_row] for of_row in texts]
+    return [
+        {name: -math.inf if score is None else score for name, score in zip(of_row, found, strict=True)}
+        for of_row, found in zip(texts, scores, strict=True)
+    ]
 
 
 def _injected(scorer: Scorer, judge: int, rows: Mapping[int, Row], write: Writer) -> dict[str, tuple[int, int]]:

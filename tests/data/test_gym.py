@@ -49,3 +49,8 @@ def test_an_unknown_task_suggests() -> None:
     assert "did you mean `gym:basic_arithmetic`?" in str(error.value)
     with pytest.raises(DataError, match="give `size`"):
         rows(size=None)
+
+
+def test_a_mixture_is_written_as_one() -> None:
+    with pytest.raises(DataError, match="mixture of tasks"):
+        load_rows(Data(source="gym:composite", size=2), Path.cwd())  # type: ignore[arg-type]

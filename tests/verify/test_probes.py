@@ -45,6 +45,52 @@ def test_what_is_wrong_with_a_reward_is_named(script: Callable[..., Path], body:
         assert found == {}
 
 
+EVALUATES = """
+import re
+
+def _value(completion, {arguments}):
+    said = completion.rpartition('<answer>')[2].partition('</answer>')[0]
+    try:
+        return eval(said)
+    except Exception:
+        return said
+
+def score(completion, answer):
+    {local} = answer
+    said = completion.rpartition('<answer>')[2].partition('</answer>')[0]
+    value = _value(completion, {local}) if {passes} else eval(said)
+    value = ''.join(map(str, value)) if isinstance(value, list) else str(value)
+    return {full} * float(value == {local})
+"""
+
+
+@pytest.mark.parametrize("full", [1.0, 0.3])
+@pytest.mark.parametrize("passes", [True, False])
+@pytest.mark.parametrize("local", ["oracle_answer", "gold", "my_own_name", "answer"])
+def test_a_reward_that_evaluates_an_answer_is_found(
+    script: Callable[..., Path], local: str, passes: bool, full: float
+) -> None:
+    """Whatever the right answer is called there, in the reward or in a function of its module; also for part credit."""
+    path = script(EVALUATES.format(arguments=local, local=local, passes=passes, full=full))
+    paying = {name: found for name, found in tried(f"{path}:score").paying.items() if "name of the scorer" in name}
+    (name,) = paying
+    assert paying == {name: (3, 3)} and (local if passes else "answer") in name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "float(last(completion) == answer)",
+        "SequenceMatcher(None, answer, completion).ratio()",  # letters alike are no evaluation
+        "len(set('answergold') & set(completion)) / 99",
+        "float(len(completion))",
+    ],
+)
+def test_a_reward_that_compares_letters_evaluates_nothing(script: Callable[..., Path], body: str) -> None:
+    path = script(f"from difflib import SequenceMatcher\n{HEAD}\ndef score(completion, answer):\n    return {body}\n")
+    assert tried(f"{path}:score").tricks["a name of the scorer"] == (0, 3)
+
+
 def test_the_shipped_accuracy_pays_for_no_trick() -> None:
     trial = tried("math.accuracy")
     assert trial.paying == {}

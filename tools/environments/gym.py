@@ -3,10 +3,10 @@
 The model answers in <answer> tags, or with its whole turn; after a wrong answer it is told so and may try again.
 """
 
-import json
 import re
 from typing import Any
 
+from posttrain import typed_json
 from posttrain.verify.gym import scorer
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -19,8 +19,8 @@ class Environment:
         self.attempts, self.discount = attempts, discount
 
     def reset(self, row: Any) -> None:
-        self.check = scorer(row["gym_task"])
-        self.entry = json.loads(row["gym_entry"])
+        self.check = scorer(row["gym_task"], row.get("gym_params") or "{}")
+        self.entry = typed_json.loads(row["gym_entry"])
         self.tried, self.best = 0, 0.0
 
     def step(self, text: str) -> tuple[str, bool, float]:

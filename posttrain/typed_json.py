@@ -1,0 +1,77 @@
+"""JSON text of Python values that come back as they were: tuples, sets, keys that are no text, dates, numpy values.
+
+What JSON knows is written as plain JSON, so text without marks reads as `json.loads` reads it. Everything else is an
+object with the key `__type__`. Only values are made from it: no code is run and no class is looked up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+MARK = "__type__"
+
+
+def dumps(value: Any) -> str:
+    """The value as JSON text. Raises TypeError for a value that could not come back, with its type."""
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def loads(text: str) -> Any:
+    """The value that was written. Raises ValueError for text that `dumps` did not write and that is no JSON."""
+    return json.loads(text, object_hook=_restored)
+
+
+# Name of a type -> (the type, its JSON value, the value again).
+_TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, lambda v: [_plain(one) for one in v], tuple),
+    "set": (set, lambda v: [_plain(one) for one in v], set),
+    "frozenset": (frozenset, lambda v: [_plain(one) for one in v], frozenset),
+    "dict": (dict, lambda v: [[_plain(key), _plain(one)] for key, one in v.items()], dict),
+    "complex": (complex, lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    "Decimal": (Decimal, str, Decimal),
+    "Fraction": (Fraction, str, Fraction),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "timedelta": (timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: timedelta(*v)),
+}
+
+
+def _plain(value: Any) -> Any:
+    """The value as what JSON has, with marks for the rest."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if type(value) is list:
+        return [_plain(one) for one in value]
+    if type(value) is dict and MARK not in value and all(type(key) is str for key in value):
+        return {key: _plain(one) for key, one in value.items()}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return {MARK: "numpy", "value": [value.dtype.str, _plain(value.tolist())]}
+    for name, (kind, write, _) in _TYPES.items():
+        if isinstance(value, kind):  # a named tuple is a tuple, a defaultdict a dict
+            return {MARK: name, "value": write(value)}
+    for base, plain in ((list, list), (str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, base):  # of a subclass, such as StrEnum
+            return _plain(plain(value))
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
+
+
+def _restored(found: dict[str, Any]) -> Any:
+    if found.keys() != {MARK, "value"}:
+        return found
+    name, value = found[MARK], found["value"]
+    if name == "numpy":
+        import numpy
+
+        kind = numpy.dtype(value[0])
+        return numpy.array(value[1], kind) if isinstance(value[1], list) else kind.type(value[1])
+    if name not in _TYPES:
+        raise ValueError(f"JSON of an unknown type {name!r}; known: {', '.join([*_TYPES, 'numpy'])}")
+    return _TYPES[name][2](value)
