@@ -33,6 +33,7 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> An
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
+        exclude_modules=_no_plain_layers(model) if lora.targets == "all-linear" else None,
         bias="none",
         task_type=task,
     )
@@ -44,6 +45,20 @@ def add(model: Any, lora: Lora, *, seed: int = 0, task: str = "CAUSAL_LM") -> An
             raise ModelError(
                 f"model.lora.targets {lora.targets}: {cause}", hint="all-linear suits every model"
             ) from cause
+
+
+def _no_plain_layers(model: Any) -> list[str] | None:
+    """Linear layers by class that return something else than a product: routers of experts, around which LoRA fails."""
+    from torch import nn
+
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).__module__.startswith("transformers.models.")
+        and type(module).forward is not nn.Linear.forward
+    ]
+    return found or None
 
 
 def continue_from(model: Any, folder: Path) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from torch import Tensor
+
 from posttrain.models.load import LoadedModel
 
 
@@ -33,11 +35,22 @@ def merged_note(loaded: LoadedModel) -> str | None:
     return f"{loaded.source} is an adapter: it was merged into its base {base}, and {after}"
 
 
+def adapter_state(loaded: LoadedModel) -> dict[str, Tensor]:
+    """The trained adapter by the names that PEFT saves it under. The tensors are those of the model, not copies."""
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Tensor] = get_peft_model_state_dict(loaded.model, save_embedding_layers=_is_resized(loaded))
+    return found
+
+
+def _is_resized(loaded: LoadedModel) -> bool:
+    return loaded.origin is not None and loaded.origin.resized
+
+
 def write_adapter(loaded: LoadedModel, folder: Path) -> None:
     """Write the trained adapter alone, its configuration, and a README that says what its base is."""
     origin = loaded.origin
-    resized = origin is not None and origin.resized
-    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=resized)
+    loaded.model.save_pretrained(folder, selected_adapters=["default"], save_embedding_layers=_is_resized(loaded))
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     config["base_model_name_or_path"] = base = base_name(loaded)

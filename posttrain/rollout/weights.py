@@ -28,15 +28,20 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
     modules. Streams.
 
     merged: the trained adapter is added in float32, and the sum rounded to the base's type; the model stays as it is.
-    Tied weights come once, under their first name. 4-bit weights come dequantised, so that the engine holds the very
-    base that the trainer computes with and not the one it was rounded from. Weights that are divided among ranks
-    come whole, one at a time; all ranks must ask.
+    Tied weights come once, under the name that they are stored by. 4-bit weights come dequantised, so that the engine
+    holds the very base that the trainer computes with and not the one it was rounded from. Weights that are divided
+    among ranks come whole, one at a time; all ranks must ask.
     """
     base = adapters.causal_of(model)
     layers = adapters.layers_by_weight(base) if merged else {}
+    tied = getattr(base, "all_tied_weights_keys", None) or {}  # name of the copy -> name in checkpoints
+    state = base.state_dict(keep_vars=True)
+    stored = {id(state[tied[name]]) for name in tied if tied[name] in state}
     seen: set[int] = set()
-    for name, tensor in base.state_dict(keep_vars=True).items():
+    for name, tensor in state.items():
         if ".lora_" in name or ".quant_state." in name or _is_quantisation_detail(name) or id(tensor) in seen:
+            continue
+        if name in tied and id(tensor) in stored:
             continue
         seen.add(id(tensor))
         dense, plain = _dense(tensor, base.dtype), adapters.without_layers(name)

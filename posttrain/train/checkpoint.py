@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models import weight_names
 from posttrain.models.load import LoadedModel, quiet
-from posttrain.models.save_adapter import write_adapter
+from posttrain.models.save_adapter import adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
 from posttrain.run.facts import NOTHING, Fact
@@ -255,12 +255,7 @@ def _by_name(moments: dict[str, Any], names: list[list[str]], folder: Path) -> d
 def load_weights(loaded: LoadedModel, folder: Path) -> None:
     """Copy the trained weights of a checkpoint folder into the model. Raises RunError if any is missing."""
     if loaded.is_lora:
-        from peft import set_peft_model_state_dict
-
-        result: Any = set_peft_model_state_dict(loaded.model, load_file(folder / "adapter_model.safetensors"))
-        trained = {name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad}
-        missing = [name for name in result.missing_keys if name in trained]
-        unexpected = result.unexpected_keys
+        missing, unexpected = _fill_adapter(loaded, load_file(folder / "adapter_model.safetensors"))
     else:
         try:
             with quiet():
@@ -270,6 +265,18 @@ def load_weights(loaded: LoadedModel, folder: Path) -> None:
         missing, unexpected = _fill(loaded, weights)
     if missing or unexpected:
         raise RunError(f"checkpoint {folder} does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
+
+
+def _fill_adapter(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Copy an adapter into the model by the names that PEFT saves it under; returns as `_fill` does.
+
+    PEFT's own loading renames what it takes for names of older checkpoints, here and there to names that do not exist.
+    """
+    own = adapter_state(loaded)
+    with torch.no_grad():
+        for name in own.keys() & weights.keys():
+            own[name].copy_(weights[name])
+    return sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
 
 
 def _fill(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:

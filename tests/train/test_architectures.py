@@ -1,0 +1,201 @@
+"""Checkpoints and final models of transformers' architectures, many of which store weights under other names, or in
+other pieces, than they compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import AutoModelForCausalLM
+
+from posttrain.errors import RunError
+from posttrain.models.load import LoadedModel, load
+from posttrain.models.save import save
+from posttrain.recipe.sections import Model
+from posttrain.recipe.training_sections import Optim
+from posttrain.rollout.weights import offered
+from posttrain.train import checkpoint, optim
+
+from .families import save_family
+
+IDS = torch.tensor([[1, *range(11, 22)]])
+RENAMED = (  # what is stored has other names than what computes, or is in other pieces
+    *("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "phimoe", "deepseek_v2", "deepseek_v3"),
+    *("ernie4_5_moe", "granitemoe", "hunyuan_v1_moe", "minimax", "qwen3_next", "dots1", "laguna", "gemma3"),
+)
+SAME = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "phi3",
+    "cohere",
+    "olmo2",
+    "gpt_oss",
+    "opt",
+)
+RARE = (  # another half of a minute
+    *(
+        "afmoe",
+        "aria_text",
+        "exaone_moe",
+        "flex_olmo",
+        "granitemoeshared",
+        "hy_v3",
+        "mellum",
+        "minimax_m2",
+        "solar_open",
+    ),
+    *("olmo_hybrid", "qwen3_5_moe_text", "deepseek_v4", "deepseek_v32", "camembert"),
+    *("bloom", "codegen", "falcon", "glm", "glm4", "gptj", "granite", "helium", "lfm2", "mamba", "phi", "nemotron"),
+    *("persimmon", "recurrent_gemma", "smollm3", "stablelm", "starcoder2", "xglm"),
+)
+FAMILIES = [*RENAMED, *SAME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARE)]
+
+
+def opened(base: Path, **keys: Any) -> tuple[LoadedModel, Optimizer]:
+    section = Model.model_validate({"path": str(base), "device": "cpu", **keys})
+    loaded = load(section, base, training=True)
+    return loaded, optim.build(loaded.model, Optim(lr=1e-3))
+
+
+def train(loaded: LoadedModel, optimizer: Optimizer) -> None:
+    torch.manual_seed(3)
+    loaded.model.train()
+    loaded.model(input_ids=IDS, labels=IDS.clone(), use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_run_goes_on_with_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    """Full training: the checkpoint holds every weight and moment; it and the final model load elsewhere, and under the
+    names that the architecture's published checkpoints have; an engine gets what the final model holds."""
+    base = save_family(kind, tmp_path / "base")
+    loaded, optimizer = opened(base)
+    train(loaded, optimizer)
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
+    saved = weights(loaded.model)
+    train(loaded, optimizer)
+    following = weights(loaded.model)
+
+    again, another = opened(base)
+    assert not equal(weights(again.model), saved)
+    state = checkpoint.restore(tmp_path / "checkpoints", again, another)
+    assert state is not None and state.step == 1
+    assert equal(weights(again.model), saved)
+    train(again, another)
+    assert equal(weights(again.model), following)
+
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    assert stored(folder).keys() == stored(base).keys()
+    if kind in RENAMED:
+        assert not stored(base).keys() <= saved.keys()
+    assert equal(weights(AutoModelForCausalLM.from_pretrained(folder)), saved)
+    assert save(loaded, tmp_path / "final")["logit_gap"] < 1e-5
+    assert stored(tmp_path / "final").keys() == stored(base).keys()
+    elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    with torch.no_grad():
+        assert torch.equal(elsewhere.eval()(input_ids=IDS).logits, loaded.model.eval()(input_ids=IDS).logits)
+        with offered(loaded.model) as named:
+            assert equal(dict(named), stored(tmp_path / "final"))
+
+
+def test_a_model_that_was_read_from_its_modules_names_is_saved_under_the_published_ones(tmp_path: Path) -> None:
+    """Other software writes such folders; what no rename was needed to read would be written as it was read."""
+    base = save_family("mixtral", tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.save_pretrained(tmp_path / "modules", save_original_format=False)
+    (tmp_path / "modules" / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    (tmp_path / "modules" / "tokenizer_config.json").write_bytes((base / "tokenizer_config.json").read_bytes())
+    assert stored(tmp_path / "modules").keys() != stored(base).keys()
+    loaded, _ = opened(tmp_path / "modules")
+    save(loaded, tmp_path / "final")
+    assert equal(stored(tmp_path / "final"), stored(base))
+
+
+def test_moments_are_matched_by_name(tmp_path: Path) -> None:
+    """Parameters of a checkpoint may come in another order, by another version of torch or transformers."""
+    base = save_family("llama", tmp_path / "base")
+    loaded, optimizer = opened(base)
+    train(loaded, optimizer)
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
+    moments = torch.load(tmp_path / "checkpoints/step-00000001/optimizer.pt", weights_only=True)
+    for group, names in zip(moments["param_groups"], moments["names"], strict=True):
+        group["params"].reverse()
+        names.reverse()
+    again, another = opened(base)
+    own = checkpoint._names(another, again.model, None)
+    another.load_state_dict(checkpoint._by_name(moments, own, tmp_path))
+    named = {id(p): n for n, p in loaded.model.named_parameters()}
+    expected = {named[id(p)]: state["exp_avg"] for p, state in optimizer.state.items()}
+    for name, parameter in again.model.named_parameters():
+        assert torch.equal(another.state[parameter]["exp_avg"], expected[name])
+
+
+def test_moments_of_other_weights_are_refused(tmp_path: Path) -> None:
+    loaded, optimizer = opened(save_family("llama", tmp_path / "base"))
+    moments = {**optimizer.state_dict(), "names": [["a"], ["b"]]}
+    with pytest.raises(RunError, match=r"has the optimiser's state of other weights, e.g. a"):
+        checkpoint._by_name(moments, checkpoint._names(optimizer, loaded.model, None), tmp_path)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    loaded, optimizer = opened(save_family("mixtral", tmp_path / "base"))
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
+    other, _ = opened(save_family("qwen3_moe", tmp_path / "other"))
+    with pytest.raises(RunError, match=r"step-00000001 cannot be loaded: .*"):
+        checkpoint.load_weights(other, tmp_path / "checkpoints" / "step-00000001")
+
+
+ADAPTED = ("llama", "gpt_neox", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "gemma3", "qwen3_next")
+ROUTED = ("phimoe", "llama4_text")  # whose routers are linear layers by class, and return more than a product
+
+
+@pytest.mark.parametrize("kind", [*ADAPTED, *ROUTED])
+def test_an_adapter_goes_on_and_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
+    """The save is proven by PEFT on the base; merged, the adapter is a model under published names."""
+    base = save_family(kind, tmp_path / "base")
+    loaded, optimizer = opened(base, lora={"rank": 2})
+    for _ in range(2):
+        train(loaded, optimizer)
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=2), loaded, optimizer, 1)
+    saved = weights(loaded.model)
+    again, another = opened(base, lora={"rank": 2})
+    checkpoint.restore(tmp_path / "checkpoints", again, another)
+    assert equal(weights(again.model), saved)
+    train(loaded, optimizer)
+    train(again, another)
+    assert equal(weights(again.model), weights(loaded.model))
+
+    assert save(loaded, tmp_path / "final")["logit_gap"] < 1e-5
+    merged = load(Model(path=str(tmp_path / "final"), device="cpu"), tmp_path)
+    assert save(merged, tmp_path / "dense")["logit_gap"] < 1e-5
+    with torch.no_grad():
+        expected = loaded.model.eval()(input_ids=IDS).logits
+        assert torch.allclose(merged.model(input_ids=IDS).logits, expected, atol=1e-4)
+        with offered(loaded.model, merged=True) as named:
+            found, dense = dict(named), stored(tmp_path / "dense")
+    assert found.keys() == dense.keys() == stored(base).keys()
+    assert all(torch.allclose(found[name], dense[name], atol=1e-6) for name in dense)
