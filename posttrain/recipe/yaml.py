@@ -244,5 +244,7 @@ def _broken(error: yaml.YAMLError, text: str, name: str, fixed: Origin | None = 
     if re.match(r"\s*\t", content):
         said = _PLAIN_WORDS[0][1]
     hint = 'write "${NAME}", in double quotes, inside braces or brackets' if "${" in content else ""
+    if "expected a single document" in f"{error}" and "merge_method" in text:
+        hint = "make each document a stage of a pipeline, whose models are then `stage:NAME` (docs/merging.md)"
     where = name if fixed else f"{name}:{mark.line + 1}:{mark.column + 1}"
     return RecipeError(f"not readable as YAML: {said}", where=where, allowed=content.strip()[:100], hint=hint)

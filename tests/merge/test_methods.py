@@ -150,6 +150,7 @@ def test_a_file_of_mergekit(models: Path, merge: Merge) -> None:
         (MERGEKIT.replace("./a", "./base"), "a model stands twice in one slice"),
         (MERGEKIT.replace("slices:", "models: [{model: a}]\nslices:"), "either `models` or `slices`"),
         (MERGEKIT.replace("merge_method", "  - sources: []\nmerge_method"), "sources"),
+        (f"{MERGEKIT}---\n{MERGEKIT}", "make each document a stage of a pipeline"),
         ("merge_method: linear\n", "nothing to merge is named"),
         (
             "merge_method: passthrough\nmodels: [{model: a}, {model: b}]\n",
@@ -177,6 +178,30 @@ def test_what_does_not_fit_is_told_at_load(tmp_path: Path, text: str, match: str
     (tmp_path / "theirs.yml").write_text(text)
     with pytest.raises(RecipeError, match=match):
         load(str(tmp_path / "theirs.yml"), stage="merge")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (
+            MERGEKIT.replace("filter: mlp", "fliter: mlp"),
+            r"parameters.t.1.fliter: unknown key\n.*\n.*did you mean `filter`",
+        ),
+        (MERGEKIT.replace("filter: mlp\n      value: [1, 0]", "filter: mlp"), "parameters.t.1.value: is missing"),
+        (MERGEKIT.replace("value: 0.5", "value: '0.5'"), "parameters.t.2.value: must be a number or a list, not `0.5`"),
+        (MERGEKIT.replace("dtype: float32", "tokenizer: {tokens: {x: {sorce: a}}}"), "did you mean `source`"),
+        (
+            MERGEKIT.replace("dtype: float32", "tokenizer: {tokens: {x: {source: {kind: zeros}}}}"),
+            r"tokens.x.source.kind: `zeros` .* is not one of its words\n.*allowed: zero, model_token",
+        ),
+    ],
+)
+def test_a_mistake_in_a_value_of_several_types_is_told_once(tmp_path: Path, text: str, match: str) -> None:
+    """Where a number, a list or filters may stand, only the type that was meant is spoken of."""
+    (tmp_path / "theirs.yml").write_text(text)
+    with pytest.raises(RecipeError, match=match) as told:
+        load(str(tmp_path / "theirs.yml"), stage="merge")
+    assert len(told.value.problems) == 1
 
 
 def test_layers_that_a_model_does_not_have_are_refused(models: Path, tmp_path: Path) -> None:

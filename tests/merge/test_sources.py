@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -50,6 +51,23 @@ def test_tiny_is_written_before_it_is_merged(models: Path, merge: Merge) -> None
     for name, tensor in a.items():
         torch.testing.assert_close(merged[name], (state[name] + tensor) / 2)
     assert not (models / "run" / "inputs").exists()
+
+
+@pytest.mark.parametrize(("name", "revision"), [("some/model@v2", "v2"), ("some/model", None)])
+def test_a_revision_of_a_model_on_the_hub(
+    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None
+) -> None:
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    def downloaded(repo: str, **options: Any) -> str:
+        asked.append((repo, options["revision"]))
+        return str(models / "a")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloaded)
+    open_source(name, models, models / "scratch")
+    assert asked == [("some/model", revision)]
 
 
 def test_a_directory_is_read_where_it_is(models: Path) -> None:
