@@ -1,7 +1,8 @@
 """Scoring maths completions: posttrain's worker processes, a plain loop over math-verify, and TRL's accuracy_reward.
 
-    python benchmarks/rewards.py [--n 10000] [--workers 2] [--kinds grouped distinct] [--out FILE]
+    python benchmarks/rewards.py [--n 10000] [--workers 2] [--kinds pairs grouped distinct] [--out FILE]
 
+`pairs`: what one comparison costs, over the judged pairs of tests/verify/answers.json, nothing of them remembered.
 `grouped`: eight completions a problem, as RL draws them, so that answers come again and posttrain, which remembers what
 it has compared, calls the library less often than the others. `distinct` (a fifth of the rows): no pair of gold and
 answer comes twice, so nothing is remembered. Golds are whole numbers in 6 of 10 problems.
@@ -15,6 +16,7 @@ beside the loop's, says more. Last, one row that never ends is put among others:
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
@@ -29,6 +31,8 @@ from sides import write
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.score import Sample, Scorer
 
+KINDS = ("pairs", "grouped", "distinct")
+PAIRS = Path(__file__).parents[1] / "tests" / "verify" / "answers.json"
 WARM = 20
 BLOCKS = 10
 GROUP = 8
@@ -150,6 +154,24 @@ def measure(kind: str, n: int, workers: int) -> dict[str, Any]:
     }
 
 
+def time_pairs() -> dict[str, float]:
+    """Milliseconds of one `equal` over the judged pairs, each for the first time and without what others remembered."""
+    from posttrain.verify import math
+
+    kinds = json.loads(PAIRS.read_text(encoding="utf-8"))
+    math.prepare()
+    times = []
+    for gold, answer, _ in (pair for pairs in kinds.values() for pair in pairs):
+        math.forget()
+        started = time.perf_counter()
+        math.equal(gold, answer)
+        times.append(1000 * (time.perf_counter() - started))
+    times.sort()
+    shares = {"median": 0.5, "p99": 0.99, "p999": 0.999}
+    found = {name: times[min(len(times) - 1, int(share * len(times)))] for name, share in shares.items()}
+    return {"pairs": len(times), **found, "max": times[-1]}
+
+
 def one_endless_row(workers: int, folder: Path) -> dict[str, float]:
     """Seconds that 1,000 quick rows take alone, and with a row among them that never ends."""
     script = folder / "slow.py"
@@ -172,12 +194,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--n", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--kinds", nargs="+", choices=("grouped", "distinct"), default=["grouped", "distinct"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found: dict[str, Any] = {"load_before": os.getloadavg()[0]}
-    for kind in options.kinds:
+    if "pairs" in options.kinds:  # first, in a process that has compared nothing yet
+        found["pairs"] = time_pairs()
+        print(
+            "one comparison of {pairs} pairs: median {median:.2f} ms, 99% {p99:.1f} ms, 99.9% {p999:.1f} ms, longest"
+            " {max:.1f} ms".format(**found["pairs"]),
+            flush=True,
+        )
+    for kind in (kind for kind in options.kinds if kind != "pairs"):
         found[kind] = measure(kind, options.n if kind == "grouped" else options.n // 5, options.workers)
         s = found[kind]["seconds"]
         print(
@@ -189,9 +218,12 @@ def main() -> None:
             f" {found[kind]['agreement_with_the_loop']:.1%}",
             flush=True,
         )
-    with tempfile.TemporaryDirectory() as folder:
-        found["endless_row"] = one_endless_row(options.workers, Path(folder))
-    print("a row that never ends costs {with_it:.2f} s at a limit of {its_limit:g} s".format(**found["endless_row"]))
+    if options.kinds != ["pairs"]:
+        with tempfile.TemporaryDirectory() as folder:
+            found["endless_row"] = one_endless_row(options.workers, Path(folder))
+        print(
+            "a row that never ends costs {with_it:.2f} s at a limit of {its_limit:g} s".format(**found["endless_row"])
+        )
     found["load_after"] = os.getloadavg()[0]
     print(f"load of the machine {found['load_before']:.1f} before, {found['load_after']:.1f} after (1 minute)")
     write(found, options.out)

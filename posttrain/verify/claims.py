@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import Abs, Expr, Float, Mul, Pow, Symbol
+from sympy import Abs, Expr, Float, Mul, Pow, Symbol, pi
 from sympy.core.function import AppliedUndef
 
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.units import ratio_of_units
-from posttrain.verify.values import Chain, Formula, Group, letters_of
+from posttrain.verify.values import Chain, Formula, Group, formulas, letters_of
 
 PAIRED = ("()", "<>")
 
@@ -20,22 +20,21 @@ def says_what_is_false(value: Any) -> bool:
         return any(map(says_what_is_false, value.members))
     if not isinstance(value, Chain):
         return False
-    for left, relation, right in zip(value.sides, value.relations, value.sides[1:], strict=False):
-        if relation in ("=", "equiv") and _differ(left, right, value.modulus if relation == "equiv" else None):
+    last = value.sides[0]  # of the numbers so far
+    for relation, side in zip(value.relations, value.sides[1:], strict=True):
+        if relation in ("=", "equiv") and _differ(last, side, value.modulus):
             return True
+        last = side if is_number(side) or relation not in ("=", "equiv") or not is_number(last) else last
     return False
 
 
 def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
     """Of two numbers that are said to be equal, or equal modulo a number: whether they are not."""
-    if (
-        not (isinstance(left, Formula) and isinstance(right, Formula))
-        or left.expr.free_symbols
-        or right.expr.free_symbols
-    ):
+    if not (is_number(left) and is_number(right)):
         return False
-    if left.expr.has(AppliedUndef) or right.expr.has(AppliedUndef) or "°" in (left.unit, right.unit):
-        return False
+    if {left.unit, right.unit} in ({"°", ""}, {"°", "radians"}):  # 90 degrees are 90, and pi/2
+        turned = [Mul(one.expr, pi / 180) if one.unit == "°" else one.expr for one in (left, right)]
+        return not same_formula(*turned) and not same_formula(left.expr, right.expr)
     if modulus is not None:
         return not congruent(left, right, modulus)
     ratio = ratio_of_units(left.unit, right.unit)
@@ -83,7 +82,7 @@ def _of_segments(expr: Expr) -> bool:
 def named_value(chain: Chain) -> Any:
     """b of the gold `x = b` whose left side only names it, and of `b mod m`; None for other relations."""
     if chain.modulus is not None:
-        return chain.sides[-1]
+        return said_value(chain)
     if set(chain.relations) == {"in"} and len(chain.sides) == 2:
         return chain.sides[1] if is_name(chain.sides[0]) else None
     if not set(chain.relations) <= {"=", "approx", "equiv"} or not is_name(chain.sides[0]):
@@ -97,7 +96,7 @@ def said_value(chain: Chain) -> Any:
     The first side must be a name, a number, or a formula of several letters, for `2x = 10` does not say what x is.
     """
     if chain.modulus is not None:
-        return chain.sides[-1]
+        return chain.sides[-1] if is_name(chain.sides[0]) or is_number(chain.sides[0]) else None
     if chain.relations == ("in",):
         return chain.sides[1] if is_name(chain.sides[0]) else None
     if not set(chain.relations) <= {"=", "approx", "equiv"}:
@@ -108,9 +107,19 @@ def said_value(chain: Chain) -> Any:
         if len(sides) == 1 and is_name(sides[0]):
             sides = list(chain.sides[:2])
     first, last = sides[0], sides[-1]
+    later = [one.expr for side in sides[1:] for one in formulas(side)]
+    unknown = first.expr if isinstance(first, Formula) and isinstance(first.expr, Symbol | AppliedUndef) else None
+    if unknown is not None and any(one.has(unknown) for one in later):
+        return None  # x = 3x
     if len(sides) == 2 and isinstance(last, Formula) and isinstance(last.expr, Symbol) and not letters_of(first):
         return first
     if len(sides) == 1 or is_name(first):
         return last
-    letters = letters_of(first)
-    return last if isinstance(first, Formula) and len(letters) != 1 else None
+    if is_number(first):
+        return last if is_number(last) else None
+    return last if isinstance(first, Formula) and len(letters_of(first)) > 1 else None
+
+
+def is_number(side: Any) -> bool:
+    """Whether it is a formula without letters and unknown functions."""
+    return isinstance(side, Formula) and not side.expr.free_symbols and not side.expr.has(AppliedUndef)

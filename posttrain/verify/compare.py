@@ -10,7 +10,7 @@ import sympy
 from sympy import Add, Expr, Float, Mul, S, Symbol
 from sympy.core.function import AppliedUndef
 
-from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, said_value, says_what_is_false
+from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, said_value
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.realsets import Pieces, reals
 from posttrain.verify.records import BARE, as_tuple, bare_value, names_of, records, unwrapped
@@ -34,12 +34,9 @@ MOST_MEMBERS = 60  # of lists without order, whose members are compared with eac
 MOST_OPERATIONS = 150  # of an equation whose quotients are cleared
 
 
-def same(gold: Value, candidate: Value, decimals: int, *, checked: bool = True) -> bool:
-    """Whether the candidate is the gold.
-
-    checked: `6 = 5` in the candidate makes it wrong (not where numbers of several bases stand beside each other).
-    """
-    if forms_of(candidate) - forms_of(gold) or (checked and says_what_is_false(candidate)):
+def same(gold: Value, candidate: Value, decimals: int) -> bool:
+    """Whether the candidate is the gold, and leaves nothing to be worked out that the gold does not."""
+    if forms_of(candidate) - forms_of(gold):
         return False
     gold, candidate = in_one_case(gold, candidate)
     return Comparison(decimals).same(gold, candidate)
@@ -229,6 +226,8 @@ class Comparison:
     def lists(self, gold: Group, candidate: Group) -> bool:
         """Without order; but values beside values with different names stand in the order of the names."""
         one, other = records(gold), records(candidate)
+        if (gold.joined == "or") != (candidate.joined == "or") and (names_of(one) or names_of(other)):
+            return False
         if (names_of(one) is None) != (names_of(other) is None):
             values = [tuple(map(bare_value, side)) for side in (one, other)]
             return self.in_order(*values)

@@ -15,7 +15,16 @@ from typing import Any
 from posttrain.verify import options
 from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box, gold_text
 from posttrain.verify.extract import extract as find_answer
-from posttrain.verify.notation import based, clean, other_readings, plain, same_bases, same_words, says_nothing
+from posttrain.verify.notation import (
+    based,
+    clean,
+    in_base_ten,
+    other_readings,
+    plain,
+    same_bases,
+    same_words,
+    says_nothing,
+)
 from posttrain.verify.size import LONGEST, too_large
 
 # Plain integers are compared as such, a hundred times faster.
@@ -44,6 +53,14 @@ def parsed(text: str) -> Any:
 
 # The completions of one prompt share their gold and often their answer, so what was read or compared is remembered.
 _parsed = functools.lru_cache(maxsize=8192)(parsed)
+
+
+def forget() -> None:
+    """Drop what was read and compared before, for measurements."""
+    from posttrain.verify.identity import approximate
+
+    for remembered in (_parsed, _remembered, approximate):
+        remembered.cache_clear()
 
 
 def readable(gold: str) -> bool:
@@ -77,6 +94,7 @@ _remembered = functools.lru_cache(maxsize=16384)(_same)
 
 
 def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
+    from posttrain.verify.claims import says_what_is_false
     from posttrain.verify.compare import same
 
     if (said := same_words(gold, candidate)) is not None:
@@ -85,7 +103,9 @@ def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
     other = _parsed(candidate) if len(candidate) <= LONGEST_REMEMBERED else parsed(candidate)
     if one is None or other is None:
         return False
-    return same(one, other, decimals, checked=not based(candidate)[1])
+    if not based(candidate)[1]:
+        return not says_what_is_false(other) and same(one, other, decimals)
+    return not says_what_is_false(parsed(in_base_ten(candidate))) and same(one, other, decimals)
 
 
 def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:

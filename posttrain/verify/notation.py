@@ -41,7 +41,7 @@ _FONT = (
 _SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|small|normalsize|boldmath)\b\s*"
 _COLOUR = r"\\(?:textcolor|color)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
 _SPACE = (
-    r"(?<!\\)\\(?:[,;:> ]|(?:q?quad|enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
+    r"(?<!\\)\\(?:[,;:> ]|q?quad|(?:enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
     r"|[hv]space\*?\s*\{[^{}]*\})|~"
 )
 
@@ -84,12 +84,11 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (_COLOUR, ""),
         (r"\\!\s*", ""),
-        (r"\{,\}", ","),
+        (r"\{\s*,\s*\}", ","),
         (r"^\*\*(.*)\*\*$", r"\1"),
         (r"^\"(.*)\"$", r"\1"),
         (r"\\\\(?=\s*$)", ""),
         (r"^(?:\\therefore|\\Rightarrow|\\implies|\\boxed(?![a-z{ ]))", ""),
-        (r"\\(?:quad|qquad)(?![a-z])", r"\\ "),
         (r"\\begin\s*\{(\w+)\*?\}(?:\s*\{[^{}]*\}|\[[^\]]*\])?", r"\\begin:\1 "),
         (r"\\end\s*\{(\w+)\*?\}", r"\\end:\1 "),
         (r"\\left\s*\\\{\s*\\begin:array(.*?)\\end:array\s*\\right\s*\.", r"\\begin:cases\1\\end:cases "),
@@ -281,6 +280,17 @@ def based(text: str) -> tuple[str, list[tuple[str, str]]]:
     return _BASE.sub(bare, text), found
 
 
+def in_base_ten(text: str) -> str:
+    """The text with the value of each number that has a base."""
+    for digits, base in based(text)[1]:
+        try:
+            value = str(int(digits, int(base))) if 2 <= int(base) <= 36 else digits
+        except ValueError:
+            return text
+        text = _BASE.sub(value, text, count=1)
+    return text
+
+
 def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) -> bool:
     """Whether each number with a base stands in the gold with that base. Base ten needs no saying there."""
     return all(one in gold or (one[1] == "10" and not gold) for one in candidate)
@@ -290,7 +300,7 @@ def words_of(text: str) -> str | None:
     """The letters of a text of words alone, in lower case; None for anything else."""
     text = re.sub(rf"{_SWITCH}|{_SPACE}", " ", _LETTERS.sub(r" \1 ", text)).strip()
     text = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
-    found = "".join(re.sub(r"[-'’.$]", " ", text).casefold().split())
+    found = "".join(re.sub(r"(?<=[^\W\d_])[-'’](?=[^\W\d_])|[.$]", " ", text).casefold().split())
     return found if len(found) > 1 and found.isalpha() else None
 
 

@@ -13,7 +13,8 @@ _GAPS = re.compile(r"\\q?quad\b|\\[ ,;:!]|~|\$|\*\*|\\[()\[\]]|\s+")
 _WORD = re.compile(r"(?:the\s+)?(?:(?:correct\s+)?(?:option|choice|answer)s?(?:\s+is\b|\s*:|\s+)\s*)+", re.IGNORECASE)
 _ALONE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*\)?)\s*[.:]?", re.IGNORECASE)
 # Behind the label: a blank, or nothing where it has brackets; no operator, or it is a formula with a name in it.
-_LABEL = re.compile(r"(?:\(([A-J])\)[.:]?\s*|([A-J])[).:]\s+)(?![=+*/^_<>&]|-\s)(\S.*)")
+_NO_LABEL = r"[=+*/^_<>&,;?]|-\s|(?:or|and|is|are|was|not|nor)\b|\\[lc]?dots|\.\."
+_LABEL = re.compile(rf"(?:\(([A-J])\)[.:]?\s*|([A-J])[).:]\s+)(?!{_NO_LABEL})(\S.*)")
 _BETWEEN = re.compile(r"\s*(?:[,;/|&]|\b(?:and|or)\b)\s*|\s+|(?<=\))(?=\()", re.IGNORECASE)
 _TOGETHER = re.compile(r"[A-J]{2,5}")  # several options of one question: ABD
 _FURTHER = re.compile(r"(?<![\w\\])\(([A-J])\)|(?<![\w\\(])([A-J])[).:](?=\s)")

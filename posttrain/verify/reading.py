@@ -19,6 +19,7 @@ from posttrain.verify.units import read_unit
 from posttrain.verify.values import Chain, Formula, Group, Unreadable, Value, Without
 
 DEGREE = Symbol("°")
+INFINITE = (S.Infinity, S.NegativeInfinity)
 _ENDS = frozenset(["relation", "word", "end"])
 
 
@@ -384,12 +385,16 @@ class Reader(Cursor):
 def add(left: Any, right: Any) -> Expr:
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         raise Unreadable("a sum of no numbers")
+    if left in INFINITE or right in INFINITE:
+        raise Unreadable("a sum with infinity")
     return Add(left, right)
 
 
 def times(left: Any, right: Any) -> Expr:
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         raise Unreadable("a product of no numbers")
+    if (left in INFINITE or right in INFINITE) and S.NegativeOne not in (left, right):
+        raise Unreadable("a product with infinity")
     return Mul(left, right)
 
 

@@ -37,6 +37,8 @@ _DIMENSIONS: dict[str, dict[str, int]] = {
     | {"day": 86400, "week": 604800},
     "dollars": {"cent": 1, "dollar": 100},
     "volume": {"ml": 1, "milliliter": 1, "l": 1000, "liter": 1000, "litre": 1000},
+    "degrees": {"°": 1, "degree": 1},
+    "radians": {"rad": 1, "radian": 1},
     "half of the day": {"am": 1, "a.m": 1, "pm": 2, "p.m": 2},
 }
 _KNOWN = {name: (dimension, size) for dimension, units in _DIMENSIONS.items() for name, size in units.items()}
@@ -82,14 +84,12 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
 
 
 def ratio_of_units(gold: str, candidate: str) -> Any:
-    """How many of the gold's unit the candidate's is; 1 where nothing tells them apart, None for units that differ."""
+    """How many of the gold's unit the candidate's is: 1 where a unit is missing or not known, None for other kinds."""
     one, other = _known(gold), _known(candidate)
     if one is None or other is None:
         return 1
-    if one[0] != other[0]:
-        return 1
-    if one[0].startswith("half of the day"):
-        return 1 if one == other else None
+    if one[0] != other[0] or (one != other and one[0].startswith("half of the day")):
+        return None
     return Rational(other[1], one[1])
 
 
