@@ -57,9 +57,14 @@ def _plain(value: Any) -> Any:
     for name, (kind, write, _) in _TYPES.items():
         if isinstance(value, kind):  # a named tuple is a tuple, a defaultdict a dict
             return {MARK: name, "value": write(value)}
-    for base, plain in ((list, list), (str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, base):  # of a subclass, such as StrEnum
-            return _plain(plain(value))
+    if isinstance(value, list):  # here and below: of a subclass, such as StrEnum
+        return _plain(list(value))
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
 
 

@@ -14,14 +14,16 @@ import os
 import random
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Required
+from urllib.parse import urlsplit
 
 from typing_extensions import TypedDict  # pydantic reads this one on Python 3.11 too
+
+from posttrain.verify import http_client
+from posttrain.verify.http_client import PostError
 
 SCRIPTED = "scripted:"  # an endpoint of this form always replies with the text behind it: for examples and tests
 LONGEST_PAUSE = 30.0  # seconds between two tries, also where a server asks for more
@@ -55,8 +57,9 @@ setattr(Settings, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
 class Endpoint:
     """Where a judge is and how it is asked.
 
-    url: up to and with /v1. key_env: the environment variable with the API key. max_tokens: of a reply. request_s: of
-    one request; retries: further ones after a failure that may pass. budget: requests that all workers of one training
+    url: up to and with /v1. key_env: the environment variable with the API key, which is sent to this address alone.
+    max_tokens: of a reply. request_s: of one request from beginning to end; retries: further ones after a failure that
+    may pass, and after a reply that is cut off or is none. budget: requests that all workers of one training
     process may send together, replies from the cache not counted. cache: a folder; "" is the user's cache, none no one.
     """
 
@@ -90,11 +93,21 @@ def problem_of(endpoint: Endpoint) -> str:
     """Why this endpoint cannot be asked, or ''; found without asking it."""
     if endpoint.url.startswith(SCRIPTED):
         return ""
-    if not endpoint.url.startswith(("http://", "https://")):
+    if not _is_address(endpoint.url):
         return f"endpoint `{endpoint.url}` is no http address; write e.g. http://127.0.0.1:8000/v1"
-    if endpoint.key_env and not os.environ.get(endpoint.key_env):
+    if not http_client.available():
+        return "a judge behind a server needs httpx2, which is not installed: pip install 'posttrain[train]'"
+    if endpoint.key_env and not _key(endpoint):
         return f"the environment variable {endpoint.key_env} (key_env) is not set; it holds the API key"
     return ""
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        return False
 
 
 def ask(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) -> Reply:
@@ -125,35 +138,46 @@ def _body(endpoint: Endpoint, messages: Sequence[Mapping[str, str]], seed: int) 
 
 def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
     """Ask until there is a reply, an error that will not pass, or no try left."""
+    what = ""
     for attempt in range(endpoint.retries + 1):
         _spend(endpoint)
+        asked_for = ""
         try:
-            return _text(_post(endpoint, body))
-        except urllib.error.HTTPError as error:
-            what = f"status {error.code}: {_shown(error.read().decode(errors='replace'), endpoint)}"
-            asked_for = error.headers.get("Retry-After", "")
-            if error.code not in _TRANSIENT and error.code < 500:
-                hint = "; see key_env" if error.code in (401, 403) else ""
-                raise JudgeError(f"{endpoint.url} refuses: {what}{hint}") from None
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:  # URLError and time-outs are OSErrors
-            what, asked_for = _shown(f"{type(error).__name__}: {error}", endpoint), ""
+            answer = http_client.post_json(
+                f"{endpoint.url.rstrip('/')}/chat/completions", body, _headers(endpoint), total_s=endpoint.request_s
+            )
+            if answer.status < 400:
+                return _text(answer.body)
+            what = f"status {answer.status}: {_shown(answer.body.decode(errors='replace'), endpoint)}"
+            asked_for = answer.headers.get("retry-after", "")
+            if answer.status not in _TRANSIENT and answer.status < 500:
+                hint = "; see key_env" if answer.status in (401, 403) else ""
+                raise JudgeError(f"{endpoint.url} refuses: {what}{hint}")
+        except PostError as error:
+            what = _shown(str(error), endpoint)
+            if error.lasting:
+                raise JudgeError(f"{endpoint.url} cannot be asked: {what}") from None
+        except ValueError as error:
+            what = _shown(f"a reply that cannot be read: {error}", endpoint)
         if attempt < endpoint.retries:
             time.sleep(_pause(attempt, asked_for))
     raise JudgeError(f"{endpoint.url} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
 
 
-def _post(endpoint: Endpoint, body: Mapping[str, Any]) -> Any:
-    headers = {"Content-Type": "application/json"}
-    if endpoint.key_env:
-        headers["Authorization"] = f"Bearer {os.environ[endpoint.key_env]}"
-    address = f"{endpoint.url.rstrip('/')}/chat/completions"
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers, method="POST")
-    with urllib.request.urlopen(request, timeout=endpoint.request_s) as response:
-        return json.load(response)
+def _headers(endpoint: Endpoint) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if (key := _key(endpoint)) else {}
 
 
-def _text(answer: Any) -> str:
-    text = answer["choices"][0]["message"]["content"]
+def _key(endpoint: Endpoint) -> str:
+    return os.environ.get(endpoint.key_env or "", "").strip()
+
+
+def _text(body: bytes) -> str:
+    """The text of the first choice. Raises ValueError for a body without one."""
+    try:
+        text = json.loads(body)["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError, RecursionError) as error:
+        raise ValueError(f"no choices[0].message.content ({type(error).__name__})") from None
     if not isinstance(text, str):
         raise ValueError("a reply without text")
     return text
@@ -161,7 +185,7 @@ def _text(answer: Any) -> str:
 
 def _shown(text: str, endpoint: Endpoint) -> str:
     """An error's text, short and without the key, which some servers repeat."""
-    key = os.environ.get(endpoint.key_env or "", "")
+    key = _key(endpoint)
     text = text.replace(key, "***") if key else text
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
@@ -183,23 +207,33 @@ def _place(folder: Path, url: str, body: Mapping[str, Any]) -> Path:
 def _remembered(place: Path) -> str | None:
     try:
         text = json.loads(place.read_text(encoding="utf-8"))["reply"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # not there, or a file that is no reply: asked again
     return text if isinstance(text, str) else None
 
 
 def _remember(place: Path, text: str) -> None:
     """Written beside and moved into place, so that no worker reads half a reply."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False, encoding="utf-8") as file:
-        json.dump({"reply": text, "time": time.time()}, file)
-    os.replace(file.name, place)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, suffix=".part", delete=False, encoding="utf-8") as file:
+            json.dump({"reply": text, "time": time.time()}, file)
+        os.replace(file.name, place)
+    except OSError as error:
+        raise JudgeError(f"the reply cannot be kept (cache, `none` for no cache): {error}") from None
 
 
 def _spend(endpoint: Endpoint) -> None:
     """Count one request against the budget of the process that started us. Raises JudgeError when it is spent."""
     if endpoint.budget is None:
         return
+    try:
+        _count(endpoint, endpoint.budget)
+    except (OSError, ValueError) as error:
+        raise JudgeError(f"requests cannot be counted (params: budget): {error}") from None
+
+
+def _count(endpoint: Endpoint, budget: int) -> None:
     folder = Path(tempfile.gettempdir()) / f"posttrain-judge-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     what = json.dumps(asdict(endpoint), sort_keys=True)
@@ -208,8 +242,8 @@ def _spend(endpoint: Endpoint) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         spent = int(file.read() or 0)
-        if spent >= endpoint.budget:
-            raise JudgeError(f"the budget of {endpoint.budget} requests to {endpoint.url} is spent (params: budget)")
+        if spent >= budget:
+            raise JudgeError(f"the budget of {budget} requests to {endpoint.url} is spent (params: budget)")
         file.seek(0)
         file.truncate()
         file.write(str(spent + 1))

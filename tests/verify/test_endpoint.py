@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +87,184 @@ def test_a_refusal_is_told_at_once_and_without_the_key(
 
 
 def test_a_server_that_hangs_costs_its_time() -> None:
-    import socket
-
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         place = Endpoint(f"http://127.0.0.1:{deaf.getsockname()[1]}/v1", "m", request_s=0.2, retries=1)
         with pytest.raises(JudgeError, match=r"no reply in 2 tries, the last: TimeoutError"):
             ask(place, ASKED, 0)
+
+
+@contextlib.contextmanager
+def speaking(*turns: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that reads each request and lets a function answer it on the bare socket; the last one goes on."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer(link: socket.socket, turn: Callable[[socket.socket], None]) -> None:
+            with link, contextlib.suppress(OSError):
+                asked.append(link.recv(65536))
+                turn(link)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                for number in itertools.count():
+                    link = listener.accept()[0]
+                    turn = turns[min(number, len(turns) - 1)]
+                    threading.Thread(target=answer, args=(link, turn), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", asked
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def says(data: bytes) -> Callable[[socket.socket], None]:
+    return lambda link: link.sendall(data)
+
+
+def drips(before: bytes, drop: bytes) -> Callable[[socket.socket], None]:
+    """Sends the first bytes, then a drop every 0.02 s for ever."""
+
+    def turn(link: socket.socket) -> None:
+        link.sendall(before)
+        while True:
+            link.sendall(drop)
+            time.sleep(0.02)
+
+    return turn
+
+
+def pours(before: bytes, drop: bytes) -> Callable[[socket.socket], None]:
+    def turn(link: socket.socket) -> None:
+        link.sendall(before)
+        while True:
+            link.sendall(drop)
+
+    return turn
+
+
+BODY = json.dumps({"choices": [{"message": {"content": "Score: 1"}}]}).encode()
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n"
+GOOD = HEAD % len(BODY) + b"\r\n" + BODY
+BROKEN = {
+    "cut off": HEAD % len(BODY) + b"\r\n" + BODY[:-9],
+    "shorter than it says": HEAD % 10**12 + b"\r\n" + BODY,
+    "nothing": b"",
+    "half a status line": b"HTTP/1.1 2",
+    "no http": b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+    "a header without end": b"HTTP/1.1 200 OK\r\nX: " + b"x" * 300_000,
+    "a length that is none": b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n" + BODY,
+    "a chunk that is none": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "half of its chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{'ch",
+    "a deep text": HEAD % 200_000 + b"\r\n" + b"[" * 200_000,
+    "a long number": HEAD % 20_000 + b"\r\n" + b"1" * 20_000,
+    "no text": HEAD % 4 + b"\r\n" + b"\xff\xfe{}",
+    "another shape": HEAD % 15 + b"\r\n" + b'{"choices": {}}',
+    "no content": HEAD % 44 + b"\r\n" + b'{"choices": [{"message": {"content": null}}]}'[:44],
+    "compressed": HEAD % 20 + b"Content-Encoding: gzip\r\n\r\n" + b"\x1f\x8b" * 10,
+    "an empty body": HEAD % 0 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_reply_is_asked_for_again(what: str) -> None:
+    with speaking(says(BROKEN[what]), says(BROKEN[what]), says(GOOD)) as (url, asked):
+        assert ask(Endpoint(url, "m", retries=2, cache="none"), ASKED, 0).text == "Score: 1"
+        assert len(asked) == 3
+    with speaking(says(BROKEN[what])) as (url, asked):
+        with pytest.raises(JudgeError, match="no reply in 2 tries, the last: ") as caught:
+            ask(Endpoint(url, "m", retries=1, cache="none"), ASKED, 0)
+        assert len(asked) == 2 and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        drips(b"", b"H"),
+        drips(b"HTTP/1.1 200 OK\r\n", b"X-Y: z\r\n"),
+        drips(HEAD % 10**6 + b"\r\n", b"{"),
+        drips(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n{\r\n"),
+        drips(b"HTTP/1.1 500 Oh\r\nContent-Length: 1000000\r\n\r\n", b"x"),
+    ],
+    ids=["status", "headers", "body", "chunks", "error"],
+)
+def test_the_time_of_a_request_is_that_of_all_of_it(turn: Callable[[socket.socket], None]) -> None:
+    with speaking(turn) as (url, _):
+        started = time.monotonic()
+        with pytest.raises(JudgeError, match=r"no reply in 2 tries, the last: TimeoutError: no whole reply in 0\.3 s"):
+            ask(Endpoint(url, "m", request_s=0.3, retries=1), ASKED, 0)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "head", [HEAD % 10**12 + b"\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["a length", "until it closes"]
+)
+def test_a_reply_without_end_is_not_read(head: bytes) -> None:
+    with (
+        speaking(pours(head, b" " * 2**16)) as (url, _),
+        pytest.raises(JudgeError, match="the last: the reply is larger than 8 MiB"),
+    ):
+        ask(Endpoint(url, "m", retries=0), ASKED, 0)
+
+
+def test_of_a_long_error_the_beginning_is_told() -> None:
+    with speaking(pours(b"HTTP/1.1 400 No\r\n\r\n", b"no such model " * 99)) as (url, asked):
+        with pytest.raises(JudgeError, match=r"refuses: status 400: no such model .*\.\.\.$"):
+            ask(Endpoint(url, "m"), ASKED, 0)
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed_and_the_key_stays(stub: Stub, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+    other = stub(lambda _body, _n: (200, "Score: 10"))
+    moved = f"HTTP/1.1 {status} Moved\r\nLocation: {other.url}/chat/completions\r\nContent-Length: 0\r\n\r\n"
+    with speaking(says(moved.encode())) as (url, asked):
+        with pytest.raises(JudgeError, match=rf"cannot be asked: status {status}: it redirects to {other.url}"):
+            ask(Endpoint(url, "m", key_env="MY_KEY", cache="none"), ASKED, 0)
+        assert len(asked) == 1 and other.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "told"),
+    [
+        ("http://127.0.0.1:1/v1", "k", "ConnectError"),
+        ("http://[::1/v1", "k", "no http address"),
+        ("http:///v1", "k", "no http address"),
+        ("http://127.0.0.1:99999/v1", "k", "no http address"),
+        ("http://no-such-host.invalid/v1", "k", "ConnectError"),
+        ("http://127.0.0.1:1/v1", "k\u00e9y\nX: y", "the request cannot be sent"),
+    ],
+)
+def test_whatever_is_wrong_is_no_reply(monkeypatch: pytest.MonkeyPatch, url: str, key: str, told: str) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with pytest.raises(JudgeError, match=told) as caught:
+        ask(Endpoint(url, "m", key_env="MY_KEY", retries=1, request_s=5), ASKED, 0)
+    assert "X: y" not in str(caught.value)
+
+
+def test_a_reply_that_cannot_be_kept_is_told(stub: Stub, tmp_path: Path) -> None:
+    judge = stub(lambda _body, _n: (200, "Score: 1"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JudgeError, match="cannot be kept"):
+        ask(Endpoint(judge.url, "m", cache=str(tmp_path / "file")), ASKED, 0)
+
+
+def test_many_threads_share_a_client_and_a_forked_process_has_its_own(stub: Stub) -> None:
+    judge = stub(lambda _body, n: (200, f"Score: {n}"))
+    place = Endpoint(judge.url, "m", cache="none")
+    with ThreadPoolExecutor(8) as threads:
+        said = {reply.text for reply in threads.map(lambda seed: ask(place, ASKED, seed), range(24))}
+    assert said == {f"Score: {n}" for n in range(24)}
+    if (child := os.fork()) == 0:
+        os._exit(0 if ask(place, ASKED, 0).text == "Score: 24" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_client_that_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint.http_client, "available", lambda: False)
+    assert "httpx2, which is not installed" in endpoint.problem_of(Endpoint("http://127.0.0.1:1/v1", "m"))
+    assert endpoint.problem_of(Endpoint("scripted:Score: 1", "m")) == ""
 
 
 def test_the_budget_holds_and_the_cache_is_free(stub: Stub) -> None:
@@ -106,6 +284,8 @@ def test_the_budget_holds_and_the_cache_is_free(stub: Stub) -> None:
         (Endpoint("http://127.0.0.1:1/v1", "m"), ""),
         (Endpoint("localhost:8000", "m"), "no http address"),
         (Endpoint("file:///etc/passwd", "m"), "no http address"),
+        (Endpoint("http://host:70000/v1", "m"), "no http address"),
+        (Endpoint("https://", "m"), "no http address"),
         (Endpoint("http://x/v1", "m", key_env="NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE"),
     ],
 )
