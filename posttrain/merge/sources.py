@@ -48,7 +48,7 @@ class Source:
 def open_source(name: str, base_dir: Path, scratch: Path) -> Source:
     """Find a model and read its config, tensor headers and vocabulary.
 
-    A directory of dense safetensors is used where it is, a hub id (`NAME@REVISION`) is downloaded into the cache. An adapter folded into
+    A directory of dense safetensors is used where it is, a hub id is downloaded into the cache. An adapter folded into
     its base, a .gguf file and `tiny` are written as dense float32 into a folder under `scratch`. Raises MergeError or
     ModelError with what is wrong.
     """
@@ -79,9 +79,8 @@ def written_once(tensors: Mapping[str, Spec]) -> dict[str, Spec]:
 def _download(place: Place, base_dir: Path) -> Path:
     from huggingface_hub import snapshot_download
 
-    name, _, revision = place.name.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=_DOWNLOADED))
+        return Path(snapshot_download(place.name, allow_patterns=_DOWNLOADED))
     except Exception as cause:  # the hub raises a dozen types; all mean that there is no such model here
         raise not_found(place, base_dir, cause) from cause
 

@@ -73,6 +73,8 @@ _MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tel
 
 
 def _hint(name: str) -> str:
+    if "@" in name:  # mergekit's NAME@REVISION
+        return "download that revision, and name its folder"
     if "+" in name:  # mergekit's BASE+ADAPTER
         return f"an adapter is named alone: write `{name.rpartition('+')[2]}`, whose {_MODEL_FILES[1]} names its base"
     package = SMOLLM2.partition("/")[0]

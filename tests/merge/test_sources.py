@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain.errors import ModelError
 from posttrain.merge.sources import open_source, written_once
 from posttrain.merge.tensors import Spec
 from posttrain.models import tiny
@@ -53,21 +54,16 @@ def test_tiny_is_written_before_it_is_merged(models: Path, merge: Merge) -> None
     assert not (models / "run" / "inputs").exists()
 
 
-@pytest.mark.parametrize(("name", "revision"), [("some/model@v2", "v2"), ("some/model", None)])
-def test_a_revision_of_a_model_on_the_hub(
-    models: Path, monkeypatch: pytest.MonkeyPatch, name: str, revision: str | None
-) -> None:
-    import huggingface_hub
-
-    asked: list[Any] = []
-
-    def downloaded(repo: str, **options: Any) -> str:
-        asked.append((repo, options["revision"]))
-        return str(models / "a")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloaded)
-    open_source(name, models, models / "scratch")
-    assert asked == [("some/model", revision)]
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("some/model@v2", "download that revision, and name its folder"),
+        ("base+lora", "write `lora`, whose adapter_config"),
+    ],
+)
+def test_mergekits_words_for_revisions_and_adapters(models: Path, name: str, hint: str) -> None:
+    with pytest.raises(ModelError, match=hint):
+        open_source(name, models, models / "scratch")
 
 
 def test_a_directory_is_read_where_it_is(models: Path) -> None:
