@@ -117,15 +117,14 @@ def _engine(
     loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
     offer = replace(offer, printed=printed(directory, "tools")) if offer else None
-    sampling = turns.with_room(recipe.sampling) if offer else recipe.sampling
-    longest = needed_length(prompts, sampling)
+    longest = needed_length(prompts, recipe.sampling)
     if note := start_note(recipe.engine):
         print(note, file=sys.stderr)
     engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
     engine = turns.turning(engine, offer, loaded)
     engine = around(engine, loaded) if around else engine
     try:
-        check_fits(prompts, sampling, engine.window)
+        check_fits(prompts, recipe.sampling, engine.window)
         yield engine
     finally:
         engine.close()

@@ -13,10 +13,12 @@ from torch import Tensor
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.errors import NonFiniteError
 from posttrain.loss.clip import token_ratio
+from posttrain.loss.limited import limited
 from posttrain.registry import register
 
-D_LIMIT = 20.0  # verl's guards: d before the exponential, and k3 itself
-K3_LIMIT = 10.0
+D_LIMIT = 20.0
+K3_LIMIT = 10.0  # verl's guard
+K3_RANGE = (-2.610868638149878, 10.999983298020254)  # where exp(-d) + d - 1 has that value
 
 
 @register("kl", "k1", needs=("ref_logp",))
@@ -35,7 +37,8 @@ def k2(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 def k3(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """exp(-d) + d - 1 >= 0. Unbiased, low variance. Its gradient 1 - exp(-d) is on average that of the forward KL.
 
-    |d| is limited to 20 and the value to 10, as in verl; beyond that there is no gradient (`kl/clamped` counts it).
+    The value is limited to 10, as in verl (`kl/clamped` counts it). In verl the gradient is 0 there, and a token that
+    is 13 times rarer than under the reference is not pulled back; here it stays that at the limit, -12.6 or 1.
     """
     d = log_ratio_to_reference(batch, logp)
     return _token_kl(_k3(d), clamped=_exceeds(d))
@@ -50,7 +53,7 @@ def k1_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """
     d = log_ratio_to_reference(batch, logp)
     pull = d.detach().clamp(-D_LIMIT, D_LIMIT) * (d - d.detach())
-    return _token_kl(d.detach() + pull, clamped=_exceeds(d))
+    return _token_kl(d.detach() + pull, clamped=d.detach().abs() >= D_LIMIT)
 
 
 @register("kl", "abs", needs=("ref_logp",))
@@ -69,7 +72,11 @@ def k3_straight_through(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 @register("kl", "k3_is", paper="2512.02556", needs=("ref_logp",))
 def k3_is(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
-    """r * k3 with r = exp(logp - old_logp), gradient through both: r * d, the reverse KL also when r is not 1."""
+    """r * k3 with r = exp(logp - old_logp), gradient through both: r * d, the reverse KL also when r is not 1.
+
+    k3 is limited to 10 as in `k3`, which limits d in the gradient to [-2.6, 11]. With no gradient of k3 beyond its
+    limit that of r alone is left, which drives a rare token further away.
+    """
     d = log_ratio_to_reference(batch, logp)
     return _token_kl(token_ratio(batch, logp) * _k3(d), clamped=_exceeds(d))
 
@@ -85,12 +92,12 @@ def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    d = d.clamp(-D_LIMIT, D_LIMIT)
-    return ((-d).exp() + d - 1).clamp(-K3_LIMIT, K3_LIMIT)
+    d = limited(d, *K3_RANGE)
+    return (-d).exp() + d - 1
 
 
 def _exceeds(d: Tensor) -> Tensor:
-    return _k3(d.detach()) >= K3_LIMIT
+    return (d.detach() <= K3_RANGE[0]) | (d.detach() >= K3_RANGE[1])
 
 
 def _token_kl(values: Tensor, clamped: Tensor | None = None) -> TokenLoss:

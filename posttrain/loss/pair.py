@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from posttrain.batch import PairBatch, PairLoss
 from posttrain.errors import UserError
+from posttrain.loss.limited import limited
 from posttrain.registry import register
 
 NEAR_ZERO = 1e-12  # an alpha below this is taken as its limit
@@ -156,7 +157,7 @@ def orpo(batch: PairBatch, *, beta: float = 0.1, eps: float = 1e-7) -> PairLoss:
     log_odds_ratio (o).
     """
     means = per_token(batch, batch.chosen_logp, batch.rejected_logp, "orpo")
-    chosen, rejected = (m.clamp(max=-eps) for m in means)
+    chosen, rejected = (limited(m, -torch.inf, -eps) for m in means)
     odds = [m - torch.log(-torch.expm1(m)) for m in (chosen, rejected)]
     ratio = odds[0] - odds[1]
     shown = {**stats(chosen, rejected, beta), "log_odds_ratio": ratio.detach()}

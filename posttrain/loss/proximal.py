@@ -9,6 +9,7 @@ from torch import Tensor
 
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.loss.clip import LOG_RATIO_LIMIT, token_advantages, token_log_ratio, token_ratio
+from posttrain.loss.limited import limited
 from posttrain.registry import register
 
 Estimator = Literal["is", "k2"]
@@ -41,9 +42,8 @@ def mirror_step(
     t_min: float = 1e-3,
 ) -> TokenLoss:
     """-A r + KL(pi || old) / t per token, in an iteration counted from 1."""
-    log_ratio = token_log_ratio(batch, logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    distance = ratio * log_ratio - ratio + 1 if kl == "is" else log_ratio.square() / 2
+    ratio, d = token_ratio(batch, logp), limited(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    distance = d.exp() * d - d.exp() + 1 if kl == "is" else d.square() / 2
     values = -token_advantages(batch, logp) * ratio + distance / step_size(iteration, total_iterations, t_min)
     return TokenLoss(torch.where(batch.mask, values, 0.0), {"ratio": ratio.detach(), "kl_old": distance.detach()})
 
@@ -72,9 +72,10 @@ def kl_old(batch: RolloutBatch, logp: Tensor, *, estimator: Literal["k3", "k2", 
     """Distance to the policy at the start of the step, per token; with d = logp - old_logp:
 
     `k3`: exp(-d) + d - 1 (TRPA, ReMix); `k2`: d^2 / 2; `is`: r ln r - r + 1, KL(pi || old) on old samples (MDPO).
-    0, with no gradient, in the first update of a step. |d| is limited to 20. Stat: `kl_old`.
+    0, with no gradient, in the first update of a step. |d| is limited to 20, beyond which the gradient is that at the
+    limit. Stat: `kl_old`.
     """
-    d = token_log_ratio(batch, logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = limited(token_log_ratio(batch, logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k3":
         values = (-d).exp() + d - 1
     else:

@@ -10,6 +10,7 @@ from torch.nn.functional import leaky_relu
 
 from posttrain.batch import RolloutBatch, TokenLoss
 from posttrain.loss.clip import token_advantages, token_log_ratio
+from posttrain.loss.limited import limited
 from posttrain.registry import register
 
 FORWARD_LIMITS = (-20.0, 5.0)
@@ -113,13 +114,14 @@ def forward_kl(
 
     rho = exp(hat - logp), hat = log_softmax(phi * reference logits) of the sampled token, phi from `reference_power`:
     right answers stay near the reference, wrong ones near a flattened one, so they may explore. Gradient -rho ln rho.
-    hat - logp is limited to [-20, 5]. phi_min 1 is the plain forward KL to the reference. Stat [N,T]: `forward_kl`.
+    hat - logp is limited to [-20, 5], beyond which the gradient is that at the limit. phi_min 1 is the plain forward KL
+    to the reference. Stat [N,T]: `forward_kl`.
     """
     del phi_min, reward_min, reward_max  # the pass of the reference policy has used them, see reference_power
     if batch.tempered_ref_logp is None:
         raise ValueError("forward_kl needs the log-probs of the tempered reference")
     hat = torch.where(batch.mask, batch.tempered_ref_logp.detach(), 0.0)
-    gap = (hat - torch.where(batch.mask, logp, 0.0)).clamp(*FORWARD_LIMITS)
+    gap = limited(hat - torch.where(batch.mask, logp, 0.0), *FORWARD_LIMITS)
     values = torch.where(batch.mask, gap.exp() * gap - gap.exp() + 1, 0.0)
     return TokenLoss(values, {"forward_kl": values.detach()})
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from posttrain.loss.limited import limited
+
 
 class RankingLoss(NamedTuple):
     losses: Tensor  # [P]
@@ -160,9 +162,9 @@ def gaussian_nll(means: Tensor, log_stds: Tensor, labels: Tensor) -> Tensor:
 
     The heads that BRME aggregates (arXiv 2409.15360) say how sure they are. How the authors fit them was not found; a
     squared error of drawn samples would drive every deviation to 0, so this is the ordinary likelihood. Log-deviations
-    are held within -5 to 5.
+    are held within -5 to 5; one that has left the range is led back into it.
     """
-    bounded = log_stds.clamp(-5, 5)
+    bounded = limited(log_stds, -5, 5)
     return 0.5 * ((labels - means) * torch.exp(-bounded)).square() + bounded
 
 

@@ -36,10 +36,12 @@ def decode(
     eos_ids: Sequence[int],
     pad_id: int,
     stops: StopStrings | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[Completion]:
     """One completion for each row. Row r continues prompts[owner[r]] and draws its t-th token with u[r, t].
 
     Each prompt is run through the model once, however many rows continue it. `u` is [rows, sampling.max_new_tokens].
+    limits: the most tokens of each row, default that number.
     """
     device = model.device
     state = _Rows(model, *_left_padded(prompts, pad_id, device), torch.tensor(owner, device=device))
@@ -48,12 +50,13 @@ def decode(
     alive = torch.arange(len(owner), device=device)  # which output row each running row is
     tokens = torch.full((len(owner), sampling.max_new_tokens), pad_id, device=device)
     logps = torch.zeros(tokens.shape, device=device)
-    lengths = torch.full((len(owner),), sampling.max_new_tokens, device=device)
+    longest = max(limits, default=0) if limits is not None else sampling.max_new_tokens
+    lengths = torch.tensor(limits, device=device) if limits is not None else torch.full_like(alive, longest)
     stopped = torch.zeros(len(owner), dtype=torch.bool, device=device)
 
-    for t in range(sampling.max_new_tokens):
+    for t in range(longest):
         new, logp = sample(state.logits, u[alive, t], sampling)
-        running = ~stopped[alive]
+        running = ~stopped[alive] & (t < lengths[alive])
         tokens[alive, t] = torch.where(running, new, pad_id)
         logps[alive, t] = torch.where(running, logp, 0.0)
         ends = torch.isin(new, eos)
@@ -62,9 +65,9 @@ def decode(
         ends = ends & running
         stopped[alive] |= ends
         lengths[alive] = torch.where(ends, t + 1, lengths[alive])
-        if t + 1 == sampling.max_new_tokens:
+        if t + 1 == longest:
             break
-        left = ~stopped[alive]
+        left = ~stopped[alive] & (t + 1 < lengths[alive])
         done = len(alive) - int(left.sum())
         if done == len(alive):
             break

@@ -47,6 +47,7 @@ class Engine(Protocol):
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """n completions of each prompt, group-major: those of prompts[i] are at i*n ... i*n+n-1, group first_group + i.
 
@@ -60,6 +61,8 @@ class Engine(Protocol):
 
         done: hears of the rollouts of a prompt as soon as they are finished, where the engine can tell: in any order,
         each prompt once at most, maybe in another thread. They are the objects that are returned in the end.
+
+        limits: the most tokens of a completion of each prompt, up to sampling.max_new_tokens, which is the default.
         """
         ...
 
@@ -129,8 +132,16 @@ def needed_length(prompts: Sequence[Prompt], sampling: Sampling) -> int:
     return max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens
 
 
-def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int) -> None:
-    """Raise DataError naming the rows whose prompt + max_new_tokens exceed `window`. Call before step 0."""
+def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limits: Sequence[int] | None = None) -> None:
+    """Raise DataError naming the rows whose prompt + max_new_tokens exceed `window`. Call before step 0.
+
+    limits: new tokens of each prompt instead; they were measured by whoever gives them, and to exceed is our mistake.
+    """
+    if limits is not None:
+        over = [p.uid for p, new in zip(prompts, limits, strict=True) if len(p.ids) + new > window]
+        if over:
+            raise ValueError(f"turns of rows {over} exceed the window of {window} tokens")
+        return
     room = window - sampling.max_new_tokens
     over = [p for p in prompts if len(p.ids) > room]
     if not over:

@@ -61,10 +61,12 @@ class TransformersEngine:
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """See `Engine.generate`. Prompts of like length are decoded together, at most `batch_size` rows at a time;
         `done` hears of them between two such batches."""
-        check_fits(prompts, sampling, self.window)
+        check_fits(prompts, sampling, self.window, limits)
+        most = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
         rows = sorted(range(len(prompts) * n), key=lambda r: (len(prompts[r // n].ids), r))
         u = uniforms(len(rows), sampling.max_new_tokens, seed)
         if share is not None:
@@ -78,7 +80,7 @@ class TransformersEngine:
                 self._check_cache()
             for start in range(0, len(rows), self.batch_size):
                 chunk = rows[start : start + self.batch_size]
-                found.update(self._decoded(prompts, n, chunk, u[chunk], sampling, stops))
+                found.update(self._decoded(prompts, n, chunk, u[chunk], sampling, stops, most))
                 whole = [p for p in dict.fromkeys(r // n for r in chunk) if all(p * n + i in found for i in range(n))]
                 ordered = [found[p * n + i] for p in whole for i in range(n)]
                 if not logprobs:
@@ -101,8 +103,10 @@ class TransformersEngine:
         u: Tensor,
         sampling: Sampling,
         stops: StopStrings | None,
+        limits: Sequence[int],
     ) -> dict[int, Completion]:
-        """Completions of rows r, which continue prompts[r // n] and draw with u [rows, max_new_tokens]."""
+        """Completions of rows r, which continue prompts[r // n] with at most limits[r // n] tokens, and draw with u
+        [rows, max_new_tokens]."""
         distinct = list(dict.fromkeys(r // n for r in rows))
         place = {p: i for i, p in enumerate(distinct)}
         completions = decode(
@@ -114,6 +118,7 @@ class TransformersEngine:
             eos_ids=self.eos_ids,
             pad_id=self.pad_id,
             stops=stops,
+            limits=[limits[r // n] for r in rows],
         )
         return dict(zip(rows, completions, strict=True))
 

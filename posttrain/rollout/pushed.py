@@ -54,6 +54,7 @@ def requests_of(
     seed: int,
     logprobs: bool | int,
     share: Sequence[int] | None,
+    limits: Sequence[int] | None = None,
 ) -> list[Request]:
     """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once.
 
@@ -63,7 +64,7 @@ def requests_of(
     cut = sampling.top_p < 1 or sampling.top_k > 0
     wanted = 0 if cut and sampling.temperature > 0 else len(prompts) if logprobs is True else int(logprobs)
     return [
-        Request(i, tuple(prompts[i].ids), n, seed + i * n, sampling.max_new_tokens, i < wanted)
+        Request(i, tuple(prompts[i].ids), n, seed + i * n, limits[i] if limits else sampling.max_new_tokens, i < wanted)
         for i in (range(len(prompts)) if share is None else share)
     ]
 
@@ -115,10 +116,11 @@ class PushedEngine(ABC):
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """See `Engine.generate`."""
-        check_fits(prompts, sampling, self.window)
-        requests = requests_of(prompts, n, sampling, seed=seed, logprobs=logprobs, share=share)
+        check_fits(prompts, sampling, self.window, limits)
+        requests = requests_of(prompts, n, sampling, seed=seed, logprobs=logprobs, share=share, limits=limits)
         tokenizer, version, told = self.loaded.tokenizer, self.version, dict[int, list[Rollout]]()
 
         def heard(place: int, samples: list[Completion]) -> None:

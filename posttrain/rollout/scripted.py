@@ -39,19 +39,26 @@ class ScriptedEngine(Weightless):
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
         del done  # it has nothing to do meanwhile
         self.calls.append({"prompts": [p.uid for p in prompts], "n": n, "seed": seed, "first_group": first_group})
         asked = prompts if share is None else [prompts[number] for number in share]
-        completions = [self._completion(p, i, sampling, bool(logprobs)) for p in asked for i in range(n)]
+        every = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        most = every if share is None else [every[number] for number in share]
+        completions = [
+            self._completion(p, i, limit, bool(logprobs))
+            for p, limit in zip(asked, most, strict=True)
+            for i in range(n)
+        ]
         return as_rollouts(
             prompts, n, completions, self.tokenizer, first_group=first_group, version=self.version, share=share
         )
 
-    def _completion(self, prompt: Prompt, sample: int, sampling: Sampling, logprobs: bool) -> Completion:
+    def _completion(self, prompt: Prompt, sample: int, limit: int, logprobs: bool) -> Completion:
         ids = self.tokenizer.encode(self._text(prompt, sample), add_special_tokens=False)
-        fits = len(ids) < sampling.max_new_tokens
-        ids = [*ids, self.tokenizer.eos_token_id] if fits else ids[: sampling.max_new_tokens]
+        fits = len(ids) < limit
+        ids = [*ids, self.tokenizer.eos_token_id] if fits else ids[:limit]
         return Completion(tuple(ids), (self.logp,) * len(ids) if logprobs else None, "stop" if fits else "length")
 
     def _text(self, prompt: Prompt, sample: int) -> str:

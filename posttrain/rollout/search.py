@@ -140,7 +140,8 @@ class SearchEngine:
         """id of a trace -> what it may become, each with the reward of its new step added."""
         branch = self.settings.branch
         asked = [_continued(prompts[t.prompt], t) for t in growing]
-        sampled = self.engine.generate(asked, branch, self.step_sampling, seed=seed, logprobs=False)
+        limits = [min(self.step_sampling.max_new_tokens, sampling.max_new_tokens - len(t.ids)) for t in growing]
+        sampled = self.engine.generate(asked, branch, self.step_sampling, seed=seed, logprobs=False, limits=limits)
         made = [self._after(growing[number // branch], r, sampling) for number, r in enumerate(sampled)]
         ends = [Completion(t.ids, None, "stop" if t.finish == "stop" else "length") for t in made]
         owners = [prompts[t.prompt] for t in made]

@@ -35,9 +35,10 @@ class StoredEngine(Weightless):
         logprobs: bool | int = True,
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """See `Engine.generate`; n is 1."""
-        del sampling, seed, logprobs, done
+        del sampling, seed, logprobs, done, limits
         assert n == 1, "a row has one completion"
         asked = prompts if share is None else [prompts[number] for number in share]
         written = [Completion(self.completions[p.uid], None, "stop") for p in asked]

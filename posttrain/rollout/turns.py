@@ -115,7 +115,8 @@ class TurnEngine:
         share: Sequence[int] | None,
     ) -> None:
         """Generate turn after turn until all rollouts of `mine` have ended."""
-        one = sampling.model_copy(update={"max_new_tokens": turn_limit(sampling)})
+        limit = min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
+        one = sampling.model_copy(update={"max_new_tokens": limit})
         started = time.monotonic()
         live = list(mine)
         for number in range(sampling.max_turns):
@@ -130,6 +131,7 @@ class TurnEngine:
                     seed=derive(seed, "turn", number),
                     logprobs=logprobs if logprobs is True else int(logprobs) * n,
                     share=live,
+                    limits=[1 if row.ended else min(limit, sampling.max_new_tokens - row.used) for row in rows],
                 )
             late = sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
             stop = "time" if late else "turns" if number + 1 == sampling.max_turns else ""
@@ -183,16 +185,6 @@ def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
     versions = turn.versions[:room] if set(turn.versions) - {row.version} else None
     row.segments.append(Segment("model", segment.ids[:room], logps, versions))
     return cut
-
-
-def turn_limit(sampling: Sampling) -> int:
-    """The most tokens of one turn."""
-    return min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
-
-
-def with_room(sampling: Sampling) -> Sampling:
-    """The sampling with the max_new_tokens that the engine needs room for: the last turn is requested in full."""
-    return sampling.model_copy(update={"max_new_tokens": sampling.max_new_tokens + turn_limit(sampling)})
 
 
 def turning(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:

@@ -161,8 +161,7 @@ def engine_of(
     note: Note,
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
-    sampling = turns.with_room(recipe.rollout) if work.offer else recipe.rollout
-    check_fits(work.prompts, sampling, loaded.window or sys.maxsize)
+    check_fits(work.prompts, recipe.rollout, loaded.window or sys.maxsize)
     if started := start_note(recipe.rollout):
         note(started)
     with watchdog.phase("engine start"):
@@ -171,7 +170,7 @@ def engine_of(
         if work.stored is not None:
             inner = StoredEngine(loaded, work.stored)
         else:
-            max_len = needed_length(work.prompts, sampling)
+            max_len = needed_length(work.prompts, recipe.rollout)
             inner = make_engine(recipe.rollout, sampled_model(recipe, loaded), scratch=scratch, max_len=max_len)
         offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
         engine = turns.turning(inner, offer, loaded)

@@ -344,13 +344,13 @@ def sum_gradients(*modules: nn.Module | None) -> None:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype, about BUCKET numbers together."""
-    bucket: list[Tensor] = []
+    bucket, size = list[Tensor](), 0
     for tensor in tensors:
-        size = sum(t.numel() for t in bucket)
         if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.numel() > BUCKET):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(tensor)
+        size += tensor.numel()
     if bucket:
         yield bucket
 
@@ -373,6 +373,13 @@ def same_weights(*modules: nn.Module | None) -> None:
 def share(count: int) -> range:
     """Numbers of the things that this rank works on, of `count` whose costs are not known."""
     return range(rank(), count, world())
+
+
+def even_share(costs: Sequence[float]) -> list[int]:
+    """Numbers of the things that this rank works on, rising: about as costly together as those of every other rank, and
+    as many, but for one."""
+    room = [-(-len(costs) // world())] * world()
+    return sorted(dealt(costs, world(), room)[rank()])
 
 
 def mine(costs: Sequence[float], units: Sequence[int] | None = None) -> list[int]:

@@ -148,6 +148,7 @@ class RunLoop(abc.ABC):
     watchdog: Watchdog
     sums: dict[str, Any]
     failed: Exception | None  # of this rank, in the passes of this step
+    mine: list[int]  # the micro-batches of this step that this rank runs
     before: int | None  # what the weights were before this step, until the first update that changed them
 
     def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
@@ -176,7 +177,8 @@ class RunLoop(abc.ABC):
         self.started = time.perf_counter()
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         self.micro_batches, self.done, self.sums, self.failed = batches, 0, {}, None
-        self.idle = sharding.idle(len(distributed.share(len(batches))), self.job.loaded)
+        self.mine = distributed.even_share([batch["input_ids"].numel() for batch in batches])
+        self.idle = sharding.idle(len(self.mine), self.job.loaded)
         step = self.job.state.step
         self.watchdog.begin_step(step)
         self.watchdog.enter("update")
@@ -198,7 +200,7 @@ class RunLoop(abc.ABC):
         behind the last micro-batch, where they would wait for its gradient.
         """
         loss = torch.zeros((), device=num_items_in_batch.device)
-        if self.failed is None and self.done in distributed.share(len(self.micro_batches)):
+        if self.failed is None and self.done in self.mine:
             tried = sharding.tried(self.job.loaded, self._pass, model, inputs, num_items_in_batch)
             loss, self.failed = (loss, tried.error) if tried.error else (tried.value, None)
         self.done += 1
@@ -220,10 +222,15 @@ class RunLoop(abc.ABC):
             raise non_finite(self.job, self.micro_batches, "the loss")
         return loss
 
-    def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], like: Tensor) -> None:
-        """Forward and backward that add nothing to the gradient: the loss is divided by infinity."""
-        sums = dict(self.sums)
-        super().training_step(model, inputs, torch.full_like(like, torch.inf, dtype=torch.float32))  # type: ignore[misc]
+    def _idle_pass(self, model: nn.Module, inputs: dict[str, Tensor], num_items: Any) -> None:
+        """Forward and backward that add nothing to the gradient: whatever the loss is made of (that of a router is
+        divided by nothing), it is multiplied by 0."""
+        sums, compute = dict(self.sums), self.compute_loss
+        self.compute_loss = lambda *args, **keys: compute(*args, **keys) * 0  # type: ignore[method-assign]
+        try:
+            super().training_step(model, inputs, num_items)  # type: ignore[misc]
+        finally:
+            del self.compute_loss  # the class's own again
         self.sums = sums
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:

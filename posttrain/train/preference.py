@@ -239,7 +239,7 @@ class Preference(RunLoop, DPOTrainer):
             seed = derive(self.job.recipe.run.seed, "online_kl", self.job.state.step)
             parts = [pairs_of(batch) for batch in batches]
             self.watchdog.enter("rollout")
-            self.answers = self.online.answers(parts, distributed.share(len(parts)), seed)
+            self.answers = self.online.answers(parts, self.mine, seed)
             self.watchdog.leave()
             self.watchdog.enter("update")
         return batches, pairs

@@ -9,7 +9,7 @@ lower no peak, and cost a transfer a micro-batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from posttrain.models import load as models
 from posttrain.models.host_memory import in_pieces
 from posttrain.models.load import LoadedModel
+from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import sharding
 from posttrain.train.attention import packs
@@ -48,6 +49,16 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
     half = policy.half if recipe.model.quantize is None else None
     packs(teacher.model, policy.device)
     return _kept(_frozen_in(teacher.model, half), policy.device, recipe.model.offload_reference)
+
+
+def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
+    """One line on the reference of a run and its KL. needs: what its components read. source: the model in training."""
+    if not needs & {*BY_REFERENCE}:
+        return "reference: none, no term of the loss or of the reward reads one"
+    named = recipe.kl.reference
+    which = f"{named} (kl.reference)" if named is not None else f"the starting policy ({source})"
+    kl = f"; KL: {recipe.kl.use}, coef {recipe.kl.coef:g}, in the {recipe.kl.where}" if recipe.kl.coef else ""
+    return f"reference: {which}{kl}"
 
 
 def reference_of(recipe: RlRecipe, loaded: LoadedModel) -> ReferencePolicy:

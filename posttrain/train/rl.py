@@ -45,6 +45,7 @@ from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import measure
 from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
+from posttrain.train.reference import describe_reference
 from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sampled_metrics
 from posttrain.train.salvage import salvaged, save_step
 from posttrain.train.start import check_start
@@ -66,8 +67,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
     ):
         audited(recipe, work, scorer, progress.note)
         with assembled(recipe, directory, work, scorer, watchdog, progress.note) as pieces:
+            whose = describe_reference(recipe, work.objective.needs, pieces.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
-            for note in (merged_note(pieces.loaded), *stale_notes(recipe), unsaved):
+            for note in (merged_note(pieces.loaded), whose, *stale_notes(recipe), unsaved):
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once
@@ -145,7 +147,7 @@ def step(
     if ahead is None:
         p.sync(state.step)
     rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
-    if ahead is None:
+    if not p.engine.apart:  # ahead, too, it has drawn before the update
         p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the next sync
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)

@@ -6,6 +6,7 @@ recipe names another objective.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alike, hf_trainer, machine, sharding
+from posttrain.train import alike, dealing, hf_trainer, machine, sharding
 from posttrain.train.attention import Packed, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head
@@ -55,6 +56,8 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if written is not None:
         collate = with_behavior(collate)
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
+    deal = dealing.balanced if recipe.batch.packing else dealing.by_length
+    job.order = functools.partial(deal, [len(example.ids) for example in prepared.items])
     trainer = make_trainer(job, prepared.items, collate, written)
     trainer.weighing = Weighing.of(recipe, loaded.tokenizer)
     if trainer.weighing is not None:

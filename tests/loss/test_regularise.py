@@ -90,12 +90,12 @@ def test_calibrl_past_the_experts_end_takes_its_mean_and_without_an_expert_nothi
 
 
 def test_forward_kl_value_and_gradient() -> None:
-    """rho = 2: 2 ln 2 - 1, gradient -2 ln 2. Equal: 0 and 0. hat - logp = 9 is limited to 5: no gradient."""
+    """rho = 2: 2 ln 2 - 1, gradient -2 ln 2. Equal: 0 and 0. hat - logp = 9 is limited to 5: that of 5."""
     rows, logp = batch([[-1.0, -1.0, -10.0]], [[1, 1, 1]], tempered_ref_logp=[[-1.0 + math.log(2), -1.0, -1.0]])
     found = forward_kl(rows, logp)
     found.values.sum().backward()
     assert found.values[0].tolist() == pytest.approx([2 * math.log(2) - 1, 0.0, 4 * math.exp(5) + 1])
-    assert logp.grad[0].tolist() == pytest.approx([-2 * math.log(2), 0.0, 0.0])
+    assert logp.grad[0].tolist() == pytest.approx([-2 * math.log(2), 0.0, -5 * math.exp(5)])
 
 
 def test_the_references_power_follows_the_reward() -> None:

@@ -271,3 +271,25 @@ def test_an_architecture_that_keeps_its_state_elsewhere_is_refused(
     engine = TransformersEngine(dataclasses.replace(loaded, model=model), batch_size=8)
     with pytest.raises(EngineError, match=rf"cannot sample from \w+ForCausalLM\n.*{why}(.|\n)*engine: vllm"):
         engine.generate(prompts, 1, GREEDY, seed=0)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_limits_cut_a_completion_and_change_no_token(
+    sampling: Sampling, loaded: LoadedModel, prompts: list[Prompt]
+) -> None:
+    """Each prompt has a limit of its own, in one batch and in several; a window that holds these is enough."""
+    limits = [(3, 1, 7, 20, 12)[i % 5] for i in range(len(prompts))]
+    limits = [min(limit, sampling.max_new_tokens) for limit in limits]
+    whole = engine_of(loaded).generate(prompts, 3, sampling, seed=5)
+    for batch_size in (64, 4):
+        engine = engine_of(loaded, batch_size)
+        engine.window = max(len(p.ids) + limit for p, limit in zip(prompts, limits, strict=True))
+        cut = engine.generate(prompts, 3, sampling, seed=5, limits=limits)
+        for number, (one, other) in enumerate(zip(cut, whole, strict=True)):
+            limit = limits[number // 3]
+            assert one.ids == other.ids[:limit]
+            assert one.finish == (other.finish if len(other.ids) <= limit else "length")
+            assert one.segments[0].logps == pytest.approx(other.segments[0].logps[:limit], abs=1e-5)
+    engine.window -= 1
+    with pytest.raises(ValueError, match="exceed the window"):
+        engine.generate(prompts, 3, sampling, seed=5, limits=limits)

@@ -145,3 +145,19 @@ def test_in_a_generation_on_the_tiny_model(tmp_path):
     assert found[0]["search"]["search/steps"] >= 1 and "search" not in plain[0]
     with pytest.raises(RecipeError, match="one completion a prompt"):
         load_dict({**recipe, "samples": 2, "search": search}, base_dir=tmp_path, where="test")
+
+
+def test_a_step_asks_for_what_is_left(monkeypatch):
+    """Prompt and max_new_tokens are the window that the engine was started with."""
+    asked = []
+    generate = Steps.generate
+
+    def measured(self, prompts, *args, **keys):
+        asked.extend(zip((len(p.ids) for p in prompts), keys["limits"], strict=True))
+        return generate(self, prompts, *args, **keys)
+
+    monkeypatch.setattr(Steps, "generate", measured)
+    searched(last_digit, most=5, step_tokens=4)
+    start = len(prompt_of("q").ids)
+    assert asked[0] == (start, 4) and {new for _, new in asked} == {4, 3, 1}
+    assert all(length + new <= start + 5 for length, new in asked)

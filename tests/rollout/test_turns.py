@@ -334,3 +334,36 @@ def test_an_end_of_several_tokens_is_not_written_twice() -> None:
     reply = [{"role": "user", "content": "go on"}]
     found = between.tokens(tokenizer.eos_token_id, reply, 100)
     assert tokenizer.decode(list(found)) == "<|user|>go on<|tool|><eos><|assistant|>"
+
+
+class Measured(ScriptedEngine):
+    """Keeps what it is asked for: tokens of each prompt of its share and how many new ones it may have."""
+
+    def __init__(self, scripts: Any, tokenizer: Any) -> None:
+        super().__init__(scripts, tokenizer)
+        self.asked: list[tuple[int, int]] = []
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, **more: Any) -> list[Rollout]:
+        limits = more.get("limits") or [sampling.max_new_tokens] * len(prompts)
+        share = range(len(prompts)) if more.get("share") is None else more["share"]
+        self.asked += [(len(prompts[i].ids), limits[i]) for i in share]
+        return super().generate(prompts, n, sampling, **more)
+
+
+@pytest.mark.parametrize("most", [20, 21, 25, 40, 100])
+@pytest.mark.parametrize("turn_tokens", [None, 3, 8, 1000])
+def test_a_turn_asks_for_what_is_left(most: int, turn_tokens: int | None, tokenizer: Any) -> None:
+    """The engine needs room for the prompt and max_new_tokens, once; a last turn that has less room than a turn may
+    have ends there, with the tokens that a longer request would have begun with."""
+    engine = Measured({"a": ["abcdefgh"]}, tokenizer)
+    turning = TurnEngine(engine, Echo(stop=9), tokenizer, [tokenizer.eos_token_id])
+    sampling = Sampling(max_new_tokens=most, max_turns=9, turn_tokens=turn_tokens)
+    start = prompt(tokenizer)
+    found = turning.generate([start], 2, sampling, seed=0)
+    longest = min(turn_tokens or most, most)
+    assert engine.asked[0] == (len(start.ids), longest)
+    for length, new in engine.asked:
+        assert new == min(longest, len(start.ids) + most - length) > 0
+    for r in found:
+        assert len(r.ids) <= most
+        assert r.segments[0].ids[:3] == tuple(tokenizer("abc", add_special_tokens=False)["input_ids"])

@@ -427,7 +427,8 @@ def failing_loss(request: pytest.FixtureRequest, folder: Path) -> Values:
     shape = {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 6}
     plain = {**{k: RL[k] for k in ("stage", "data", "optim", "rewards")}, "scoring": {"workers": 1}, "rollout": shape}
     recipe, loss = (plain, "policy") if request.param == "rl" else (DPO, "pair")
-    return {**full(recipe), "loss": {"use": f"losses.py:{loss}"}, "run": {"steps": 4}}
+    alike = {"batch": {"size": 2}} if loss == "pair" else {}  # a pair for each rank
+    return {**full(recipe), **alike, "loss": {"use": f"losses.py:{loss}"}, "run": {"steps": 4}}
 
 
 def test_a_rank_that_fails_in_a_backward_pass_loses_no_step(train: Train, folder: Path, failing_loss: Values) -> None:

@@ -164,7 +164,8 @@ def base(entry: Mapping[str, Any]) -> Values:
     if needs & {"turn_states", "edge_ids", "mc_values"}:
         values["environment"] = {"use": "parts.py:Echo", **({"simulations": 2} if "mc_values" in needs else {})}
         values["rollout"] |= {"group_size": 8, "max_turns": 2, "turn_tokens": 1, "max_new_tokens": 60}
-        values["rollout"]["temperature"] = 0.3 if "edge_ids" in needs else 1.0  # some turns are alike
+        if "edge_ids" in needs:  # some turns are alike, and lead to different rewards
+            values["rollout"] |= {"temperature": 0.3, "prompts_per_step": 18}
         values["rewards"].append({"use": "environment.steps"})
     elif needs & {"turn_ids", "token_rewards", "turn_scores"}:
         values["scoring"]["split"] = "lines"

@@ -9,7 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from posttrain.models.load import LoadedModel
-from posttrain.train.reference import frozen_copy, reference_policy
+from posttrain.train.objective import Objective
+from posttrain.train.preset_recipe import preset_recipe
+from posttrain.train.reference import describe_reference, frozen_copy, reference_policy
 
 
 def llama(tied: bool) -> Any:
@@ -50,3 +52,23 @@ def test_an_offloaded_copy_is_the_starting_policy_at_every_use() -> None:
             assert all(torch.equal(a, b) for a, b in zip(frozen.parameters(), start, strict=True))
         places.append([p.data_ptr() for p in frozen.parameters()])
     assert places[0] == places[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "reference: none, no term of the loss or of the reward reads one"),
+        ({"kl": {"coef": 0.01}}, "reference: the starting policy (base); KL: k3, coef 0.01, in the loss"),
+        (
+            {"kl": {"coef": 0.1, "use": "k2", "where": "reward", "reference": "runs/teacher/final"}},
+            "reference: runs/teacher/final (kl.reference); KL: k2, coef 0.1, in the reward",
+        ),
+        (
+            {"regularisers": [{"use": "forward_kl", "coef": 0.1}]},
+            "reference: the starting policy (base)",
+        ),
+    ],
+)
+def test_the_header_of_a_run_names_its_reference(changes: dict[str, Any], said: str) -> None:
+    recipe = preset_recipe("grpo", **changes)
+    assert describe_reference(recipe, Objective.from_recipe(recipe).needs, "base") == said
