@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain import terminal
 from posttrain.errors import Interrupted, MissingExtra, PosttrainError, RecipeError, RunError, UserError
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
@@ -126,11 +127,11 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
         started = time.perf_counter()
         summary = run_in_folder(folder, loaded, name)
         took = duration(time.perf_counter() - started)
-        print(f"{MILESTONE}{name} in {took}  {headline(summary)}", file=sys.stderr, flush=True)
+        terminal.note(f"{MILESTONE}{name} in {took}  {headline(summary)}")
         done[name] = Done(folder, summary, skipped=False)
         gc.collect()  # the stage's model goes before the next one is loaded
         for line in rounds.milestones([s["name"] for s in recipe.stages], {n: d.summary for n, d in done.items()}):
-            print(f"{MILESTONE}{line}", file=sys.stderr, flush=True)
+            terminal.note(f"{MILESTONE}{line}")
     return done
 
 
@@ -146,7 +147,7 @@ def _run_in(folder: Path, loaded: Loaded, name: str) -> dict[str, Any]:
         with RunDirectory.open(folder, name=name, text=text, resolved=loaded.resolved, resume=begun) as directory:
             return run_stage(loaded.recipe, directory)
     except PosttrainError:
-        print(f"stage {name} did not finish; its directory is {folder}", file=sys.stderr)
+        terminal.note(f"stage {name} did not finish; its directory is {folder}")
         raise
 
 
@@ -248,7 +249,7 @@ def main(kind: str, request: str, path: str, name: str) -> int:
             assert isinstance(loaded.recipe, PipelineRecipe)
             run_seed(loaded.recipe, Path(path), int(name))
     except PosttrainError as error:
-        print(f"{ERROR}{error}", file=sys.stderr, flush=True)
+        terminal.note(f"{ERROR}{error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -8,7 +8,7 @@ from pathlib import Path
 import posttrain
 
 ROOT = Path(posttrain.__file__).parent
-FOUNDATION = {"errors", "places", "registry", "recipe", "whereabouts", "typed_json"}
+FOUNDATION = {"errors", "places", "recipe", "registry", "terminal", "typed_json", "whereabouts"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "batch": set(),
@@ -18,11 +18,12 @@ ALLOWED: dict[str, set[str]] = {
     "options": set(),
     "typed_json": set(),
     "scratch": set(),
+    "terminal": set(),
     "whereabouts": set(),
     "seeds": set(),
     "registry": {"errors", "places"},
     "recipe": {"errors", "places", "registry", "options"},
-    "run": {"errors", "seeds"},
+    "run": {"errors", "seeds", "terminal"},
     "verify": FOUNDATION | {"scratch"},
     "loss": {"batch", "registry", "errors"},
     "advantage": {"batch", "registry", "errors", "options"},
@@ -37,7 +38,10 @@ ALLOWED: dict[str, set[str]] = {
     | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"},
     "pipeline": FOUNDATION | {"run", "evaluate"},
 }
-AT_MODULE_LEVEL_ONLY_LIGHT = {"cli": {"errors", "places"}, "__main__": {"errors", "places", "cli"}}
+AT_MODULE_LEVEL_ONLY_LIGHT = {
+    "cli": {"errors", "places", "terminal"},
+    "__main__": {"errors", "places", "terminal", "cli"},
+}
 
 
 def part_of(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from posttrain import __version__
+from posttrain import __version__, terminal
 from posttrain.cli import browse, doctor, generate, methods, plan, recipe, serve, stage, whatif
 from posttrain.cli.guard import DEBUG, guarded
 from posttrain.cli.help import App, Group
@@ -60,7 +60,7 @@ app = App(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(__version__)
+        terminal.say(__version__)
         raise typer.Exit
 
 

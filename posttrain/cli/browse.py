@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from posttrain import terminal
 from posttrain.errors import counted
 
 
@@ -35,4 +36,4 @@ def browse(
     counts = write_page(runs, page)
     alone = f", {counted(counts['only_one_run'], 'problem')} in one run only" if counts["only_one_run"] else ""
     say(f"{counted(counts['completions'], 'completion')} of {counted(counts['problems'], 'problem')}{alone}")
-    typer.echo(str(page))
+    terminal.say(str(page))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.errors import UserError, counted
@@ -117,15 +117,14 @@ def _weigh(recipe: Any, tokenizer: Any, with_model: bool) -> Any:
 
     found = example_weights(recipe, tokenizer, with_model=with_model)
     if found is None:
-        print(f"the weights of {recipe.objective.use} follow the model: --with-model shows them", file=sys.stderr)
+        terminal.note(f"the weights of {recipe.objective.use} follow the model: --with-model shows them")
     return found
 
 
 def show(report: Mapping[str, Any], console: Console | None = None) -> None:
     """The report as text and tables on stdout."""
-    from rich.console import Console
 
-    console = console or Console(highlight=False)
+    console = console or terminal.console(highlight=False)
     for sample in report["samples"]:
         _show_sample(console, sample)
     counts = f"{counted(report['rows'], 'row')}, {report['items']} kept"
@@ -158,7 +157,6 @@ def _tokenizer_of_run(run: Path) -> Any:
 
 
 def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None:
-    from rich.console import Console
 
     from posttrain.data.inspect import sampled_parts
     from posttrain.run.jsonl import read_rows
@@ -172,7 +170,7 @@ def _show_rollouts(run: Path, tokenizer: Any, count: int, as_json: bool) -> None
     if as_json:
         print_json(samples)
         return
-    console = Console(highlight=False)
+    console = terminal.console(highlight=False)
     for sample in samples:
         _show_sample(console, sample)
     console.print(f"step {records[-1]['step']}: {len(samples)} of the rollouts in samples.jsonl")

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from posttrain import __version__
+from posttrain import __version__, terminal
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
 
@@ -48,12 +48,12 @@ def doctor(as_json: Json = False) -> None:
     for key, value in found.items():
         if key in ("packages", "advice"):
             continue
-        typer.echo(f"{key:<10} {value if not isinstance(value, list) else ', '.join(map(_gpu, value)) or 'none'}")
-    typer.echo(
+        terminal.say(f"{key:<10} {value if not isinstance(value, list) else ', '.join(map(_gpu, value)) or 'none'}")
+    terminal.say(
         "packages   " + "\n           ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     )
-    typer.echo("")
-    typer.echo("\n".join(found["advice"]) or "everything is there")
+    terminal.say("")
+    terminal.say("\n".join(found["advice"]) or "everything is there")
 
 
 def examine() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli.guard import DEBUG
 from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, execute, preview, report, tell_notes
 from posttrain.errors import Interrupted, UserError
@@ -118,9 +119,9 @@ def answer(model: str, prompts: Sequence[str], values: dict[str, Any], overrides
         lines = Path(written).read_text(encoding="utf-8").splitlines()
         asked = [json.loads(line)["prompt"] for line in (run / "problems.jsonl").read_text("utf-8").splitlines()]
     if as_json:
-        typer.echo("\n".join(lines))
+        terminal.say("\n".join(lines))
     else:
-        typer.echo("\n\n".join(texts([json.loads(line) for line in lines], asked)))
+        terminal.say("\n\n".join(texts([json.loads(line) for line in lines], asked)))
 
 
 def texts(records: Sequence[dict[str, Any]], prompts: Sequence[str]) -> list[str]:

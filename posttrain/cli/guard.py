@@ -16,6 +16,7 @@ from typing import Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.errors import Interrupted, PosttrainError, Problem, UserError
 
 DEBUG, RUN, RESUME = "posttrain.debug", "posttrain.run", "posttrain.resume"  # keys of the context's meta
@@ -66,20 +67,14 @@ def _interrupted(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> 
 
 def say(text: str) -> None:
     """A line for people, on stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def bold(text: str) -> str:
-    """Bold on a terminal, unless NO_COLOR is set."""
-    coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    return f"\x1b[1m{text}\x1b[0m" if coloured else text
+    terminal.note(text)
 
 
 def tell(error: PosttrainError) -> None:
     """All problems of an error on stderr, a blank line between those of several lines."""
     texts = [_text(problem) for problem in error.problems]
     who = "" if isinstance(error, UserError | Interrupted) else _who(str(error))  # those are every rank's
-    say(who + "\n".join(texts))
+    terminal.note_escaped(who + "\n".join(texts))
     if len(texts) > 1:
         say(f"\n{len(texts)} problems")
 
@@ -93,12 +88,13 @@ def _who(text: str) -> str:
 
 def _text(problem: Problem) -> str:
     head, _, rest = str(problem).partition("\n")
-    return f"{bold(head)}\n{rest}" if rest else bold(head)
+    bold = terminal.bold(head)
+    return f"{bold}\n{terminal.escape_control_characters(rest)}" if rest else bold
 
 
 def _debug(meta: MutableMapping[str, Any]) -> None:
     if meta.get(DEBUG):
-        traceback.print_exc()
+        terminal.note(traceback.format_exc().rstrip())
 
 
 def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: PosttrainError | None) -> None:
@@ -141,14 +137,14 @@ def _tell_unexpected(error: Exception, meta: MutableMapping[str, Any]) -> None:
             saved.write_text(traceback.format_exc(), encoding="utf-8")
             where = f" (traceback: {saved})"
     if meta.get(DEBUG):
-        traceback.print_exc()
+        terminal.note(traceback.format_exc().rstrip())
     from posttrain.registry import script_line
 
     first = (str(error).splitlines() or [""])[0]
     script = script_line(error)
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     head = f"{script}  {what}" if script else f"unexpected {what}"
-    say(_who(head) + bold(head) + where)
+    terminal.note_escaped(_who(head) + terminal.bold(head) + terminal.escape_control_characters(where))
     if not meta.get(DEBUG):
         say(f"run with --debug for the traceback{'' if script else '; please report it'}")
     _tell_how_to_go_on(meta, None)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json, yaml_value
 from posttrain.cli.stage import Json
@@ -33,12 +34,12 @@ def list_methods(
         print_json([{key: entry[key] for key in ("kind", "name", "stage", "title", "paper")} for entry in entries])
         return
     for heading, rows in _by_kind(entries):
-        typer.echo(heading)
+        terminal.say(heading)
         width = max(len(entry["name"]) for entry in rows)
         for entry in rows:
             paper = f"  [{entry['paper']}]" if entry["paper"] else ""
-            typer.echo(f"  {entry['name']:<{width}}  {_short(entry['title'], WIDTH - width - len(paper))}{paper}")
-        typer.echo()
+            terminal.say(f"  {entry['name']:<{width}}  {_short(entry['title'], WIDTH - width - len(paper))}{paper}")
+        terminal.say()
 
 
 @app.command()
@@ -61,7 +62,7 @@ def show(
     if as_json:
         print_json([{**entry, "recipe": "\n".join(recipe_lines(entry))} for entry in found])
         return
-    typer.echo("\n\n".join("\n".join(_page(entry)) for entry in found))
+    terminal.say("\n\n".join("\n".join(_page(entry)) for entry in found))
 
 
 def _by_kind(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Gpus, Json, Overrides, Recipe, tell_notes
@@ -54,31 +55,31 @@ def _print(found: dict[str, Any]) -> None:
     """Text for people: arithmetic, memory by phase, changes."""
     trained = found["trained"] / found["parameters"]
     each = f", each of {found['ranks']}" if found["ranks"] > 1 else ""
-    typer.echo(
+    terminal.say(
         f"{found['parameters'] / 1e6:.1f}M parameters, {trained:.1%} as many are trained; on {found['machine']}{each}\n"
     )
     width = max(map(len, found["batch"]))
     for name, number in found["batch"].items():
-        typer.echo(f"  {name:{width}}{number:>12,}")
-    typer.echo("\npredicted memory in GiB")
+        terminal.say(f"  {name:{width}}{number:>12,}")
+    terminal.say("\npredicted memory in GiB")
     phases = found["memory_gib"]
-    typer.echo(f"  {'':28}" + "".join(f"{phase:>10}" for phase in phases))
+    terminal.say(f"  {'':28}" + "".join(f"{phase:>10}" for phase in phases))
     for part in dict.fromkeys(part for parts in phases.values() for part in parts if part != "sum"):
         cells = (f"{parts[part]:>10.2f}" if part in parts else f"{'':10}" for parts in phases.values())
-        typer.echo(f"  {part:28}" + "".join(cells))
-    typer.echo(f"  {'sum':28}" + "".join(f"{parts['sum']:>10.2f}" for parts in phases.values()))
+        terminal.say(f"  {part:28}" + "".join(cells))
+    terminal.say(f"  {'sum':28}" + "".join(f"{parts['sum']:>10.2f}" for parts in phases.values()))
     for part, size in found["host_gib"].items():
-        typer.echo(f"  {part + ' (host)':28}{size:>10.2f}")
+        terminal.say(f"  {part + ' (host)':28}{size:>10.2f}")
     verdict = "fits" if found["fits"] else "does NOT fit"
-    typer.echo(f"\npeak {found['peak_gib']} GiB in `{found['peak_phase']}`: {verdict} in {found['card_gib']} GiB")
+    terminal.say(f"\npeak {found['peak_gib']} GiB in `{found['peak_phase']}`: {verdict} in {found['card_gib']} GiB")
     if found["elsewhere"]:
         each, count = found["elsewhere"]["gib_each"], found["elsewhere"]["servers"]
         gpus = found["elsewhere"]["gpus_each"]
         cards = f" of {gpus} GPUs, {each} GiB on each of them," if gpus > 1 else f", {each} GiB each"
-        typer.echo(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}{cards} on a card like this one")
+        terminal.say(f"vLLM runs elsewhere: {count} server{'s' * (count > 1)}{cards} on a card like this one")
     if found["edits"]:
-        typer.echo("each of these changes, alone, lowers the peak to")
+        terminal.say("each of these changes, alone, lowers the peak to")
     for edit in found["edits"]:
-        typer.echo(f"  {edit['change']:40} {edit['peak_gib']} GiB")
+        terminal.say(f"  {edit['change']:40} {edit['peak_gib']} GiB")
     for name, number in found.get("measured", {}).items():
-        typer.echo(f"measured {name}: {number:.2f}")
+        terminal.say(f"measured {name}: {number:.2f}")

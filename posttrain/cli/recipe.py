@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json, print_recipe
@@ -40,7 +41,7 @@ def list_recipes(as_json: Json = False) -> None:
         return
     wide = {key: max((len(item[key]) for item in found), default=0) for key in ("name", "stage")}
     for item in found:
-        typer.echo(f"{item['name']:<{wide['name']}}  {item['stage']:<{wide['stage']}}  {item['about']}")
+        terminal.say(f"{item['name']:<{wide['name']}}  {item['stage']:<{wide['stage']}}  {item['about']}")
 
 
 def headline(text: str) -> str:
@@ -89,7 +90,7 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
     tell_notes(loaded)
     _tell_notes(notes)
     told = f"; rewards: {', '.join(rewards)}" if rewards else ""
-    typer.echo(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
+    terminal.say(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
 
 
 def _plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
@@ -127,7 +128,9 @@ def keys(
         return
     wide = [min(max(len(text) for text in column), 40) for column in zip(*listed, strict=True)]
     for key in listed:
-        typer.echo("  ".join(f"{text:<{width}}" for text, width in zip(key[:3], wide, strict=False)) + f"  {key.about}")
+        terminal.say(
+            "  ".join(f"{text:<{width}}" for text, width in zip(key[:3], wide, strict=False)) + f"  {key.about}"
+        )
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli import imports
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
@@ -108,16 +109,16 @@ def _labelled(
 def _print_labelled(told: Mapping[str, Any]) -> None:
     for name, one in told["rewards"].items():
         c = one["confusion"]
-        typer.echo(f"{name}: agreement with {counted(told['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
-        typer.echo(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
-        typer.echo(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
+        terminal.say(f"{name}: agreement with {counted(told['rows'], 'label')}, kappa {_kappa(one['kappa'])}")
+        terminal.say(f"  labelled right: {c['right_right']} right, {c['right_wrong']} wrong")
+        terminal.say(f"  labelled wrong: {c['wrong_right']} right, {c['wrong_wrong']} wrong")
         if c["unscored"]:
-            typer.echo(f"  without a score: {c['unscored']}")
+            terminal.say(f"  without a score: {c['unscored']}")
         if one["wrong_rows"]:
-            typer.echo(f"  against the label: {', '.join(one['wrong_rows'][:SHOWN_ROWS])}")
+            terminal.say(f"  against the label: {', '.join(one['wrong_rows'][:SHOWN_ROWS])}")
     for pair, one in told["pairs"].items():
         apart = f"; apart on {', '.join(one['rows'][:SHOWN_ROWS])}" if one["rows"] else ""
-        typer.echo(f"{pair}: kappa {_kappa(one['kappa'])}{apart}")
+        terminal.say(f"{pair}: kappa {_kappa(one['kappa'])}{apart}")
 
 
 def _kappa(value: float | None) -> str:
@@ -186,10 +187,10 @@ def _told(path: Path, name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _print_examples(told: Mapping[str, Any], failures: Sequence[Outcome]) -> None:
     total = told["passed"] + told["failed"]
     name = f"{Path(told['script']).name}:{told['function']}"
-    typer.echo(f"{name}  {told['passed']} of {counted(total, 'example')} right, {told['call_ms']:.2f} ms a call")
+    terminal.say(f"{name}  {told['passed']} of {counted(total, 'example')} right, {told['call_ms']:.2f} ms a call")
     for o in failures:
-        typer.echo(f"  {o.example.completion!r} {dict(o.example.columns)}")
-        typer.echo(f"    expected {o.example.expected}, got {o.got}")
+        terminal.say(f"  {o.example.completion!r} {dict(o.example.columns)}")
+        terminal.say(f"    expected {o.example.expected}, got {o.got}")
 
 
 def _test_recipe(name: str, overrides: Sequence[str], timeout: float, quiet: bool) -> dict[str, Any]:
@@ -278,7 +279,7 @@ def _try(
 def _print_trial(what: str, trial: Trial) -> None:
     from posttrain import whereabouts
 
-    typer.echo(f"\n{what}: {counted(trial.rows, 'row')}, gold written as {trial.writer}")
+    terminal.say(f"\n{what}: {counted(trial.rows, 'row')}, gold written as {trial.writer}")
     kinds = list(next(iter(trial.table.values())))
     lines = [["", *kinds, "ms a call", "slowest"]]
     for name, cells in trial.table.items():
@@ -287,28 +288,30 @@ def _print_trial(what: str, trial: Trial) -> None:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for first, *rest in lines:
         numbers = "  ".join(text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
-        typer.echo(f"{first:<{widths[0]}}  {numbers}".rstrip())
+        terminal.say(f"{first:<{widths[0]}}  {numbers}".rstrip())
     if not trial.knows_gold:
         judged = trial.correctness in trial.injected
         why = "is a judge" if judged else "reads no data column"
-        typer.echo(f"{trial.correctness} {why}: it cannot know gold")
+        terminal.say(f"{trial.correctness} {why}: it cannot know gold")
     else:
         best = f"{trial.rows - len(trial.bad_gold)} of {counted(trial.rows, 'row')}"
-        typer.echo(f"gold scores best on {best} ({trial.correctness})")
+        terminal.say(f"gold scores best on {best} ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
-            typer.echo(f"  {whereabouts.row(uid)}: {wrong}")
+            terminal.say(f"  {whereabouts.row(uid)}: {wrong}")
         tricks = [f"{name} pays on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
-        typer.echo(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
+        terminal.say(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")
     if trial.outbid:
         above = [f"{name} on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.outbid.items() if paid]
-        typer.echo(f"wrong answers that earn more than gold in all: {'; '.join(above) or 'none'}")
-    typer.echo(f"{trial.calls_per_second:,.0f} calls a second with {counted(trial.workers, 'worker')}")
+        terminal.say(f"wrong answers that earn more than gold in all: {'; '.join(above) or 'none'}")
+    terminal.say(f"{trial.calls_per_second:,.0f} calls a second with {counted(trial.workers, 'worker')}")
     for judge, counts in trial.injected.items():
         moved = [f"{name} on {n} of {counted(rows, 'row')}" for name, (n, rows) in counts.items() if n]
-        typer.echo(f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})")
+        terminal.say(
+            f"injections that move the judge {judge}: {'; '.join(moved) or 'none'} (tried: {', '.join(counts)})"
+        )
     if trial.first_traceback:
-        typer.echo(f"the first error:\n{trial.first_traceback}")
+        terminal.say(f"the first error:\n{trial.first_traceback}")
 
 
 def _cell(cell: Any) -> str:

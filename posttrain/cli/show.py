@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import typer
+from posttrain import terminal
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def print_json(value: Any) -> None:
     """Data for programs, on stdout."""
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    terminal.say(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def print_recipe(loaded: Loaded, as_json: bool) -> None:
@@ -27,7 +27,7 @@ def print_recipe(loaded: Loaded, as_json: bool) -> None:
     lines = list(_lines(loaded.resolved, origins, "", ""))
     width = min(max(len(text) for text, _ in lines), 60)
     for text, origin in lines:
-        typer.echo(f"{text:<{width}}  # {origin}" if origin else text)
+        terminal.say(f"{text:<{width}}  # {origin}" if origin else text)
 
 
 def yaml_lines(values: Mapping[str, Any]) -> list[str]:
@@ -92,7 +92,7 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
     plain = {key: text for key, value in summary.items() if (text := _cell(value)) is not None}
     width = max((len(key) for key in plain), default=0)
     for key, text in plain.items():
-        typer.echo(f"{key:<{width}}  {text}")
+        terminal.say(f"{key:<{width}}  {text}")
 
 
 def _cell(value: Any) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli import imports
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
@@ -126,26 +127,28 @@ def _pairs(written: Sequence[str], what: str) -> dict[str, Any]:
 
 def _print(tool: LoadedTool, examples: Sequence[Tried], asked: Sequence[Tried], wrong: Sequence[Tried]) -> None:
     function = tool.schema["function"]
-    typer.echo(f"{tool.name}: {function['description']}")
+    terminal.say(f"{tool.name}: {function['description']}")
     properties: Mapping[str, Any] = function["parameters"]["properties"]
     for name, about in properties.items():
         kind = about.get("type") or json.dumps({k: v for k, v in about.items() if k not in ("description", "default")})
         need = "required" if name in tool.required else f"default {json.dumps(about.get('default'), default=str)}"
-        typer.echo(f"  {name} ({kind}, {need}): {about.get('description', 'no description: write it under Args')}")
+        terminal.say(f"  {name} ({kind}, {need}): {about.get('description', 'no description: write it under Args')}")
     if not properties:
-        typer.echo("  no arguments")
+        terminal.say("  no arguments")
     if examples:
-        typer.echo(f"{sum(bool(one.ok) for one in examples)} of {counted(len(examples), 'example')} right")
+        terminal.say(f"{sum(bool(one.ok) for one in examples)} of {counted(len(examples), 'example')} right")
     for one in (one for one in examples if not one.ok):
-        typer.echo(f"  {json.dumps(dict(one.call.arguments), default=str)}")
-        typer.echo(f"    expected {one.expected!r:.200}, got {one.call.result!r:.200}")
+        terminal.say(f"  {json.dumps(dict(one.call.arguments), default=str)}")
+        terminal.say(f"    expected {one.expected!r:.200}, got {one.call.result!r:.200}")
     for one in asked:
         took = f"{1000 * one.seconds:.1f} ms of {tool.timeout_s:g} s"
-        typer.echo(f"{one.call.kind}, {took}, {counted(len(one.call.result), 'character')} (at most {tool.max_chars}):")
-        typer.echo(_indented(one.call.result))
-    typer.echo("what a model gets for wrong calls:")
+        terminal.say(
+            f"{one.call.kind}, {took}, {counted(len(one.call.result), 'character')} (at most {tool.max_chars}):"
+        )
+        terminal.say(_indented(one.call.result))
+    terminal.say("what a model gets for wrong calls:")
     for one in wrong:
-        typer.echo(f"  {one.what} ({one.call.kind}): {one.call.result:.200}")
+        terminal.say(f"  {one.what} ({one.call.kind}): {one.call.result:.200}")
 
 
 def _indented(text: str) -> str:

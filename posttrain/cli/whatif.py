@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
@@ -49,7 +50,7 @@ def whatif(
         return
     _print(table)
     if rows:
-        typer.echo()
+        terminal.say()
         _print(single[:rows])
     tokens = counted(int(saved.batch.mask.sum()), "token")
     say(f"rollouts of step {saved.batch.step + 1}: {counted(len(saved.batch), 'row')}, {tokens}")
@@ -63,10 +64,10 @@ def _print(table: list[dict[str, Any]]) -> None:
     notes = ["", *(row.get("note", "") for row in table)]
     for line, note in zip(cells, notes, strict=True):
         if note:
-            typer.echo(f"{line[0]:<{widths[0]}}  {note}")
+            terminal.say(f"{line[0]:<{widths[0]}}  {note}")
         else:
             rest = "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-            typer.echo(f"{line[0]:<{widths[0]}}  {rest}".rstrip())
+            terminal.say(f"{line[0]:<{widths[0]}}  {rest}".rstrip())
 
 
 def _cell(value: Any) -> str:

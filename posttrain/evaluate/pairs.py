@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain import terminal
 from posttrain.data.account import told
 from posttrain.data.pair_builders import Options
 from posttrain.data.pair_rows import PairRows, pair_rows
@@ -55,7 +55,7 @@ def run(recipe: PairsRecipe, directory: RunDirectory) -> dict[str, Any]:
         "file": str(directory.path / PAIRS),
     }
     for line in remarks(found, summary, recipe.separability):
-        print(line, file=sys.stderr)
+        terminal.note(line)
     return summary
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
+from posttrain import terminal
 from posttrain.errors import counted
 from posttrain.evaluate.estimators import bootstrap_ci
 from posttrain.evaluate.run import titled
@@ -219,7 +219,7 @@ def tables(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def show(found: Mapping[str, Any]) -> None:
     """Tables and findings on stderr."""
-    console = Console(stderr=True, markup=False, highlight=False)
+    console = terminal.console(stderr=True, markup=False, highlight=False)
     for one in tables(found):
         console.print(titled(one))
     for line in found["findings"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -10,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from posttrain import terminal
 from posttrain.batch import Rollout
 from posttrain.data.render import asked
 from posttrain.errors import RecipeError, counted
@@ -130,9 +129,9 @@ def grade(
     for what, found in (("failed", scores.errors), ("ran out of time", scores.timeouts)):
         for name, count in found.items():
             if count:
-                print(f"reward {name}: {count} of {counted(len(rollouts), 'call')} {what}, unscored", file=sys.stderr)
+                terminal.note(f"reward {name}: {count} of {counted(len(rollouts), 'call')} {what}, unscored")
     if scores.first_traceback:
-        print(f"the first error, {scores.first_traceback}", file=sys.stderr)
+        terminal.note(f"the first error, {scores.first_traceback}")
     return [
         {
             "scores": {name: column[i] for name, column in scores.components.items()},
@@ -153,7 +152,7 @@ def _write_samples(directory: RunDirectory, records: Sequence[Record], count: in
 
 def show(summary: Mapping[str, Any]) -> None:
     """The closing table, on stderr: the numbers, and what they rest on."""
-    console = Console(stderr=True, markup=False, highlight=False)
+    console = terminal.console(stderr=True, markup=False, highlight=False)
     console.print(result_table(summary))
     for found in summary.get("tables", []):
         console.print(titled(found))

@@ -6,14 +6,13 @@ resumed run samples is what an unbroken one would have.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from posttrain import whereabouts
+from posttrain import terminal, whereabouts
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.errors import Interrupted, counted
@@ -47,7 +46,7 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     turns.check_start(offer, tokenizer)
     prepared = prepare_prompts(recipe.data, tokenizer, recipe.base_dir, offer.row if offer else None)
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items(), *prepared.noted.items()]:
-        print(f"{counted(len(uids), 'prompt')}: {cause} ({whereabouts.rows(uids)})", file=sys.stderr)
+        terminal.note(f"{counted(len(uids), 'prompt')}: {cause} ({whereabouts.rows(uids)})")
     return prepared
 
 
@@ -77,7 +76,7 @@ def sample(
     try:
         if done < len(chunks):
             if done:
-                print(f"resumed: with the {counted(len(records), 'completion')} that are there", file=sys.stderr)
+                terminal.note(f"resumed: with the {counted(len(records), 'completion')} that are there")
             records += _generate(recipe, directory, prompts, n, grade, chunks, done, log, columns, around)
     finally:
         log.close()
@@ -106,7 +105,7 @@ def finished(rows: Sequence[Record], chunks: Sequence[range], n: int) -> list[Re
 
 def printed(directory: RunDirectory, what: str) -> Printed:
     """The run's log of what rewards or tools print."""
-    return Printed(directory.logs, what, lambda line: print(line, file=sys.stderr))
+    return Printed(directory.logs, what, lambda line: terminal.note(line))
 
 
 @contextmanager
@@ -119,7 +118,7 @@ def _engine(
     offer = replace(offer, printed=printed(directory, "tools")) if offer else None
     longest = needed_length(prompts, recipe.sampling)
     if note := start_note(recipe.engine):
-        print(note, file=sys.stderr)
+        terminal.note(note)
     engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
     engine = turns.turning(engine, offer, loaded)
     engine = around(engine, loaded) if around else engine

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from posttrain import registry
+from posttrain import registry, terminal
 from posttrain.errors import MergeError, ModelError, RunError, counted
 from posttrain.merge.arguments import Arguments, At
 from posttrain.merge.layers import layer_counts, layer_of
@@ -94,7 +93,7 @@ def run(recipe: MergeRecipe, directory: RunDirectory, companions: Any) -> dict[s
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     told = ", ".join(f"{rank} ({counted(count, 'module')})" for rank, count in counts.items())
-    print(f"combined {counted(len(inputs), 'adapter')} into {directory.final}: rank {told}", file=sys.stderr)
+    terminal.note(f"combined {counted(len(inputs), 'adapter')} into {directory.final}: rank {told}")
     return summary
 
 

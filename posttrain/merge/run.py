@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from posttrain import terminal
 from posttrain.errors import Interrupted, MergeError, counted
 from posttrain.merge import combine_adapters, probe
 from posttrain.merge.compatibility import compare, refuse, table
@@ -82,7 +81,7 @@ def check(plan: Plan, directory: RunDirectory) -> None:
     checks = compare(plan)
     _print_table(table(checks, plan.sources))
     for warning in [*(c.warning for c in checks if c.warning), *plan.warnings]:
-        print(f"warning: {warning}", file=sys.stderr)
+        terminal.note(f"warning: {warning}")
     refuse(checks, plan.sources)
     final = directory.final.resolve()
     for source in plan.sources:
@@ -244,18 +243,17 @@ def _described(source: Source) -> dict[str, str]:
 def _tell(summary: dict[str, Any]) -> None:
     gap = summary["probe"]["logit_gap"]
     told = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
-    print(
+    terminal.note(
         f"merged {counted(len(summary['models']), 'model')} into {summary['model']}: {summary['changed']} of "
-        f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}",
-        file=sys.stderr,
+        f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
     )
     if summary["rounded_away"]:
         why = "too small for the output dtype, or nothing of them is kept"
-        print(f"warning: differences do not show ({why}) in {summary['rounded_away']}", file=sys.stderr)
+        terminal.note(f"warning: differences do not show ({why}) in {summary['rounded_away']}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    console = Console(stderr=True, markup=False)
+    console = terminal.console(stderr=True, markup=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
     shown = Table(*(Column(heading, overflow="fold") for heading in rows[0]), box=None, pad_edge=False)

@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import torch
 from torch import Tensor
 
-from posttrain import __version__
+from posttrain import __version__, terminal
 from posttrain.errors import EngineError, PosttrainError
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import lifeline, shared_memory, wire
@@ -394,7 +394,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not logged; errors are, by `log_error`."""
 
     def log_error(self, format: str, *args: Any) -> None:
-        print(format % args, file=sys.stderr, flush=True)
+        terminal.note(format % args)
 
 
 def _version(*names: str) -> str | None:

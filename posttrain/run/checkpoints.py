@@ -11,10 +11,10 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from posttrain import terminal
 from posttrain.errors import RunError
 from posttrain.run.durable import explain_write_errors, sync_file, sync_folder, write_json
 
@@ -117,7 +117,7 @@ def latest(root: Path, *, hashes: bool = False, before: int | None = None) -> Pa
         if verify(folder, hashes=hashes):
             return folder
         if (folder / MANIFEST).exists():
-            print(f"{folder} is damaged and is not used", file=sys.stderr)
+            terminal.note(f"{folder} is damaged and is not used")
     return None
 
 

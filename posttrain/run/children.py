@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from posttrain import terminal
 from posttrain.errors import Interrupted, RunError, UserError
 from posttrain.run.interrupt import GracefulStop
 
@@ -145,7 +146,7 @@ class _Display:
     """The newest line of each child: live on a terminal; elsewhere milestones, and the rest now and then."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = terminal.console(stderr=True)
         self._newest: dict[str, str] = {}
         self._printed: dict[str, float] = {}
         self._live: Live | None = None

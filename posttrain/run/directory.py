@@ -19,7 +19,6 @@ import os
 import re
 import shlex
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from posttrain import terminal
 from posttrain.errors import RunError, UserError
 from posttrain.run import environment
 from posttrain.run.durable import explain_write_errors, read_json, to_text, write_text
@@ -109,7 +109,7 @@ class RunDirectory:
                     refuse_other_recipe(path, before, resolved)
                     _refuse_other_inputs(path, inputs, allow_changed)
                 elif resume:
-                    print(f"nothing to resume in {path}: starting from the beginning", file=sys.stderr)
+                    terminal.note(f"nothing to resume in {path}: starting from the beginning")
                 directory = cls(path, lock, _attempts(path) + 1)
                 directory._write_origin(text, resolved, inputs)
             except BaseException:
@@ -233,7 +233,7 @@ def _lock(path: Path) -> IO[str]:
             f"another process is working in {path} ({holder})", hint="wait for it, stop it, or give another --output"
         ) from None
     except OSError as error:  # some network file systems have no locks
-        print(f"{path} cannot be locked ({error}): see that no second process uses it", file=sys.stderr)
+        terminal.note(f"{path} cannot be locked ({error}): see that no second process uses it")
         return file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -273,7 +273,7 @@ def _refuse_other_inputs(path: Path, now: Mapping[str, Fact] | None, allow_chang
             hint="put them back, start a new run with another --output, or go on with these: --resume --allow-changed",
         )
     for line in told:
-        print(f"goes on with a changed file: {line}", file=sys.stderr)
+        terminal.note(f"goes on with a changed file: {line}")
 
 
 def read_resolved(path: Path, stage: str) -> dict[str, Any]:

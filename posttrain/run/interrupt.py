@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
+
+from posttrain import terminal
 
 ECHO_S = 2.0  # SIGTERMs within so long are one: schedulers send it to each process, and those pass it on
 STOPPING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -74,7 +75,7 @@ class GracefulStop:
             redirect_to_null(self._terminals)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         with contextlib.suppress(OSError):  # whoever read our lines may be gone, and that must not end the run here
-            print(f"{name}: finishing the step and saving; once more stops at once", file=sys.stderr, flush=True)
+            terminal.note(f"{name}: finishing the step and saving; once more stops at once")
 
 
 def redirect_to_null(descriptors: Sequence[int]) -> None:

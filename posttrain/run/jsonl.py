@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from posttrain import terminal
 from posttrain.errors import RunError, counted
 from posttrain.run.durable import explain_write_errors, write_text
 
@@ -52,7 +52,7 @@ class StepLog:
             place = attic / f"{self.path.stem}-broken-lines.txt"
             write_text(place, "".join(f"line {number}: {line}\n" for number, line in broken.items()))
             lines = counted(len(broken), "broken line")
-            print(f"{self.path}:{next(iter(broken))}  {lines} left out, kept in {place}", file=sys.stderr)
+            terminal.note(f"{self.path}:{next(iter(broken))}  {lines} left out, kept in {place}")
         write_text(self.path, to_lines(kept))
         self._count(kept)
 

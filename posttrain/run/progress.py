@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from posttrain import terminal
 from posttrain.run import ranks
 
 PLAIN_EVERY_S = 5.0  # at most one plain line in so many seconds
@@ -48,7 +49,7 @@ class Progress:
         console: Console | None = None,
     ) -> None:
         self.title, self.total, self.columns, self.max_minutes = title, total, tuple(columns), max_minutes
-        self._console = console or Console(stderr=True, quiet=not ranks.is_main())
+        self._console = console or terminal.console(stderr=True, quiet=not ranks.is_main())
         self._live: Live | None = None
         self._began = time.monotonic()
         self._first: tuple[int, float] | None = None  # step and time of the first update, for the time left

@@ -12,13 +12,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from posttrain import terminal
 from posttrain.errors import Interrupted, RunError, UserError
 from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import STOPPING, stop_with_parent
@@ -262,7 +262,7 @@ def _tell(first: _Process, processes: Sequence[_Process], received: Sequence[int
             hint=f"{OUT_OF_MEMORY if -code == signal.SIGKILL else ''}go on with the same command and --resume",
         )
     who = "" if said.startswith("rank ") else f"rank {first.rank}: "  # it says which one failed: see train/alarm.py
-    print(f"{who}{said or f'ended with {code}'}", file=sys.stderr, flush=True)
+    terminal.note(f"{who}{said or f'ended with {code}'}")
     return code
 
 

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from posttrain import terminal
 from posttrain.run import rounds
 
 
@@ -62,7 +63,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> N
 
 
 def _print(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Console:
-    console = Console(highlight=False, markup=False)
+    console = terminal.console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 200
     if title:

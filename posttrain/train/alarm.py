@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from posttrain import terminal
 from posttrain.run import ranks
 
 PATIENCE_S = 10.0  # for a rank that hears of another's failure to end by itself, which may save what is done
@@ -99,9 +99,7 @@ class Alarm:
         while ranks.is_writing():
             if self._ending.wait(POLL_S):
                 return
-        print(
-            f"{self.said}\nrank {ranks.rank()} waited for it and is ended; go on with the same command and --resume",
-            file=sys.stderr,
-            flush=True,
+        terminal.note(
+            f"{self.said}\nrank {ranks.rank()} waited for it and is ended; go on with the same command and --resume"
         )
         self.stop()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
 
+from posttrain import terminal
 from posttrain.errors import PosttrainError, RunError
 from posttrain.models import weight_names
 from posttrain.models.load import LoadedModel, quiet
@@ -179,7 +179,7 @@ def restore(
             distributed.on_main(checkpoints.set_aside, root, checkpoints.step_of(folder))
             return found.value
         if distributed.is_main():
-            print(f"{folder} cannot be loaded and is not used: {said}", file=sys.stderr)
+            terminal.note(f"{folder} cannot be loaded and is not used: {said}")
         first, before = first or found.error, checkpoints.step_of(folder)
     if before is not None:
         raise RunError(

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError, RunError
-from posttrain.verify.printed import Ear, Printed
+from posttrain.verify.printed import Ear, Printed, Shown
 from posttrain.verify.worker import CONCURRENT, IDLE, SLOT, SLOT_BYTES, Call, Result, Target
 
 CHUNK_SECONDS = 0.05  # calls are sent in chunks of about this much work
 CONCURRENT_CALLS = 32  # coroutines that one worker runs together
 LOAD_SECONDS = 120.0  # for importing a script and its setup()
+SHOWING_SECONDS = 0.2  # for what an ended worker has printed, if a process of its own keeps the pipe open
 STARTLESS_DEATHS = 3  # times that every worker may die outside a call before one answers
 
 _ENTRY = "import sys; sys.path.append({root!r}); from posttrain.verify.worker import start; start({fds})"
@@ -40,7 +41,7 @@ class Worker:
 
     def __init__(self, targets: Sequence[Target], memory_mb: int | None = None, printed: Printed | None = None) -> None:
         ours, theirs = Pipe()
-        self._ear = Ear(printed) if printed else None
+        self._ear, self._shown = Ear(printed or Shown()), printed is None
         with tempfile.TemporaryFile() as page, theirs:
             page.truncate(SLOT_BYTES)
             self.slot = mmap.mmap(page.fileno(), SLOT_BYTES)
@@ -51,13 +52,12 @@ class Worker:
                 [sys.executable, "-P", "-c", entry],  # -P: the working directory stays off sys.path
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                stdout=self._ear.fd if self._ear else 2,  # what a script prints is talk, not our data
-                stderr=self._ear.fd if self._ear else None,
+                stdout=self._ear.fd,  # what a script prints is talk, not our data
+                stderr=self._ear.fd,
                 env={"OMP_NUM_THREADS": "1", **os.environ},
                 start_new_session=True,
             )
-        if self._ear:
-            self._ear.started()
+        self._ear.started()
         self.connection: Connection = ours
         self.connection.send(([p or os.getcwd() for p in sys.path], list(targets), memory_mb))
         self.ready = False
@@ -105,12 +105,15 @@ class Worker:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        code = self.process.wait()
+        if self._shown:
+            self._ear.last(SHOWING_SECONDS)
+        return code
 
     @property
     def last_words(self) -> str:
         """What the ended process printed last, as a part of a sentence; empty where people have seen it on stderr."""
-        said = self._ear.last() if self._ear else ""
+        said = "" if self._shown else self._ear.last()
         return f"; it printed last:\n{said}" if said else ""
 
 

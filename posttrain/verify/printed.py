@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from posttrain import terminal
+
 MOST_BYTES = 10 << 20  # of a log; what is printed beyond is read and forgotten
 LAST_LINES = 10  # of a worker that dies
 SHOWN = 100  # characters of the first line, and of each last one
@@ -47,10 +49,18 @@ class Printed:
             self._tell(f"{self._what} print ({first}): see {self.path}")
 
 
+class Shown:
+    """In place of a log: what workers print goes to stderr, escaped. It may be a completion."""
+
+    def add(self, lines: bytes) -> None:
+        """Whole lines of one worker."""
+        terminal.note(lines.decode(errors="replace").removesuffix("\n"))
+
+
 class Ear:
     """One worker's output. `fd` is for the worker, until `started`; `last` are its newest lines."""
 
-    def __init__(self, printed: Printed) -> None:
+    def __init__(self, printed: Printed | Shown) -> None:
         self._printed, self._lines = printed, deque[bytes](maxlen=LAST_LINES)
         self._read, self.fd = os.pipe()
         self._thread = threading.Thread(target=self._listen, name="printed", daemon=True)
