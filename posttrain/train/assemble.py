@@ -25,7 +25,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.tools.offer import Offer, offer_of
 from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding
-from posttrain.train.attention import packs
+from posttrain.train.attention import PADDED, packs
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.objective import Objective
@@ -40,7 +40,6 @@ from posttrain.verify.audit import audit_gold
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
-PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"
 Note = Callable[[str], None]  # says a line to people
 
 

@@ -10,9 +10,10 @@ Whether an architecture hands the borders on to each of its layers, and has no l
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from posttrain.train.head import backbone
 from posttrain.train.sharding import as_forward
 
 NAME = "posttrain_packed"
+PADDED = "rows are padded: the attention of this model, as it is, cannot keep them apart in one line"  # a note
 GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # 2.11 wants as many keys as queries
 
 
@@ -170,14 +172,57 @@ def use_packed_attention(model: Any) -> bool:
     causal = causal_of(model)
     if not takes_sdpa(causal):
         return False
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _mask)
-    before, alone = causal.config._attn_implementation, _probed(causal, [PROBE])
-    causal.set_attn_implementation(NAME)
-    if keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone):
+    before = causal.config._attn_implementation
+    with short_windows(causal), _heard() as windows:
+        alone = _probed(causal, [PROBE])
+        causal.set_attn_implementation(NAME)
+        exact = keeps_rows_apart(causal, lambda lengths, device: {"packed": Packed.of(lengths, device)}, alone)
+    if exact and windows <= {None, WINDOW}:  # another one was out of reach of this trial
         return True
     causal.set_attn_implementation(before)
     return False
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[set[int | None]]:
+    """Register our attention and masks. Inside, the set gets every window that one of the two is asked for, in tokens;
+    None: all tokens."""
+    heard = set[int | None]()
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        heard.add(kwargs.get("local_size"))
+        return _mask(*args, **kwargs)
+
+    def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        heard.add(kwargs.get("sliding_window"))
+        return packed_attention(*args, **kwargs)
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    try:
+        yield heard
+    finally:
+        AttentionInterface.register(NAME, packed_attention)
+        AttentionMaskInterface.register(NAME, _mask)
+
+
+WINDOWS = ("sliding_window", "attention_chunk_size")  # what configurations, and layers that keep a copy, call them
+
+
+@contextlib.contextmanager
+def short_windows(causal: Any) -> Iterator[None]:
+    """Inside, every sliding window and every chunk of attention is `WINDOW` tokens: a trial on a row that is longer
+    says what happens on any row, and a window of thousands costs nothing."""
+    configs = [causal.config.get_text_config(), *(m.config for m in causal.modules() if hasattr(m, "config"))]
+    holders = {id(holder): holder for holder in (*configs, *causal.modules())}.values()
+    kept = [(h, key, getattr(h, key)) for h in holders for key in WINDOWS if isinstance(getattr(h, key, None), int)]
+    for holder, key, _ in kept:
+        setattr(holder, key, WINDOW)
+    try:
+        yield
+    finally:
+        for holder, key, window in kept:
+            setattr(holder, key, window)
 
 
 def packs(model: Any, device: torch.device) -> bool:
@@ -201,6 +246,7 @@ def takes_sdpa(causal: Any) -> bool:
 
 
 PROBE = range(11, 18)  # tokens of a row
+WINDOW = 3  # of a trial
 Borders = Callable[[list[int], torch.device], dict[str, Any]]
 
 

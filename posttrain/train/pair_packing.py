@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from posttrain.batch import ranges, tensor_of
 from posttrain.data.render import Pair
+from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
-from posttrain.train.attention import Packed, use_packed_attention
+from posttrain.train.attention import Packed, short_windows, use_packed_attention
 
 IGNORED = -100  # label of a token that is not scored
 PROBE = 16  # tokens of a prompt and of each side
@@ -91,7 +92,7 @@ def exact(loaded: LoadedModel, pairs: Sequence[Pair]) -> bool:
     batch = packed(loaded.device)(tried)
     training = loaded.model.training
     loaded.model.eval()
-    with torch.no_grad(), loaded.autocast():
+    with torch.no_grad(), loaded.autocast(), short_windows(causal_of(loaded.model)):
         line = _logits(loaded, packed=batch["packed"], **{k: batch[k] for k in ("input_ids", "position_ids")})
         ends = line.split(list(batch["packed"].lengths))
         rows = [p["prompt_ids"] + p[f"{side}_ids"] for p in tried for side in ("chosen", "rejected")]

@@ -50,6 +50,7 @@ from posttrain.train import (
     stored_logps,
 )
 from posttrain.train.anchors import SIDES
+from posttrain.train.attention import PADDED
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
 from posttrain.train.quiet import quiet
@@ -91,7 +92,9 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
     if missing:
         trainer.use_reference(prepared.items, directory.path / "reference.safetensors", missing)
+    unpacked = loaded.device.type == "cuda" and not single and not packed
     notes = [
+        *([PADDED] if unpacked else []),
         hf_trainer.rows_note(prepared, "row" if single else "pair"),
         pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
         pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths_note(prepared.items),

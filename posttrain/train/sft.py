@@ -21,11 +21,12 @@ from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.errors import ModelError
 from posttrain.models import load as models
+from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.train import alike, dealing, hf_trainer, machine, sharding
-from posttrain.train.attention import Packed, use_packed_attention
+from posttrain.train.attention import Packed, short_windows, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head
 from posttrain.train.quiet import quiet
@@ -170,7 +171,7 @@ def check_packing(loaded: LoadedModel, collate: Collator, examples: Sequence[Exa
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     before, row = list(examples[0].ids[:PROBE]), list(examples[-1].ids[:PROBE])
     changed = [(i + 1) % vocabulary for i in before]
-    with torch.no_grad():
+    with torch.no_grad(), short_windows(causal_of(loaded.model)):
         training = loaded.model.training
         loaded.model.eval()
         alone, behind, other = (_last_logits(loaded, collate, rows) for rows in ([row], [before, row], [changed, row]))

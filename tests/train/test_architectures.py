@@ -56,7 +56,7 @@ RARE = (  # another half of a minute
         "solar_open",
     ),
     *("olmo_hybrid", "qwen3_5_moe_text", "deepseek_v4", "deepseek_v32", "camembert"),
-    *("bloom", "codegen", "falcon", "glm", "glm4", "gptj", "granite", "helium", "lfm2", "mamba", "phi", "nemotron"),
+    *("bloom", "codegen", "falcon", "glm", "glm4", "gptj", "granite", "helium", "lfm2", "phi", "nemotron"),
     *("persimmon", "recurrent_gemma", "smollm3", "stablelm", "starcoder2", "xglm"),
 )
 FAMILIES = [*RENAMED, *SAME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARE)]

@@ -12,8 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from posttrain.models.load import load
 from posttrain.recipe.sections import Lora, Model
+from posttrain.train import attention
 from posttrain.train.attention import NAME, takes_borders, use_packed_attention
 from posttrain.train.logprobs import Sequences, check_head, completion_logprobs
+
+from .families import family
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,
@@ -95,6 +98,55 @@ def test_a_window_holds_without_a_mask_too(kind: str) -> None:
     expected = steps()
     assert use_packed_attention(model)
     torch.testing.assert_close(steps(), expected, atol=1e-5, rtol=1e-5)
+
+
+LONG = Sequences(tuple(tuple(range(3, 3 + n)) for n in (30, 5, 40, 17)), (5, 2, 3, 4))
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWED: dict[str, tuple[bool, dict[str, Any]]] = {  # whether it is packed, and keys
+    "mistral": (True, {}),
+    "mixtral": (True, {}),
+    "phi3": (True, {}),
+    "starcoder2": (True, {}),
+    "qwen2": (True, {"use_sliding_window": True, "layer_types": [SLIDING, FULL]}),
+    "qwen3_moe": (True, {"use_sliding_window": True, "layer_types": [SLIDING, SLIDING]}),
+    "gemma3_text": (True, {"layer_types": [SLIDING, FULL]}),
+    "gemma3n_text": (True, {"layer_types": [SLIDING, FULL]}),
+    "cohere2": (True, {"layer_types": [SLIDING, FULL]}),
+    "olmo3": (True, {"layer_types": [FULL, SLIDING]}),
+    "exaone4": (True, {"layer_types": [SLIDING, SLIDING]}),
+    "smollm3": (True, {"use_sliding_window": True, "layer_types": [SLIDING, FULL]}),
+    "dots1": (True, {"layer_types": [SLIDING, FULL]}),
+    "ministral": (True, {"layer_types": [SLIDING, SLIDING]}),
+    "modernbert-decoder": (True, {"layer_types": [SLIDING, FULL]}),
+    "qwen2_moe": (False, {"use_sliding_window": True, "layer_types": [SLIDING, FULL]}),  # these know it by the mask
+    "phimoe": (False, {}),
+    "doge": (False, {}),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_rows_longer_than_a_window(kind: str) -> None:
+    """Packed, they have the log-probs of padded rows; an architecture whose layers do not know their window is padded.
+    A window of thousands is tried as one of 8 is."""
+    packs, keys = WINDOWED[kind]
+    for window in (4096, 8):
+        model = family(kind, sliding_window=window, **keys)
+        assert use_packed_attention(model) == packs == takes_borders(model)
+        assert model.config.sliding_window == window, "the trial leaves it as it was"
+        layers = [m.sliding_window for m in model.modules() if getattr(m, "sliding_window", None)]
+        assert set(layers) <= {window}
+    with torch.no_grad():
+        found = completion_logprobs(model, LONG, 37, packed=True)[0]
+        expected = completion_logprobs(family(kind, sliding_window=8, **keys), LONG, 37)[0]
+        wide = completion_logprobs(family(kind, sliding_window=64, **keys), LONG, 37)[0]
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    assert (wide - expected).abs().max() > 0.1, "the window matters"
+
+
+def test_a_window_that_the_trial_cannot_reach_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family("mistral", sliding_window=4096)
+    monkeypatch.setattr(attention, "WINDOWS", ())
+    assert not use_packed_attention(model)
 
 
 def test_a_model_that_was_not_switched_is_padded_whatever_is_asked() -> None:

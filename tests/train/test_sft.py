@@ -20,10 +20,13 @@ from posttrain.data.render import Example
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError
 from posttrain.models import load as models
+from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.train import hf_trainer, sft
 from posttrain.train.hf_trainer import RowOrder, RowPlan
+
+from .families import save_family
 
 NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "trained_ratio", "num_tokens", "lr")
 
@@ -131,6 +134,18 @@ def test_a_packed_row_does_not_see_the_others(sft_recipe, tmp_path, monkeypatch,
     assert torch.equal(first, other)
     alone = sft._last_logits(loaded, collate, [[8, 9, 10]])
     torch.testing.assert_close(first, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_packing_in_chunks_of_attention_is_refused(tmp_path):
+    """Llama 4 attends within chunks, and they begin where the line begins: far below their size rows are exact."""
+    base = save_family(
+        "llama4_text", tmp_path / "base", attention_chunk_size=8192, layer_types=["chunked_attention"] * 2
+    )
+    loaded = models.load(Model(path=str(base), device="cpu"), tmp_path, training=True)
+    examples = [Example(uid=f"a:{n}", ids=tuple(range(n, n + 20)), trained=(True,) * 20) for n in (5, 9)]
+    with pytest.raises(ModelError, match="packing is not exact"):
+        sft.check_packing(loaded, sft.packed(loaded), examples)
+    assert loaded.model.config.attention_chunk_size == 8192
 
 
 def test_packing_that_leaks_is_refused(sft_recipe, tmp_path):
