@@ -260,8 +260,8 @@ def _frame(view: _View, turn: Message, tokenizer: Any) -> str:
         begin = start - len(lead) if lead and view.real.endswith(lead, at, start) else start
         frame += view.real[at:begin] + "…"
         at = end + len(trail) if trail and view.real.startswith(trail, end) else end
-    end = chat.closed(tokenizer, view.real[at:])
-    return frame + (end.text.rstrip() if end.id is None else end.text)
+    close = chat.closed(tokenizer, view.real[at:])
+    return frame + (close.text.rstrip() if close.id is None else close.text)
 
 
 def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> _Answer:

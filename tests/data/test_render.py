@@ -135,7 +135,7 @@ def test_the_sides_of_pairs_may_be_calls(tiny: Any) -> None:
     ("row", "lost"),
     [
         ({**ROW, "system": "Be brief."}, ["system"]),
-        ({**ROW, "reasoning": "1 and 1", "history": [["a"]], "source": "x", "tool_calls": []}, ["history", "reasoning"]),
+        ({**ROW, "reasoning": "one", "history": [["a"]], "source": "x", "tool_calls": []}, ["history", "reasoning"]),
         ({**TALK, "system": "", "thinking": None}, []),
         ({**TALK, "prompt": "1+1=?", "completion": "other"}, ["completion"]),
         ({"uid": "u", "messages": [{"role": "system", "content": "Be brief."}, *TURNS], "system": "Be brief."}, []),
