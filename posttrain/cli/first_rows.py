@@ -56,7 +56,8 @@ def _unwritten(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], da
     template = _template(section, base_dir) if data.chat else None
     if template is None or not template.chat_template:
         return []
-    losses = [loss for row in rows for text in _texts(section, row, template, data) for loss in text.losses]
+    by_row = [{loss for text in _texts(section, row, template, data) for loss in text.losses} for row in rows]
+    losses = [loss for found in by_row for loss in sorted(found)]
     return [f"{loss} (in {losses.count(loss)} of the first {len(rows)} rows)" for loss in dict.fromkeys(losses)]
 
 
