@@ -171,9 +171,25 @@ def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] =
     given = [c for c in names if row.get(c) and isinstance(row[c], str | list | Mapping) and c not in used]
     if not given:
         return texts
-    talk = str([row.get(c) for c in ("messages", "prompt", "completion", "chosen", "rejected") if c not in given])
-    lost = [c for c in given if repr(row[c])[1:-1] not in talk]
+    talk = [t for c in ("messages", "prompt", "completion", "chosen", "rejected") if c not in given
+            for t in _contents(row.get(c))]  # fmt: skip
+    lost = [c for c in given if not _is_said(row[c], talk)]
     return _adding(texts, tuple(f"LOOK: the column `{c}` is in no message" for c in lost))
+
+
+def _contents(value: Any) -> list[str]:
+    """The texts of a column: itself, or the contents of its messages."""
+    if isinstance(value, str):
+        return [value]
+    return [str(m.get("content")) for m in value if isinstance(m, Mapping)] if isinstance(value, list) else []
+
+
+def _is_said(value: Any, talk: Sequence[str]) -> bool:
+    """Whether a text is one of those, or, if it is long enough not to be there by chance, a part of one."""
+    if not isinstance(value, str):
+        return False
+    text = value.strip()
+    return any(text == said.strip() or (len(text) >= 12 and text in said) for said in talk)
 
 
 def _adding(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:

@@ -196,6 +196,12 @@ def _answer(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
             return _Answer(_cut(view, tokenizer), _frame(view, turn, tokenizer), others)
         if other := [leaf for leaf in lost if leaf.field != "content"]:
             raise _not_written(uid, other[0], turn)
+    if chat.prefilled_think(prompt) and not _thinks(turn):
+        raise DataError(
+            "the chat template opens <think> before the model's turn, but the answer never closes it",
+            where=whereabouts.row(uid),
+            hint="give answers with their thinking, or another `model.chat_template`",
+        )
     if not str(turn.get("content") or "").strip():
         raise _rewritten(uid)
     return _filled(uid, prompt, messages, tokenizer, tools)
@@ -271,7 +277,7 @@ def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
     asked_for = [*messages[:-1], plain]
     view = _view(uid, prompt, asked_for, tokenizer, tools)
     closed, opened = _CLOSED_THOUGHT.search(prompt), chat.prefilled_think(prompt)
-    if any(turn.get(name) for name in written.THOUGHTS) or (closed and _thinks(turn)):
+    if closed and _thinks(turn):
         raise DataError(
             "the chat template's generation prompt leaves no room for the thought of this answer",
             where=whereabouts.row(uid),
@@ -282,16 +288,10 @@ def _filled(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, 
             raise _not_written(uid, written.probe([turn]).leaves[0], turn)
         end = _cut(view, tokenizer)
         return _Answer(chat.TurnEnd(end.text.replace(_PLACEHOLDER, content, 1), end.id), _frame(view, plain, tokenizer))
-    if turn.get("tool_calls") or not (opened or closed):
+    if any(turn.get(name) for name in ("tool_calls", *written.THOUGHTS)) or not (opened or closed):
         raise _rewritten(uid)
     if opened:
         content = content.lstrip().removeprefix("<think>").lstrip("\n")
-    if opened and "</think>" not in content:
-        raise DataError(
-            "the chat template opens <think> before the model's turn, but the answer never closes it",
-            where=whereabouts.row(uid),
-            hint="give answers with their thinking, or another `model.chat_template`",
-        )
     _, found, tail = render_or_raise(uid, tokenizer, asked_for, tools=tools).rpartition(_PLACEHOLDER)
     if not found:
         raise _not_written(uid, written.probe([turn]).leaves[0], turn)

@@ -93,7 +93,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 # What comes of the twelve in their order, and of which templates. +: trained on, as checked below. Else refused: c, the
 # template writes no call, or not all; t, no text beside a call; r, no thought; o, its prompt opens a thought that the
-# answer has not; x, it refuses the conversation itself; w, it writes the turn in another way than it asks for it.
+# turn has not; x, it refuses the conversation itself.
 OUTCOMES = {
     "++++++++++++": "diffusion_gemma diffusion_gemma_training gemma4_v5 glm4moe glm4moe_training lfm2_2_5 lfm2_2_5_v2 "
     "lfm2_2_5_vl qwen3 qwen3_5_think qwen3_5_think_training qwen3_6 qwen3_6_training qwen3_8 "
@@ -108,7 +108,7 @@ OUTCOMES = {
     "lfm2 lfm2_training llama3 llama3_training llava_next llava_next_training phi3 phi3_5 phi3_5_training "
     "phi3_training qwen2_5_vl qwen2_5_vl_training smolvlm smolvlm_training",
     "+x+ccccr++++": "gemma gemma_training",
-    "ooowwww++ooo": "deepseek_r1_distill deepseek_r1_distill_training deepseekv3 deepseekv3_training "
+    "ooooooo++ooo": "deepseek_r1_distill deepseek_r1_distill_training deepseekv3 deepseekv3_training "
     "nemotron_3_5_lightning nemotron_3_5_lightning_training nemotron_3_nano nemotron_3_nano_training "
     "nemotron_3_super nemotron_3_super_training nemotron_3_ultra nemotron_3_ultra_training",
 }
@@ -138,7 +138,6 @@ REFUSALS = {
     "no room for the thought": "r",
     "never closes it": "o",
     "the chat template refuses": "x",
-    "differently from how it is generated": "w",
 }
 
 
