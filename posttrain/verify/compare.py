@@ -13,7 +13,7 @@ from sympy.core.function import AppliedUndef
 from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_value, said_value
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.realsets import Pieces, reals
-from posttrain.verify.records import BARE, as_tuple, bare_value, names_of, records, unwrapped
+from posttrain.verify.records import BARE, as_tuple, bare_value, has_names, names_of, only_member, records, spread
 from posttrain.verify.units import ratio_of_units
 from posttrain.verify.values import (
     Builder,
@@ -39,7 +39,7 @@ def same(gold: Value, candidate: Value, decimals: int) -> bool:
     if forms_of(candidate) - forms_of(gold):
         return False
     gold, candidate = in_one_case(gold, candidate)
-    return Comparison(decimals).same(gold, candidate)
+    return Comparison(decimals).same(only_member(gold), only_member(candidate))
 
 
 def in_one_case(*values: Any) -> tuple[Any, ...]:
@@ -73,15 +73,17 @@ class Comparison:
         self.decimals = decimals
 
     def same(self, gold: Any, candidate: Any) -> bool:
-        gold, candidate = unwrapped(gold, candidate)
+        gold, candidate = spread(gold), spread(candidate)
         if isinstance(gold, Formula) and isinstance(candidate, Formula):
             return self.formulas(gold, candidate)
         if isinstance(gold, Chain) and isinstance(candidate, Chain):
             return self.chains(gold, candidate) or self.sets(gold, candidate)
-        if isinstance(candidate, Chain) and (value := said_value(candidate)) is not None and self.same(gold, value):
-            return not (isinstance(gold, Group) and gold.kind == "list" and is_name(gold))
-        if isinstance(gold, Chain) and (value := named_value(gold)) is not None and self.same(value, candidate):
-            return True
+        if isinstance(candidate, Chain):
+            said = only_member(said_value(candidate))
+            return (said is not None and self.same(gold, said)) or self.sets(gold, candidate)
+        if isinstance(gold, Chain):
+            named = only_member(named_value(gold))
+            return (named is not None and self.same(named, candidate)) or self.sets(gold, candidate)
         if isinstance(gold, Grid) or isinstance(candidate, Grid):
             return self.grids(gold, candidate)
         if type(gold) is type(candidate) and isinstance(gold, NamedSet | Builder | Without) and gold == candidate:
@@ -157,7 +159,8 @@ class Comparison:
     def equations(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
         """The same name and value, or differences of the sides that are multiples of each other."""
         for left, right in (candidate, candidate[::-1]):
-            if is_name(gold[0]) and is_name(left) and self.same(gold[0], left) and self.same(gold[1], right):
+            named = is_name(gold[0]) and is_name(left)
+            if named and (self.same(gold[0], left) or _is_graph(gold, left)) and self.same(gold[1], right):
                 return True
         candidate = _with_argument_of(gold, candidate)
         if not all(isinstance(one, Formula) for one in (*gold, *candidate)):
@@ -229,8 +232,9 @@ class Comparison:
         if (gold.joined == "or") != (candidate.joined == "or") and (names_of(one) or names_of(other)):
             return False
         if (names_of(one) is None) != (names_of(other) is None):
-            values = [tuple(map(bare_value, side)) for side in (one, other)]
-            return self.in_order(*values)
+            if has_names(gold) and has_names(candidate):
+                return False  # of different kinds: x_1, x_2 and a, b
+            return self.in_order(*(tuple(map(bare_value, side)) for side in (one, other)))
         return self.without_order(one, other)
 
     def in_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
@@ -249,12 +253,24 @@ class Comparison:
         return not left
 
 
+def _is_graph(gold: tuple[Any, ...], name: Any) -> bool:
+    """Whether the gold is y = ... and the name f(x), or the other way round, and x the letter of the gold's formula."""
+    sides = (gold[0], name)
+    functions = [one.expr for one in sides if isinstance(one, Formula) and isinstance(one.expr, AppliedUndef)]
+    others = [one.expr for one in sides if isinstance(one, Formula) and one.expr == Symbol("y")]
+    if len(functions) != 1 or len(others) != 1 or not isinstance(gold[1], Formula):
+        return False
+    return functions[0].args == tuple(gold[1].expr.free_symbols)
+
+
 def _with_argument_of(gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> tuple[Any, ...]:
     """f(t) = 3t as f(x) = 3x, where the gold says what f(x) is."""
     one, other = gold[0], candidate[0]
     if not all(isinstance(side, Formula) and isinstance(side.expr, AppliedUndef) for side in (one, other)):
         return candidate
     a, b = one.expr.args, other.expr.args
+    if not isinstance(gold[1], Formula) or not set(a) <= gold[1].expr.free_symbols:
+        return candidate
     if one.expr.func != other.expr.func or len(a) != len(b) or not all(isinstance(s, Symbol) for s in (*a, *b)):
         return candidate
     change = dict(zip(b, a, strict=True))

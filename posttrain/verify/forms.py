@@ -179,6 +179,8 @@ def _of_several(reader: Reader) -> Expr:
         found: Any = sympy.igcd(*given) if name == "gcd" else sympy.ilcm(*given)
     elif all(one.is_number for one in given) and name in ("max", "min"):
         found = getattr(sympy, name.capitalize())(*given)
+    elif name in ("max", "min"):
+        found = getattr(sympy, name.capitalize())(*given, evaluate=False)
     else:
         found = Function(name)(*sorted(given, key=str))
     return unevaluated(reader, name, sympy.sympify(found))
@@ -212,7 +214,10 @@ def _sum(reader: Reader) -> Expr:
             terms = [body.subs(letter, low + k) for k in range(int(upper - low) + 1)]
             return sympy.Add(*terms) if kind == "sum" else Mul(*terms)
         bound = Symbol("bound variable")
-        return Function(kind)(low, upper, body.subs(letter, bound))
+        factor = Integer(1)
+        if kind == "sum":
+            factor, body = body.as_independent(letter, as_Add=False)
+        return Mul(factor, Function(kind)(low, upper, body.subs(letter, bound)))
     return Function(kind)(_text(lower), _text(upper), body)
 
 
@@ -240,6 +245,12 @@ def _lower(reader: Reader) -> Any:
             reader.place += 1
             constants = {"i": S.ImaginaryUnit, "e": S.Exp1}  # as which the body reads these letters
             return constants.get(letter.text, Symbol(letter.text)), value
+    reader.place = start
+    if reader.at("-") or reader.peek().kind in ("number", "letter", "command"):
+        value = reader.sum()
+        if reader.place == end and isinstance(value, Expr):
+            reader.place += 1
+            return value
     reader.place = end + 1
     return "".join(one.text for one in reader.tokens[start:end])
 

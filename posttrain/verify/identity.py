@@ -145,17 +145,13 @@ def _same_at_points(one: Expr, other: Expr, free: set[Symbol]) -> bool:
     with mpmath.workdps(digits + 10):
         slack = mpmath.mpf(10) ** (20 - digits)
         for at in _points(one, other, sorted(free, key=str)):
-            x, y = _value(one, at), _value(other, at)
-            if x is None or y is None or (not complex_too and (_unreal(x, slack) or _unreal(y, slack))):
+            x, y = _value(one, at, not complex_too), _value(other, at, not complex_too)
+            if x is None or y is None:
                 continue
             if abs(x - y) > slack * max(abs(x), abs(y)) and max(abs(x), abs(y)) > slack:
                 return False
             agreed += 1
     return agreed >= FEWEST_POINTS
-
-
-def _unreal(x: Any, slack: Any) -> bool:
-    return abs(mpmath.im(x)) > slack * abs(x)
 
 
 def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, Any]]:
@@ -203,35 +199,35 @@ _FUNCTIONS = {
 }  # fmt: skip
 
 
-def _value(value: Expr, at: dict[Symbol, Any]) -> Any:
-    """The value at a point to the working precision; None where it is not defined or too large."""
+def _value(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
+    """The value at a point, to the working precision; None where a part of it is not defined, too large or not real."""
     try:
-        found = _evaluated(value, at)
+        found = _evaluated(value, at, real)
         return found if mpmath.isfinite(found) else None
-    except (ArithmeticError, ValueError, TypeError, KeyError, NotImplementedError, mpmath.NoConvergence):
+    except (ArithmeticError, ValueError, TypeError, KeyError, NotImplementedError, mpmath.libmp.NoConvergence):
         return None
 
 
-def _evaluated(value: Expr, at: dict[Symbol, Any]) -> Any:
+def _evaluated(value: Expr, at: dict[Symbol, Any], real: bool) -> Any:
     if isinstance(value, Symbol):
         return at[value]
     if isinstance(value, Rational):
         return mpmath.mpf(int(value.p)) / int(value.q)
     if isinstance(value, Add):
-        return mpmath.fsum(_evaluated(part, at) for part in value.args)
+        return mpmath.fsum(_evaluated(part, at, real) for part in value.args)
     if isinstance(value, Mul):
-        return mpmath.fprod(_evaluated(part, at) for part in value.args)
+        return mpmath.fprod(_evaluated(part, at, real) for part in value.args)
     if isinstance(value, Pow):
         if isinstance(value.exp, Integer):
-            return _evaluated(value.base, at) ** int(value.exp)
-        return mpmath.power(_evaluated(value.base, at), _evaluated(value.exp, at))
+            return _evaluated(value.base, at, real) ** int(value.exp)
+        return _if_real(mpmath.power(_evaluated(value.base, at, real), _evaluated(value.exp, at, real)), real)
     if value is sympy.pi:
         return +mpmath.pi
     if value is sympy.E:
         return +mpmath.e
     if value is I:
         return mpmath.mpc(0, 1)
-    given = [_evaluated(part, at) for part in value.args]
+    given = [_evaluated(part, at, real) for part in value.args]
     if isinstance(value, AppliedUndef):
         return _of_unknown(value.func.__name__, given)
     name = type(value).__name__
@@ -239,7 +235,15 @@ def _evaluated(value: Expr, at: dict[Symbol, Any]) -> Any:
         raise ValueError("no order")
     if name in ("exp", "sinh", "cosh", "gamma", "factorial") and abs(given[0]) > 10**5:
         raise OverflowError
-    return _FUNCTIONS[name](*given)
+    return _if_real(_FUNCTIONS[name](*given), real)
+
+
+def _if_real(value: Any, real: bool) -> Any:
+    if real and isinstance(value, mpmath.mpc):
+        if value.imag != 0:
+            raise ValueError("not real")
+        return value.real
+    return value
 
 
 def _of_unknown(name: str, given: list[Any]) -> Any:

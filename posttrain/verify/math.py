@@ -23,6 +23,7 @@ from posttrain.verify.notation import (
     plain,
     same_bases,
     same_words,
+    says_all_reals,
     says_nothing,
 )
 from posttrain.verify.size import LONGEST, too_large
@@ -41,12 +42,14 @@ def prepare() -> None:
 def parsed(text: str) -> Any:
     """The value that a text is (`values.Value`), None if it is too large or cannot be read as a whole."""
     from posttrain.verify.reading import read
-    from posttrain.verify.values import Group
+    from posttrain.verify.values import Group, NamedSet
 
     if len(text) > LONGEST:
         return None
     if says_nothing(text):
         return Group("set", ())
+    if says_all_reals(text):
+        return NamedSet("R")
     text = clean(based(text)[0])
     return None if not text or too_large(text) else read(text)
 
@@ -97,15 +100,17 @@ def _equal_readings(gold: str, candidate: str, decimals: int) -> bool:
     from posttrain.verify.claims import says_what_is_false
     from posttrain.verify.compare import same
 
-    if (said := same_words(gold, candidate)) is not None:
-        return said
+    if (words := same_words(gold, candidate)) is not None:
+        return words
     one = _parsed(gold)
     other = _parsed(candidate) if len(candidate) <= LONGEST_REMEMBERED else parsed(candidate)
     if one is None or other is None:
         return False
-    if not based(candidate)[1]:
-        return not says_what_is_false(other) and same(one, other, decimals)
-    return not says_what_is_false(parsed(in_base_ten(candidate))) and same(one, other, decimals)
+    said = parsed(in_base_ten(candidate)) if based(candidate)[1] else other
+    try:
+        return not says_what_is_false(said) and same(one, other, decimals)
+    except (ArithmeticError, TypeError, ValueError, NotImplementedError, RecursionError):
+        return False  # sympy could not go on: not shown to be the same
 
 
 def equal(gold: str, candidate: str, *, decimals: int = 6) -> bool | None:

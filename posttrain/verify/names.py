@@ -17,13 +17,15 @@ FUNCTION_NAMES = frozenset("fghFGHuvwW")
 
 def read_name(reader: Reader, letter: str, constant: bool = True) -> Any:
     """A letter with its subscript and primes, what is applied to it, or the constant that it stands for."""
+    start = reader.place - 1
     name = letter + read_subscript(reader)
     while reader.take("'", "prime"):
         name += "'"
     if _applies(reader, name) and reader.at("("):
         return _applied(reader, name)
-    following = reader.peek()
-    named = following.kind == "relation"
+    before = reader.tokens[start - 1] if start else END
+    alone = before is END or before.kind == "relation" or before.text in SEPARATORS
+    named = alone and reader.peek().kind == "relation"  # as in e = 1/2
     if constant and not named and name == "e":
         return S.Exp1
     if constant and not named and name == "i":

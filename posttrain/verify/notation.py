@@ -35,11 +35,11 @@ _CURRENCY = "€£¥₹"
 
 _UPRIGHT = r"\\(?:mathrm|operatorname\*?|text|textrm|textnormal|textup|mbox|hbox|mathop|rm)"
 _FONT = (
-    r"\\(?:mathbf|mathit|mathsf|mathtt|mathcal|mathnormal|boldsymbol|bm|pmb|underline|underbrace|textbf|textit|texttt|"
+    r"\\(?:mathbf|mathit|mathsf|mathtt|mathcal|mathfrak|smash|mathnormal|boldsymbol|bm|pmb|underline|underbrace|textbf|textit|texttt|"
     r"textsf|emph|mathbin|mathord|ensuremath|displaystyle|mathstrut|fbox|boxed)"
 )
 _SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|small|normalsize|boldmath)\b\s*"
-_COLOUR = r"\\(?:textcolor|color)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
+_COLOUR = r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
 _SPACE = (
     r"(?<!\\)\\(?:[,;:> ]|q?quad|(?:enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
     r"|[hv]space\*?\s*\{[^{}]*\})|~"
@@ -60,7 +60,7 @@ def _upright(match: re.Match[str]) -> str:
         return f"{before} \\{separated[1]} " + (rf"\text{{{separated[2]}}}" if separated[2] else "")
     if len(content) == 1 and content.isalpha():
         unit = before and content not in "eid"
-        return before + (rf"\text{{{content}}}" if unit else f"{{{content}}}")
+        return before + (rf"\text{{{content}}}" if unit else f" {content} ")
     if re.fullmatch(r"\(?[A-Za-z]\)?|[A-Z](?:\s*,\s*[A-Z])+|[-+=<>()\[\],;\s]*", content):
         return f"{before} {content} "
     return before + rf"\text{{{content}}}"
@@ -83,7 +83,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         # What is not seen, or is only looks.
         (r"\\[hv]?phantom\s*\{[^{}]*\}", ""),
         (_COLOUR, ""),
-        (r"\\!\s*", ""),
+        (r"\\!\s*|\\null(?![a-z])|\\m?kern\s*-?[0-9.]+[a-z]{2}|(?<=[0-9)}])\{\}", ""),
         (r"\{\s*,\s*\}", ","),
         (r"^\*\*(.*)\*\*$", r"\1"),
         (r"^\"(.*)\"$", r"\1"),
@@ -175,7 +175,8 @@ _UNIT_LETTER = re.compile(
 )
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
 _NOTHING = re.compile(
-    r"(?:there (?:is|are) )?no(?: (?:such|real|valid|possible|integer))*"
+    r"(?:(?:the )?(?:equation|system|inequality|it) )?(?:(?:there (?:is|are)|has|have) )?"
+    r"no(?: (?:such|real|valid|possible|integer))*"
     r" (?:solutions?|roots?|values?|answers?|numbers?|integers?|pairs?|triples?)(?: exists?)?"
     r"|empty set|the empty set|null set"
 )
@@ -304,6 +305,12 @@ def words_of(text: str) -> str | None:
     return found if len(found) > 1 and found.isalpha() else None
 
 
+def says_all_reals(text: str) -> bool:
+    """Whether the words mean every real number."""
+    words = " ".join(_LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())
+    return re.fullmatch(r"(?:(?:the set of )?(?:all|any)(?: of)?(?: the)? )?real(?:s| numbers?)", words) is not None
+
+
 def says_nothing(text: str) -> bool:
     """Whether the words say that nothing solves it: `no solution`."""
     return _NOTHING.fullmatch(" ".join(_LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())) is not None
@@ -318,7 +325,7 @@ def same_words(a: str, b: str) -> bool | None:
     x, y = words_of(a), words_of(b)
     if x is None or y is None:
         return None
-    if x == y or (says_nothing(a) and says_nothing(b)):
+    if x == y or (says_nothing(a) and says_nothing(b)) or (says_all_reals(a) and says_all_reals(b)):
         return True
     products = (
         sorted(x) == sorted(y)

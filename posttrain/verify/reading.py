@@ -12,7 +12,7 @@ import sympy
 from sympy import Add, Expr, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
-from posttrain.verify.names import FUNCTION_NAMES, read_name, read_subscript
+from posttrain.verify.names import read_name, read_subscript
 from posttrain.verify.structures import COMMANDS
 from posttrain.verify.tokens import Token, tokenize
 from posttrain.verify.units import read_unit
@@ -52,12 +52,13 @@ class Reader(Cursor):
         members, joined = self.members()
         return members[0] if len(members) == 1 else Group("list", tuple(members), joined)
 
-    def members(self) -> tuple[list[Any], str]:
-        members, joined = self.item(), ","
+    def members(self, *, forking: bool = True) -> tuple[list[Any], str]:
+        """The items, and what joins them. With a plus-minus in a tuple there are two tuples, not two members."""
+        members, joined = self.item() if forking else [self.chain()], ","
         while (separator := self.separator()) is not None:
             if separator != ",":
                 joined = separator
-            members += self.item()
+            members += self.item() if forking else [self.chain()]
         return members, joined
 
     def separator(self) -> str | None:
@@ -101,7 +102,7 @@ class Reader(Cursor):
     def named_point(self) -> Chain | None:
         """`P(1, 2)` as P = (1, 2), where it is all of an item."""
         name = self.peek()
-        if name.kind != "letter" or not name.text.isupper() or name.text in FUNCTION_NAMES:
+        if name.kind != "letter" or not name.text.isupper():
             return None
         start, label = self.place, self.next().text + read_subscript(self)
         if self.take("("):
@@ -333,7 +334,7 @@ class Reader(Cursor):
         """A formula or chain up to `end`, or a group of that kind where there are separators."""
         bars, self.bars = self.bars, 0
         if self.is_list(end):
-            members, joined_by = self.members()
+            members, joined_by = self.members(forking=kind == "list")
             value: Any = Group(kind, tuple(members), joined_by)
         else:
             value = self.sum()

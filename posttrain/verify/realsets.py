@@ -14,7 +14,7 @@ from posttrain.verify.values import Builder, Chain, Formula, Group, NamedSet, Wi
 
 MOST_PIECES = 40
 _FLIPPED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "=": "=", "ne": "ne"}
-_POSITIVE = frozenset(["R+", "R^+", "R_+"])
+_POSITIVE, _NOT_NEGATIVE = ("R^+", "R_+", "R_gt0"), ("R_ge0", "R^+_0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,11 @@ def reals(value: Any) -> tuple[Pieces, str | None] | None:
     if isinstance(value, Group):
         return _of_group(value)
     if isinstance(value, NamedSet):
-        zero = bound(Formula(S.Zero), False)
-        assert zero is not None
-        return (ALL, None) if value.name == "R" else (((zero, HIGHEST),), None) if value.name in _POSITIVE else None
+        if value.name == "R":
+            return ALL, None
+        zero = bound(Formula(S.Zero), value.name in _NOT_NEGATIVE)
+        known = zero is not None and value.name in (*_POSITIVE, *_NOT_NEGATIVE)
+        return (((zero, HIGHEST),), None) if zero is not None and known else None
     if isinstance(value, Without):
         whole, left_out = reals(value.whole), reals(value.left_out)
         return None if whole is None or left_out is None else (meet(whole[0], complement(left_out[0])), whole[1])

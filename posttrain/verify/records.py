@@ -10,13 +10,8 @@ from posttrain.verify.values import Chain, Formula, Group
 BARE = ("list", "set")
 
 
-def unwrapped(gold: Any, candidate: Any) -> tuple[Any, Any]:
-    """Both, a list or set of one as its member where the other is none."""
-    return _only_member(_spread(gold)), _only_member(_spread(candidate))
-
-
-def _only_member(value: Any) -> Any:
-    """5 of `{5}` and of `5, 5`; but a set in a set stays one."""
+def only_member(value: Any) -> Any:
+    """5 of `{5}` and of `5, 5`."""
     if not isinstance(value, Group) or value.kind not in BARE or not value.members:
         return value
     member = value.members[0]
@@ -25,7 +20,7 @@ def _only_member(value: Any) -> Any:
     return member
 
 
-def _spread(value: Any) -> Any:
+def spread(value: Any) -> Any:
     """`(x, y) = (1, 2)` as x = 1, y = 2."""
     if (
         not isinstance(value, Chain)
@@ -49,7 +44,10 @@ def _flat(group: Group) -> tuple[Any, ...]:
 
 def _name_of(member: Any) -> str | None:
     named = isinstance(member, Chain) and set(member.relations) <= {"=", "approx"} and is_name(member.sides[0])
-    return str(member.sides[0]) if named else None
+    if not named:
+        return None
+    side = member.sides[0]
+    return str(side.expr) if isinstance(side, Formula) else str(side)
 
 
 def names_of(members: tuple[Any, ...]) -> list[str] | None:
@@ -58,13 +56,26 @@ def names_of(members: tuple[Any, ...]) -> list[str] | None:
     return [name for name in names if name] if None not in names and len(set(names)) > 1 else None
 
 
+def has_names(group: Group) -> bool:
+    """Whether any of its values has a name."""
+    return any(_name_of(one) for one in _flat(group))
+
+
 def bare_value(member: Any) -> Any:
     return said_value(member) if _name_of(member) is not None else member
+
+
+def _are_roots(members: tuple[Any, ...]) -> bool:
+    """Whether they are x_1 = ..., x_2 = ...: solutions with numbers, in any order."""
+    names = [_name_of(one) for one in members]
+    return len(names) > 1 and any(names == [f"{letter}_{k + 1}" for k in range(len(names))] for letter in "xtz")
 
 
 def records(group: Group) -> tuple[Any, ...]:
     """The members; `p=5, q=2, p=7, q=2` is two pairs."""
     members = _flat(group)
+    if _are_roots(members):
+        return tuple(map(bare_value, members))
     names = names_of(members)
     if names is None:
         return members

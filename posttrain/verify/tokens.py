@@ -16,7 +16,7 @@ class Token(NamedTuple):
 
 _FUNCTIONS_WORDS = """
 sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth ln log lg exp sqrt gcd lcm max min det
-floor ceil abs arcsec arccsc asin acos atan
+floor ceil abs arcsec arccsc asin acos atan tg ctg arctg arcctg
 """
 FUNCTIONS = frozenset(_FUNCTIONS_WORDS.split())
 _GREEK_WORDS = """
@@ -66,6 +66,11 @@ _SAME_COMMANDS |= {
     "degree": "degree",
     "lg": "lg",
     "colon": ":",
+    "tg": "tan",
+    "ctg": "cot",
+    "arctg": "arctan",
+    "arcctg": "arccot",
+    "uppi": "pi",
 }
 _SIGNS = frozenset("*/|[]:")
 

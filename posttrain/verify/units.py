@@ -22,7 +22,8 @@ perhaps probably to through between less more than least most if when where for 
 thirds quarter quarters fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth hundredths
 thousandth thousandths pi sqrt alpha either neither nor except unless mod modulo base instead rather point into
 one two three four five six seven eight nine ten eleven twelve zero negative positive false incorrect from below
-above under exceeding divided root power fewer greater smaller too only also false non lower upper up down
+above under exceeding divided root power fewer greater smaller too only also false non lower upper up down etc
+so remainder rem with out
 """
 _MORE = frozenset(_MORE_WORDS.split())
 

@@ -82,6 +82,8 @@ RIGHT = {
     "(0)",  # of {0}
     "yx",
     "2(0)",
+    "-\\sin x=0",
+    "€1.234,560",
     "(A) 987", "\\text{(A)} 987", "\\textbf{(B)} 987",  # an option with what it says
     "1+6.022 \\times 10^{23}", "1+6.022\\times 10^{23}",  # a decimal of four digits
     "2(\\textbf{(B) }\\frac12)",  # 2 B/2
