@@ -30,6 +30,7 @@ def serve(port: Port = 8100, host: Host = "127.0.0.1", gpu: Gpu = None) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vllm", "posttrain serve", "vllm")
     from posttrain.rollout.local_server import serve_runs, visible_device
+    from posttrain.rollout.token import TOKEN_VARIABLE, serving_token
 
     env = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": visible_device(gpu, "--gpu")}
     try:
@@ -39,11 +40,15 @@ def serve(port: Port = 8100, host: Host = "127.0.0.1", gpu: Gpu = None) -> None:
             f"cannot listen on {host}:{port}: {_reason(error)}",
             hint="another `posttrain serve` or program may have it; --port takes another",
         ) from error
+    token, kept = serving_token(port)
+    env[TOKEN_VARIABLE] = token
     own = host if host not in ("0.0.0.0", "::") else socket.gethostname()
     with listener:
-        say(f"ready: a run connects with  rollout.engine=vllm 'rollout.vllm.server.urls=[http://{own}:{port}]'")
+        shown = f"the token in {kept}, which your runs on this machine find there" if kept else "this shell's token"
+        address = f"rollout.engine=vllm 'rollout.vllm.server.urls=[http://{own}:{port}]'"
+        say(f"ready: a run connects with  {address}  and {shown} (elsewhere set {TOKEN_VARIABLE} to it)")
         if host not in ("127.0.0.1", "localhost", "::1"):
-            say("whoever can reach this port can use the engine: keep it inside a network that you trust")
+            say("tokens and weights travel unencrypted: keep the port inside a network that you trust")
         serve_runs(listener, env, say)
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from posttrain.errors import EngineError, PosttrainError
 from posttrain.rollout import wire
+from posttrain.rollout.token import asking_token
 
 T = TypeVar("T")
 CONNECT_S = 10.0
@@ -28,10 +29,13 @@ class Client:
     """Requests to one server, and the session in which it works for this run.
 
     A failed request is retried with growing pauses while the session lives; repeating a request is safe. fate: says how
-    the server's process ended, if this run started it.
+    the server's process ended, if this run started it. token: of the server; None = the one that is known here.
     """
 
-    def __init__(self, url: str, timeout_s: float, *, fate: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, url: str, timeout_s: float, *, fate: Callable[[], str] = lambda: "", token: str | None = None
+    ) -> None:
+        self.token = asking_token(url) if token is None else token
         self.url, self.timeout_s, self.fate = url.rstrip("/"), timeout_s, fate
         place = urlsplit(self.url)
         self.host, self.port = place.hostname or "", place.port or 80
@@ -54,7 +58,11 @@ class Client:
             with contextlib.closing(self._connected()) as connection:
                 held = connection.sock.dup()  # http.client closes its own once it has read the answer
                 response = self._send(connection, "POST", "/session", [who], {})
-                return held, response.status == BUSY, json.loads(response.readline())
+                answer = json.loads(response.readline())
+                if "error" in answer and response.status != BUSY:
+                    held.close()
+                    raise wire.error_of(answer, self.url)
+                return held, response.status == BUSY, answer
 
         for pause in (*PAUSES, None):
             held, busy, answer = self._trying(once)
@@ -176,6 +184,7 @@ class Client:
         body: wire.Body | Path,
         headers: dict[str, str],
     ) -> http.client.HTTPResponse:
+        headers = {**headers, wire.TOKEN: self.token}
         try:
             if isinstance(body, Path):
                 headers = {**headers, "Content-Length": str(body.stat().st_size)}

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from posttrain.errors import RecipeError, RunError
 from posttrain.rollout import named_memory
+from posttrain.rollout.token import TOKEN_VARIABLE, own_token
 from posttrain.run import ranks
 
 _BEGIN = "import sys; sys.path.append({root!r}); from posttrain.rollout import lifeline; lifeline.watch(); "
@@ -64,7 +65,7 @@ class LocalServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as listener, log.open("wb") as output:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            process = start_process(listener, output, env)
+            process = start_process(listener, output, {**env, TOKEN_VARIABLE: own_token(url)})
         return cls(f"GPU {' and '.join(map(str, devices))}" if gpu else "the CPU", url, log, process)
 
     def fate(self) -> str:

@@ -10,8 +10,10 @@ Only the thread that calls `serve` touches vLLM (except for `pause`), one job af
 from __future__ import annotations
 
 import contextlib
+import hmac
 import importlib.metadata
 import json
+import os
 import queue
 import secrets
 import shutil
@@ -35,9 +37,12 @@ from posttrain.rollout import lifeline, shared_memory, wire
 from posttrain.rollout.client import BUSY
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
+from posttrain.rollout.token import TOKEN_VARIABLE, new_token
 from posttrain.scratch import Scratch
 
 PIECE = 1 << 20
+MOST_JSON, MOST_WEIGHTS = 512 << 20, 64 << 30  # bytes of a request
+UNKNOWN_S = 30.0
 GONE = (ConnectionError, TimeoutError)  # the client has gone away
 
 
@@ -82,13 +87,19 @@ def vllm_core(settings: dict[str, Any], folder: Path) -> Core:
 class EngineServer:
     """Serves on a listening socket until its first session ends.
 
-    on_end: called at once when that happens, in another thread: the one in `serve` may be busy in vLLM.
+    on_end: called at once when that happens, in another thread: the one in `serve` may be busy in vLLM. token: what
+    every request must show; None where nobody else can reach the socket.
     """
 
     def __init__(
-        self, listener: socket.socket, make_core: MakeCore = vllm_core, on_end: Callable[[], None] = lambda: None
+        self,
+        listener: socket.socket,
+        make_core: MakeCore = vllm_core,
+        on_end: Callable[[], None] = lambda: None,
+        token: str | None = None,
     ) -> None:
-        self.make_core, self.on_end = make_core, on_end
+        self.make_core, self.on_end, self.token = make_core, on_end, token
+        self.peer = ""  # the process id of the run, once it has shown that memory there is its own
         self._scratch = Scratch("engine")
         self.folder = self._scratch.path
         self.core: Core | None = None
@@ -158,6 +169,24 @@ class EngineServer:
         self._scratch.close()
 
     # --- requests ---
+
+    def allows(self, token: str | None) -> bool:
+        """Whether a request may be answered."""
+        return self.token is None or hmac.compare_digest(self.token.encode(), (token or "").encode())
+
+    def shared(self, place: str) -> str:
+        """What memory there holds, if it is the session's name: so it is the run's own."""
+        text = shared_memory.found(place)
+        if not hmac.compare_digest(text.encode(), self.session.encode()):
+            return ""
+        self.peer = shared_memory.process_of(place)
+        return text
+
+    def own(self, place: str) -> str:
+        """That place, if it is in the run's own process. Raises ValueError for another's."""
+        if not self.peer or shared_memory.process_of(place) != self.peer:
+            raise ValueError("that memory is not the run's")
+        return place
 
     def health(self) -> dict[str, Any]:
         return {
@@ -271,6 +300,7 @@ class _Http(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Http
+    timeout = UNKNOWN_S  # of reading, until the token was shown
 
     def do_GET(self) -> None:
         self._answering(lambda: self._line(self.server.engine.health()))
@@ -283,6 +313,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answering(self, work: Callable[[], None]) -> None:
         self._begun = False
+        if not self.server.engine.allows(self.headers.get(wire.TOKEN)):
+            self._line(wire.told(_stranger()), 403)
+            return
+        self.connection.settimeout(None)
         try:
             work()
         except GONE:
@@ -303,7 +337,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _session(self) -> None:
         engine = self.server.engine
-        who = json.loads(self._body())["who"]
+        who = str(json.loads(self._body())["who"])[:200]
         try:
             name = engine.begin(who)
         except EngineError as error:
@@ -331,10 +365,10 @@ class _Handler(BaseHTTPRequestHandler):
         path, query = self.server.engine.place(asked.path.removeprefix("/files/")), parse_qs(asked.query)
         path.parent.mkdir(exist_ok=True)
         if "memory" in query:
-            shared_memory.copied(query["memory"][0], path)
+            shared_memory.copied(self.server.engine.own(query["memory"][0]), path)
             self._line({})
             return
-        left = int(self.headers["Content-Length"])
+        left = self._length(MOST_WEIGHTS)
         with path.open("wb") as file:
             while left:
                 piece = self.rfile.read(min(left, PIECE))
@@ -347,10 +381,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _post(self) -> None:
         self._belongs()
         engine, place = self.server.engine, urlsplit(self.path)
-        body = self._body()
+        body = self._body(MOST_WEIGHTS if place.path == "/weights" else MOST_JSON)
         if place.path == "/weights":
             query = parse_qs(place.query)
-            bucket = wire.unpack(shared_memory.mapped(query["memory"][0]) if "memory" in query else body)
+            memory = shared_memory.mapped(engine.own(query["memory"][0])) if "memory" in query else body
+            bucket = wire.unpack(memory)
             factors = query.get("factors") == ["1"]
             engine.weights(int(query["number"][0]), query["last"] == ["1"], bucket, factors=factors)
             self._line({})
@@ -360,7 +395,7 @@ class _Handler(BaseHTTPRequestHandler):
             for line in engine.generate(values):
                 self._line(line)
         elif place.path == "/shared":
-            self._line({"found": shared_memory.found(values["place"])})
+            self._line({"found": engine.shared(str(values["place"]))})
         elif place.path == "/pause":
             engine.ready().pause()  # in this thread, since the other one is busy in `complete`
             self._line({})
@@ -380,14 +415,24 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             raise ValueError(f"nothing is served at {place.path}")
 
-    def _body(self) -> bytearray:
-        body = bytearray(int(self.headers.get("Content-Length") or 0))
-        view, at = memoryview(body), 0
-        while at < len(body):
-            count = self.rfile.readinto(view[at : at + PIECE])  # type: ignore[attr-defined]
-            if not count:
+    def _length(self, most: int) -> int:
+        """The bytes that the request says it has. Raises ValueError for no number, and for more than `most`."""
+        text = self.headers.get("Content-Length") or "0"
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise ValueError("a request without a length")
+        if int(text) > most:
+            raise ValueError(f"a request of {text} bytes; at most {most} are taken")
+        return int(text)
+
+    def _body(self, most: int = MOST_JSON) -> bytearray:
+        """The request's content. Memory is taken as it comes: what it claims to have costs nothing."""
+        left, body = self._length(most), bytearray()
+        while left:
+            piece = self.rfile.read(min(left, PIECE))
+            if not piece:
                 raise ConnectionResetError("a request was cut short")
-            at += count
+            body += piece
+            left -= len(piece)
         return body
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -395,6 +440,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_error(self, format: str, *args: Any) -> None:
         terminal.note(format % args)
+
+
+def _stranger() -> EngineError:
+    return EngineError(
+        "the engine there asks for its token",
+        hint=f"`posttrain serve` says where it is; set {TOKEN_VARIABLE} to it for this run",
+    )
 
 
 def _version(*names: str) -> str | None:
@@ -405,7 +457,9 @@ def _version(*names: str) -> str | None:
 
 
 def main(fd: int, make_core: MakeCore = vllm_core) -> None:
-    """Serve one session on the listening socket `fd`, and end this process with it."""
-    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=lifeline.leave)
+    """Serve one session on the listening socket `fd`, and end this process with it. Its token is in the environment,
+    and is taken out of it: what this process starts does not get it."""
+    token = os.environ.pop(TOKEN_VARIABLE, "") or new_token()
+    engine = EngineServer(socket.socket(fileno=fd), make_core, on_end=lifeline.leave, token=token)
     lifeline.before_leaving(engine.clean)
     engine.serve()

@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Self
 from posttrain.rollout import wire
 from posttrain.rollout.client import Client
 
-PLACE = re.compile(r"/proc/\d+/fd/\d+")
+PLACE = re.compile(r"/proc/(\d+)/fd/\d+")
 
 
 class Memory:
@@ -62,6 +61,12 @@ def known(place: str) -> Path:
     return Path(place)
 
 
+def process_of(place: str) -> str:
+    """The process id in that place."""
+    found = PLACE.fullmatch(place)
+    return found[1] if found else ""
+
+
 def copied(place: str, to: Path) -> None:
     """Copy the file that is `lent` there, inside the kernel."""
     shutil.copyfile(known(place), to)
@@ -74,15 +79,15 @@ def mapped(place: str) -> mmap.mmap:
 
 
 def reaches(client: Client) -> bool:
-    """Whether that server can map our memory: it is asked to read a secret there."""
-    secret = secrets.token_hex(16)
+    """Whether that server can map our memory: it is asked to read the session's name there, which proves to it that
+    the memory is ours. It then maps what this process has, and nobody else's."""
     try:
-        memory = Memory([secret.encode()])
+        memory = Memory([client.name.encode()])
     except (AttributeError, OSError):  # not Linux, or a container that forbids it
         return False
     with memory:
         asked = [json.dumps({"place": memory.place}).encode()]
-        return bool(client.ask("POST", "/shared", asked)["found"] == secret)
+        return bool(client.ask("POST", "/shared", asked)["found"] == client.name)
 
 
 def found(place: str) -> str:

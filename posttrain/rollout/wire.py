@@ -11,7 +11,8 @@
                              that the server holds; /adapter: the adapter in an uploaded folder
     POST /logps              log-probs of the probe's sequence
 
-All but the first two carry the session's name in the header `X-Session`.
+All carry the server's token in the header `X-Token` (see `token`); all but the first two the session's name in
+`X-Session`. Without the token nothing is read and nothing is answered.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Request
 
-PROTOCOL = 4  # rises with every change that an older side would misread
-SESSION = "X-Session"
+PROTOCOL = 5  # rises with every change that an older side would misread
+SESSION, TOKEN = "X-Session", "X-Token"
 BUCKET_BYTES = 256 << 20
 
 Body = Sequence[bytes | memoryview]
@@ -95,7 +96,9 @@ def unpack(body: bytearray | mmap.mmap) -> list[tuple[str, Tensor]]:
     start = 8 + int.from_bytes(body[:8], "little")
     named = []
     for name, kind, shape in json.loads(bytes(body[8:start])):
-        dtype, count = getattr(torch, kind), math.prod(shape)
+        dtype, count = getattr(torch, kind, None), math.prod(shape)
+        if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"tensor {name} has no type or shape")
         if start + count * dtype.itemsize > len(body):
             raise ValueError(f"tensor {name} is cut short")
         flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)

@@ -1,0 +1,65 @@
+"""The token that a run shows to an engine in another process: whoever does not have it is answered nothing.
+
+A run gives it to the servers that it starts. `posttrain serve` takes it from TOKEN_VARIABLE, or makes one and writes it
+where only this user can read it; a run on the same machine finds it there, one elsewhere needs the variable.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from posttrain.errors import UserError
+
+TOKEN_VARIABLE = "POSTTRAIN_SERVER_TOKEN"
+_HERE = ("127.0.0.1", "localhost", "::1")
+
+
+def new_token() -> str:
+    """A token that nobody guesses."""
+    return secrets.token_urlsafe(32)
+
+
+def token_file(port: int) -> Path:
+    """Where `posttrain serve` on that port writes its token."""
+    return Path.home() / ".cache" / "posttrain" / f"server-{port}.token"
+
+
+_OWN: dict[str, str] = {}  # address of a server that this process started -> its token
+
+
+def own_token(url: str) -> str:
+    """The token of a server that this process starts, which `asking_token` then knows."""
+    return _OWN.setdefault(url.rstrip("/"), new_token())
+
+
+def serving_token(port: int) -> tuple[str, Path | None]:
+    """(token of a server that begins, the file that it was written to, None if it came from the environment)."""
+    if given := os.environ.get(TOKEN_VARIABLE):
+        return given, None
+    token, place = new_token(), token_file(port)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place.unlink(missing_ok=True)
+        with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(token)
+    except OSError as error:
+        raise UserError(
+            f"the server's token cannot be written to {place}: {error.strerror}", hint=f"set {TOKEN_VARIABLE} instead"
+        ) from error
+    return token, place
+
+
+def asking_token(url: str) -> str:
+    """The token for a server; "" if none is known here."""
+    if own := _OWN.get(url.rstrip("/")):
+        return own
+    if given := os.environ.get(TOKEN_VARIABLE):
+        return given
+    place = urlsplit(url)
+    try:
+        return token_file(place.port or 80).read_text(encoding="ascii") if place.hostname in _HERE else ""
+    except OSError:
+        return ""
