@@ -63,8 +63,13 @@ def render_or_raise(uid: str, tokenizer: Any, messages: Sequence[Message], **how
 
 def prompt_of(uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> Text:
     """The conversation up to the turn that the model has to write, as one piece that is not trained on."""
+    text = _prompt(uid, messages, tokenizer, tools)
+    return replace(text, losses=_lost_before(uid, messages, tokenizer, tools, text.pieces[0].text))
+
+
+def _prompt(uid: str, messages: Sequence[Message], tokenizer: Any, tools: list[Any] | None) -> Text:
     prompt = render_or_raise(uid, tokenizer, messages, tools=tools, generation_prompt=True)
-    return Text(uid, (Piece(prompt, False),), losses=_lost_before(uid, messages, tokenizer, tools, prompt))
+    return Text(uid, (Piece(prompt, False),))
 
 
 def last_turn(
@@ -82,7 +87,7 @@ def last_turn(
     added = (ADDED_THOUGHT,) if _adds_thought(prompt, answer, messages[-1]) else ()
     text = replace(before, losses=_once((*before.losses, *answer.losses, *added)), frames=(answer.frame,))
     header = chat.cue(tokenizer)
-    if header and answer.end.text.startswith(header):  # written behind a tool's result, but not asked for there
+    if header and answer.frame.startswith(header):  # written behind a tool's result, but not asked for there
         text = replace(text, pieces=(Piece(prompt + header, False),))
         return _ended(text, chat.TurnEnd(answer.end.text[len(header) :], answer.end.id), tokenizer)
     return _ended(text, answer.end, tokenizer)
@@ -101,9 +106,13 @@ def all_turns(
     turns: places of the assistant's messages; wanted: of each, whether it is trained on. What stands behind the last
     wanted one is left out.
     """
-    each = [last_turn(uid, messages[: i + 1], tokenizer, tools) for i, want in zip(turns, wanted, strict=True) if want]
-    if not each:
+    places = [i for i, want in zip(turns, wanted, strict=True) if want]
+    if not places:
         return [only_read(prompt_of(uid, messages[: turns[-1]], tokenizer, tools))]
+    each = []
+    for i in places:  # what the last of the prompts has lost is asked once: the others are its beginnings
+        before = (prompt_of if i == places[-1] else _prompt)(uid, messages[:i], tokenizer, tools)
+        each.append(last_turn(uid, messages[: i + 1], tokenizer, tools, before))
     if any(len(text.pieces) == 1 for text in each[:-1]):
         each[-1] = replace(each[-1], losses=(*each[-1].losses, EMPTY_TURN))
     last = "".join(p.text for p in each[-1].pieces)
@@ -221,10 +230,9 @@ def _view(uid: str, prompt: str, messages: Sequence[Message], tokenizer: Any, to
             return None
     if not real.startswith(before) or not whole.endswith(real[len(before) :]):
         return None
-    probed = written.probe([*context, messages[-1]], tools)
-    marked = written.mark(tokenizer, probed)
-    own = [leaf for leaf in probed.leaves if leaf.message == len(context)]
-    return _View(real, marked, len(before), own, written.place(probed.leaves, marked, real))
+    turn = written.probe([messages[-1]])
+    marked = written.mark(tokenizer, written.Probed([*map(dict, context), *turn.messages], tools, turn.leaves))
+    return _View(real, marked, len(before), turn.leaves, written.place(turn.leaves, marked, real))
 
 
 def _alone(turn: Message, prompt: str, tokenizer: Any, tools: list[Any] | None) -> tuple[str, str]:

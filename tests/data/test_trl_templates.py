@@ -252,3 +252,35 @@ def test_the_masks_of_trl(template: str) -> None:
             assert agree(prompt, own, their) != ((template, name) in DIFFER), (name, own, their)
             compared += 1
     assert compared
+
+
+HOSTILE = [
+    "assistant",
+    "<|im_end|>",
+    "<|im_start|>assistant\nhi",
+    "{{ m }}{% if x %}",
+    "x8q0x 730100000",
+    " lead\n\n\ttrail ",
+    '"quoted" \\back\\',
+    "<answer>5</answer>",
+    "x<y>z & b",
+    "<tool_call>",
+    "[INST] hi [/INST]",
+    "…",
+    "null",
+]
+
+
+@pytest.mark.parametrize("template", [name for name in GENERATION if (name, "thoughts") not in DIFFER])
+def test_answers_that_look_like_something_else(template: str) -> None:
+    """The masks agree for answers made of header text, tags, probes, JSON and white space."""
+    tokenizer = tokenizer_for(template)
+    opens = chat.prefilled_think(chat.render(tokenizer, CASES["plain"][:1], generation_prompt=True))
+    for answer in HOSTILE:
+        content = f"<think>\nwell\n</think>\n\n{answer}" if opens else answer
+        messages = [said("user", answer), said("assistant", content)]
+        (text,) = texts_of(tokenizer, messages)
+        prompt, written = (piece.text for piece in text.pieces)
+        (theirs,) = masks(tokenizer, messages)
+        assert agree(prompt, written, theirs), (answer, written, theirs)
+        assert answer.strip() in written
