@@ -8,6 +8,7 @@ The completion is the whole transcript, with what the tool put between `<informa
 and all right ones; `search_r2`, `reseek` and `craft_qa` also pay for what was retrieved, judged or cited.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -158,22 +159,37 @@ EXAMPLES = {
 
 
 def _transcript(row: Mapping[str, Any]) -> str | None:
-    return None if row.get("answer") is None else _TRACE % row["answer"]
+    golds = golds_of(row.get("answer"))
+    return _TRACE % golds[0] if golds else None
 
 
 def _judged(row: Mapping[str, Any]) -> str | None:
-    return (
-        None
-        if row.get("answer") is None
-        else (_JUDGED % (f"{row['gold']} it is", "Yes")).replace("Oslo", row["answer"])
-    )
+    golds = golds_of(row.get("answer"))
+    useful = str(row.get("gold") or (golds[0] if golds else ""))
+    return (_JUDGED % (f"{useful} it is", "Yes")).replace("Oslo", golds[0]) if golds else None
+
+
+def _every_answer(row: Mapping[str, Any]) -> str | None:
+    """All right answers, of each its first alias, in the transcript's form."""
+    listed = row.get("answer")
+    firsts = [golds_of(one)[:1] for one in (listed if isinstance(listed, list | tuple) else [listed])]
+    golds = [first[0] for first in firsts if first]
+    return _TRACE % json.dumps(golds, ensure_ascii=False) if golds else None
 
 
 def _cited(row: Mapping[str, Any]) -> str | None:
-    return None if row.get("answer") is None else (_CITED % 3).replace("Oslo", row["answer"])
+    golds = golds_of(row.get("answer"))
+    cited = f"[{', '.join(map(str, row.get('gold_docs') or (1, 3)))}]"
+    return (_CITED % 3).replace("[1, 3]", cited).replace("Oslo", golds[0]) if golds else None
 
 
-GOLD = {"search_r1": _transcript, "search_r2": _transcript, "reseek": _judged, "craft_qa": _cited}
+GOLD = {
+    "search_r1": _transcript,
+    "search_r2": _transcript,
+    "reseek": _judged,
+    "ansf1": _every_answer,
+    "craft_qa": _cited,
+}
 
 _CITIES = [
     {"prompt": "Which city is the capital?", "answer": city, "gold": city, "gold_docs": [1, 3]}

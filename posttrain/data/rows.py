@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from posttrain import whereabouts
 from posttrain.data import shapes, sources
 from posttrain.data.identity import row_uid
+from posttrain.data.messages import kind
 from posttrain.errors import DataError, Problem, counted
 from posttrain.recipe.sections import Data, Source
 
@@ -62,16 +64,35 @@ def _stable_name(source: str) -> str:
 
 
 def _renamed(record: Row, columns: dict[str, str], where: str) -> Row:
+    """The record with columns under our names; `reward_model.ground_truth` is a key of the column `reward_model`."""
     for theirs in columns.values():
-        if theirs not in record:
+        turned = [ours for ours, column in columns.items() if column == theirs and ours in record]
+        if turned and theirs not in record and "." not in theirs:
             error = shapes.unknown_column(theirs, record, where)
-            turned = [ours for ours, column in columns.items() if column == theirs and ours in record]
-            if turned:
-                raise DataError.of([replace(error.problems[0], hint=f"turn it round: `{theirs}: {turned[0]}`")])
-            raise error
-    taken = {theirs: record[theirs] for theirs in columns.values()}
-    rest = {k: v for k, v in record.items() if k not in taken}
-    return {**rest, **{ours: taken[theirs] for ours, theirs in columns.items()}}
+            raise DataError.of([replace(error.problems[0], hint=f"turn it round: `{theirs}: {turned[0]}`")])
+    taken = {ours: _value_at(record, theirs, where) for ours, theirs in columns.items()}
+    gone = set(columns.values())
+    return {**{k: v for k, v in record.items() if k not in gone}, **taken}
+
+
+def _value_at(record: Row, path: str, where: str) -> Any:
+    """The column of that name, or what keys and list places lead to from the column before the first dot."""
+    if path in record:
+        return record[path]
+    name, *keys = path.split(".")
+    if not keys or name not in record:
+        raise shapes.unknown_column(path, record, where)
+    value, there = record[name], name
+    for key in keys:
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            known = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"{there} is {kind(value)}"
+            raise DataError(f"`{there}` has no key `{key}`", where=where, allowed=f"known: {known}")
+        there = f"{there}.{key}"
+    return value
 
 
 def mix(parts: list[list[Row]], weights: list[float], names: list[str], size: int | None = None) -> list[Row]:

@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain import whereabouts
 from posttrain.errors import Problem, RewardError, counted
+from posttrain.registry import types_of
+from posttrain.verify.golds import admits, is_no_answer, why_unusable
 from posttrain.verify.load import LoadedReward, check_columns, load_script
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.variants import WRITERS, Row, Writer, near_miss, variants
 
 AUDITED_ROWS = 64
 SHOWN = 5
+GOLD_KEYS = ("ground_truth", "answer", "final_answer", "gold", "target", "value", "text", "label")  # likely first
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What became of the gold answers. checked: rows that have one; bad: uid -> what is wrong; skipped: why."""
+    """What became of the gold answers. checked: rows that should have one; bad: uid -> what is wrong, also for the rows
+    without a usable gold; unusable: uid -> why; skipped: why nothing was audited."""
 
     checked: int
     bad: Mapping[str, str]
     writer: str = ""
     skipped: str = ""
+    unusable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
         if self.skipped:
             return f"gold not audited: {self.skipped}"
-        return (
-            f"gold scores best on {self.checked - len(self.bad)} of {counted(self.checked, 'row')} (as {self.writer})"
-        )
+        rest = f"; {without_gold(self.unusable)}" if self.unusable else ""
+        best = self.checked - len(self.bad)
+        return f"gold scores best on {best} of {counted(self.checked, 'row')} (as {self.writer}){rest}"
+
+
+def without_gold(unusable: Mapping[str, str]) -> str:
+    """`3 rows have no usable gold (null: 2, `see figure`: 1)`."""
+    reasons = Counter(unusable.values()).most_common(SHOWN)
+    have = "has" if len(unusable) == 1 else "have"
+    return f"{counted(len(unusable), 'row')} {have} no usable gold ({', '.join(f'{why}: {n}' for why, n in reasons)})"
 
 
 def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     """Check that gold is right, and scores above every wrong completion, by the correctness component.
 
-    Up to 64 rows, evenly spaced. Raises RewardError when a column is missing, the contract is broken, or gold is not
-    best on a larger share of rows than scoring.max_bad_gold. A correctness component that reads no data column cannot
-    know gold, and neither can a judge: they are not audited.
+    Up to 64 rows, evenly spaced; each of them counts, also one without a usable gold (`golds.why_unusable`). Raises
+    RewardError when a column is missing, the contract is broken, the gold column holds dicts that the reward does not
+    take, or gold is not best on a larger share of rows than scoring.max_bad_gold. A correctness component that reads no
+    data column cannot know gold, and neither can a judge: they are not audited.
     """
     check_columns(scorer.rewards, {column for row in rows for column in row})
     reward = scorer.rewards[scorer.correctness]
@@ -50,21 +64,74 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         why = "is a judge" if reward.is_judge else "reads no data column"
         return Audit(0, {}, skipped=f"{reward.name} {why}")
     chosen = spread(rows, AUDITED_ROWS)
-    refuse_slow(scorer, chosen)
-    name, write = choose_writer(scorer, chosen)
-    found = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
-    if not found:
+    golds = sort_golds(reward, chosen)
+    refuse_slow(scorer, golds.usable)
+    name, write = choose_writer(scorer, golds.usable)
+    found = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
+    if not found and not golds.unusable:
         return Audit(0, {}, skipped="no row has an `answer`; GOLD(row) in the reward's script may write it")
     scores = grade(scorer, list(found.values()))
-    bad = {
-        str(chosen[i].get("uid", i)): wrong
-        for i, by_name in zip(found, scores, strict=True)
-        if (wrong := what_is_wrong(by_name, scorer.scoring.correct_at))
-    }
-    audit = Audit(len(found), bad, name)
-    if len(bad) > scorer.scoring.max_bad_gold * len(found):
+    bad, unusable = {}, dict(golds.unusable)
+    for i, by_name in zip(found, scores, strict=True):
+        uid = uid_of(golds.usable[i], i)
+        if by_name["gold"] is None and is_no_answer(str(golds.usable[i].get(write.column))):
+            unusable[uid] = "prose"  # a verifier of maths said so
+        elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
+            bad[uid] = wrong
+    bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
+    audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable)
+    if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
         raise _refusal(audit, reward.name, scorer.scoring.max_bad_gold)
     return audit
+
+
+class Golds(NamedTuple):
+    """usable: rows to be tried. unusable: uid -> why, of the rows that should have a gold and have none."""
+
+    usable: list[Row]
+    unusable: dict[str, str]
+
+
+def sort_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
+    """The rows with a gold that something can be compared with, and the others where the reward reads that column.
+
+    Raises RewardError where the column holds dicts, and the reward's annotation says that it takes something else.
+    """
+    own = own_writer(reward, rows)
+    column = own.column if own else "answer"
+    _refuse_dicts(reward, rows, column)
+    takes_lists = own is not None or admits(types_of(reward.function).get(column), list)
+    needed = column in reward.columns or (column in reward.optional_columns and any(column in row for row in rows))
+    usable, unusable = [], {}
+    for number, row in enumerate(rows):
+        gold = row.get(column)
+        why = why_unusable(gold) or ("" if takes_lists or not isinstance(gold, list | tuple) else "a list")
+        if not why and own is not None and own(row) is None:
+            why = "GOLD(row) of the script is None"
+        if not why or not needed:
+            usable.append(row)
+        else:
+            unusable[uid_of(row, number)] = why
+    return Golds(usable, unusable)
+
+
+def uid_of(row: Row, number: int) -> str:
+    """The row's uid, else its number."""
+    return str(row.get("uid", number))
+
+
+def _refuse_dicts(reward: LoadedReward, rows: Sequence[Row], column: str) -> None:
+    held = next((row for row in rows if isinstance(row.get(column), Mapping)), None)
+    if held is None or admits(types_of(reward.function).get(column), dict):
+        return
+    keys = list(held[column])
+    key = next((k for k in (*GOLD_KEYS, *keys) if k in keys), "KEY")
+    raise RewardError(
+        f"the column `{column}` holds dicts, and {reward.name} takes one answer",
+        where=whereabouts.row(held.get("uid", 0)),
+        allowed=f"its keys: {', '.join(map(str, keys))}",
+        hint=f"take one of them: data.columns: {{{column}: THEIR_COLUMN.{key}}}",
+    )
 
 
 def spread(rows: Sequence[Row], count: int) -> list[Row]:
@@ -151,7 +218,7 @@ def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
         f"reward {name}",
         f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
         f" (scoring.max_bad_gold {limit:g})",
-        f"gold was written as: {audit.writer}",
+        without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}",
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`",
     )
     return RewardError.of([head, *shown])

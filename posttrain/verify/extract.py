@@ -127,16 +127,6 @@ def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
     return list(dict.fromkeys(text[start:end] for start, end in boxes))
 
 
-def gold_text(answer: str) -> str | None:
-    r"""The gold answer inside a reference solution: its boxes, else what follows the last `####`, else all of it.
-
-    Several boxes are one list answer. None if it is blank: the row has no gold.
-    """
-    boxes = every_box(answer)
-    text = ", ".join(boxes) if boxes else hash_line(answer) or answer.rpartition("####")[2]
-    return text.strip() or None
-
-
 def thought_of(text: str) -> str | None:
     """The last thought; one that the prompt opened counts. None without one."""
     closed = last_tag(text, "think")

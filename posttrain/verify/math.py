@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import options
-from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box, gold_text
+from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box
 from posttrain.verify.extract import extract as find_answer
+from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.notation import (
     based,
     clean,
@@ -144,8 +145,8 @@ def grade(
     boxes, as many last boxes of the completion are its answer too, wherever they stand. None: the gold is empty or
     cannot be read, so the row cannot be graded.
     """
-    gold = gold_text(str(answer)) if answer is not None else None
-    if gold is None:
+    gold = None if isinstance(answer, Mapping | list | tuple) else gold_text(answer)
+    if gold is None or is_no_answer(gold):
         return {"reward": None, "extracted": None}
     found = None
     if not require_think or think_delimiter in completion:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from posttrain.verify.golds import gold_text
 from posttrain.verify.score import Sample
 from posttrain.verify.variants import Row, Writer, near_miss
 
@@ -47,7 +48,7 @@ def mutations(answer: Any) -> dict[str, str]:
     """Wrong answers near this one, by what was changed: the sign, the size, the order. {} for what is no short text."""
     if isinstance(answer, Mapping | list | tuple | bool):
         return {}
-    text = str(answer).strip()
+    text = gold_text(answer) or ""
     found: dict[str, str] = {}
     if _NUMBER.fullmatch(text) and float(text) != 0:
         found["sign"] = text[1:] if text.startswith("-") else f"-{text}"

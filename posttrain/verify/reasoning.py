@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from posttrain.verify.extract import after_think, answer_tag, last_boxed, outside_thoughts, tag_contents, thought_of
-from posttrain.verify.math import equal, gold_text
+from posttrain.verify.golds import gold_text
+from posttrain.verify.math import equal
 from posttrain.verify.math import grade as grade_maths
 from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm
 
@@ -46,7 +47,7 @@ def think_answer_consistency(
     contradicts it, for a wrong or missing one; guesses, the paper's are not known. Equality is the verifier's. reward
     None without a gold; consistent None where there is nothing to compare.
     """
-    gold = None if answer is None else gold_text(str(answer))
+    gold = gold_text(answer)
     found = answer_tag(after_think(completion))
     arrived = conclusion(thought_of(completion) or "")
     consistent = None if found is None or arrived is None else _agree(arrived, found)

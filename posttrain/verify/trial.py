@@ -11,7 +11,15 @@ from typing import Any
 
 from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify.audit import AUDITED_ROWS, choose_writer, spread, what_is_wrong
+from posttrain.verify.audit import (
+    AUDITED_ROWS,
+    choose_writer,
+    sort_golds,
+    spread,
+    uid_of,
+    what_is_wrong,
+    without_gold,
+)
 from posttrain.verify.load import check_columns
 from posttrain.verify.probes import (
     Probe,
@@ -46,7 +54,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trial:
-    """table: component -> variant -> cell. bad_gold: uid -> what is wrong with the correctness component there.
+    """rows: tried, with those that have no usable gold. table: component -> variant -> cell. bad_gold: uid -> what is
+    wrong with the correctness component, or with the gold, there.
 
     tricks: name of a probe -> (rows on which it pays, rows on which it was tried), by the correctness component.
     outbid: of several components, rows on which a wrong answer's weighted sum is above gold's; {} with one component,
@@ -86,11 +95,15 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     with Scorer(rewards, scoring, base_dir) as scorer:
         check_columns(scorer.rewards, {column for row in rows for column in row})
         chosen = spread(rows, AUDITED_ROWS)
+        golds = sort_golds(scorer.rewards[scorer.correctness], chosen)
+        chosen = golds.usable
         name, write = choose_writer(scorer, chosen)
         written = {i: v for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
         if not written:
             raise DataError(
-                "no row has an `answer`, so there is no gold to try",
+                without_gold(golds.unusable)
+                if golds.unusable
+                else "no row has an `answer`, so there is no gold to try",
                 hint="map it: data.columns: {answer: NAME}; or write it in the script: `def GOLD(row): return ...`",
             )
         samples = [sample for by_name in written.values() for sample in by_name.values()]
@@ -107,7 +120,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
     correctness = scorer.rewards[scorer.correctness]
     return Trial(
-        rows=len(written),
+        rows=len(written) + len(golds.unusable),
         writer=name,
         correctness=correctness.name,
         table={
@@ -115,7 +128,8 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         },
         call_ms={n: 1000 * math.fsum(r.seconds for r in column) / len(column) for n, column in columns.items()},
         slowest_ms={n: 1000 * max(r.seconds for r in column) for n, column in columns.items()},
-        bad_gold=_bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
+        bad_gold={uid: f"no usable gold: {why}" for uid, why in golds.unusable.items()}
+        | _bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
         knows_gold=correctness.knows_gold,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
         tricks=tricks,
@@ -219,7 +233,7 @@ def _bad_gold(
         here = column[k * len(kinds) : (k + 1) * len(kinds)]
         scores = {kind: score_of(result) for kind, result in zip(kinds, here, strict=True)}
         if wrong := what_is_wrong(scores, correct_at):
-            bad[str(rows[i].get("uid", i))] = wrong
+            bad[uid_of(rows[i], i)] = wrong
     return bad
 
 

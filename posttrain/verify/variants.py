@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.verify.golds import gold_text, why_unusable
 from posttrain.verify.score import Sample
 
 Row = Mapping[str, Any]
@@ -33,10 +34,13 @@ class Writer:
         return text if text != self.gold(row) else ""
 
 
-def _wrapped(before: str, after: str) -> Writer:
+def _wrapped(before: str, after: str, read: Callable[[str], str | None] = gold_text) -> Writer:
+    """read: what is written of the answer's text; of a reference solution its answer alone."""
+
     def write(row: Row) -> str | None:
         answer = answer_text(row.get("answer"))
-        return None if answer is None else f"{before}{answer}{after}"
+        written = None if answer is None else read(answer)
+        return None if written is None else f"{before}{written}{after}"
 
     return Writer(write)
 
@@ -46,21 +50,25 @@ WRITERS: dict[str, Writer] = {
     "boxed": _wrapped(THOUGHT + "\\boxed{", "}"),
     "answer_tag": _wrapped(THOUGHT + "<answer>", "</answer>"),
     "hash": _wrapped(THOUGHT + "#### ", ""),
-    "plain": _wrapped("", ""),
+    "anchor": _wrapped(THOUGHT + "The answer is ", ""),
+    "plain": _wrapped("", "", str),
 }
 
 
 def answer_text(answer: Any) -> str | None:
-    """A gold answer as text: of several the first; None if there is none or it is blank."""
-    if isinstance(answer, list | tuple):
-        answer = answer[0] if answer else None
-    if answer is None or not str(answer).strip():
+    """A gold answer as text: of several the first usable one; None if there is none (`why_unusable`)."""
+    if why_unusable(answer):
         return None
+    if isinstance(answer, list | tuple):
+        return next(text for one in answer if (text := answer_text(one)) is not None)
     return json.dumps(answer) if isinstance(answer, Mapping) else str(answer)
 
 
 def near_miss(answer: Any) -> Any:
-    """An answer of the same form that is wrong: a digit, a letter or a word is changed."""
+    """An answer of the same form that is wrong: a digit, a letter or a word is changed.
+
+    Of a reference solution it is another answer alone: a change before that answer would change nothing.
+    """
     if isinstance(answer, Mapping | list | tuple):
         return _change_first_leaf(answer)[0]
     if isinstance(answer, bool):
@@ -73,7 +81,7 @@ def near_miss(answer: Any) -> Any:
             return json.dumps(_change_first_leaf(json.loads(text))[0])
         except ValueError:
             pass  # a set or an interval, not JSON
-    return _near_text(text)
+    return _near_text(gold_text(text) or text)
 
 
 def _near_text(text: str) -> str:

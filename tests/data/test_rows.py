@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,21 @@ def test_wrong_rows_are_told_together_and_wrong_columns_once(tmp_path: Path) -> 
     with pytest.raises(DataError, match="no column `prompt`") as caught:  # theirs: ours
         load_rows(Data(source="a.jsonl", columns={"q": "prompt", "a": "completion"}), tmp_path)
     assert [problem.hint for problem in caught.value.problems] == ["turn it round: `prompt: q`"]
+
+
+def test_a_column_may_be_a_key_of_another(tmp_path: Path) -> None:
+    record = {"prompt": "q", "a.b": "flat", "reward_model": {"ground_truth": "5", "more": [{"x": 6}]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(record) + "\n")
+
+    def columns(**keys: str) -> dict[str, Any]:
+        return load_rows(Data(source="rows.jsonl", columns=keys), tmp_path)[0]  # type: ignore[arg-type]
+
+    row = columns(answer="reward_model.ground_truth", flat="a.b", deep="reward_model.more.0.x")
+    assert (row["answer"], row["flat"], row["deep"]) == ("5", "flat", 6)
+    assert row["reward_model"] == record["reward_model"] and "a.b" not in row
+    with pytest.raises(DataError, match=r"`reward_model` has no key `truth`\s+known: ground_truth, more"):
+        columns(answer="reward_model.truth")
+    with pytest.raises(DataError, match=r"`prompt` has no key `x`\s+known: prompt is str"):
+        columns(answer="prompt.x")
+    with pytest.raises(DataError, match=r"no column `reward.ground_truth`"):
+        columns(answer="reward.ground_truth")

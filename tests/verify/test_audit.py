@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RewardError
+from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import audit_gold, choose_writer, spread
 from posttrain.verify.probes import probes
 from posttrain.verify.score import Scorer
@@ -93,10 +94,96 @@ def test_a_reward_that_reads_no_column_is_not_audited(scorer: Scorers) -> None:
         assert audit_gold(s, rows("7")).summary == "gold not audited: structure reads no data column"
 
 
-def test_rows_without_an_answer_are_not_audited(scorer: Scorers) -> None:
-    with scorer("math.accuracy") as s:
-        assert audit_gold(s, rows(None, "")).skipped.startswith("no row has an `answer`; GOLD(row)")
-        assert audit_gold(s, rows(None, "7")).checked == 1
+UNUSABLE = {
+    "null": None,
+    "empty": "  ",
+    "NaN": float("nan"),
+    "`nan`": "nan",
+    "`None`": "None",
+    "`see figure`": "see figure",
+    "`See the diagram above.`": "See the diagram above.",
+    "`Answers may vary`": "Answers may vary",
+    "empty list": [],
+    "a list": ["7", "8"],
+    "prose": "The proof is by induction on n.",
+}
+
+
+def test_every_row_counts_and_those_without_a_usable_gold_are_told(scorer: Scorers) -> None:
+    with scorer("math.accuracy", max_bad_gold=1.0) as s:
+        audit = audit_gold(s, rows("7", *UNUSABLE.values(), r"\frac12"))
+    assert (audit.checked, len(audit.bad)) == (13, 11)
+    assert audit.bad == {f"r{i}": f"no usable gold: {why}" for i, why in enumerate(UNUSABLE, 1)}
+    assert audit.summary.startswith("gold scores best on 2 of 13 rows (as boxed); 11 rows have no usable gold (")
+    with scorer("math.accuracy") as s, pytest.raises(RewardError, match=r"11 of 13 rows .*max_bad_gold 0\.05"):
+        audit_gold(s, rows("7", *UNUSABLE.values(), r"\frac12"))
+
+
+@pytest.mark.parametrize("answers", [(None,), ("", None), (float("nan"),) * 3, ([], [None]), ("n/a", "-")])
+def test_golds_that_are_all_unusable_stop_the_run(answers: tuple[Any, ...], scorer: Scorers) -> None:
+    """Whatever other rewards there are to train with."""
+    with scorer("math.accuracy", "format.structure") as s, pytest.raises(RewardError, match="no usable gold") as caught:
+        audit_gold(s, rows(*answers))
+    assert f"on {len(answers)} of {len(answers)} row" in str(caught.value)
+
+
+@pytest.mark.parametrize("extract", ["boxed", "answer_tag", "hash", "anchor", "last_number"])
+def test_the_answer_of_a_reference_solution_is_written(extract: str, scorer: Scorers) -> None:
+    """Never the solution itself, which would be compared with itself; a near miss is another answer."""
+    golds = ("6 * 7 = 42\n#### 42", r"We get $x = \boxed{17}$.", "Half of 18 is 9. The answer is 9.", '["18"]', "25")
+    with scorer({"use": "math.accuracy", "params": {"extract": [extract]}}, max_bad_gold=0.0) as s:
+        audit = audit_gold(s, rows(*golds))
+        name, write = choose_writer(s, rows(*golds))
+    assert (audit.checked, dict(audit.bad)) == (5, {})
+    if name != "plain":
+        written = [write(row) or "" for row in rows(*golds)]
+        assert all(
+            gold in text and "*" not in text for gold, text in zip(("42", "17", "9", "18", "25"), written, strict=True)
+        )
+
+
+@pytest.mark.parametrize("use", ["math.accuracy", "numeric.distance"])
+def test_a_column_of_dicts_is_refused_with_the_key_to_take(use: str, scorer: Scorers) -> None:
+    golds = [{"style": "rule", "ground_truth": str(n)} for n in range(8)]
+    with scorer(use) as s, pytest.raises(RewardError, match="column `answer` holds dicts") as caught:
+        audit_gold(s, rows(*golds))
+    assert "its keys: style, ground_truth" in str(caught.value)
+    assert "data.columns: {answer: THEIR_COLUMN.ground_truth}" in str(caught.value)
+    with pytest.raises(RewardError, match="holds dicts"):
+        try_rewards([Reward(use=use)], Scoring(workers=1), None, rows(*golds))
+
+
+@pytest.mark.parametrize(
+    ("use", "golds"),
+    [
+        ("qa.search_r1", (["Oslo", "Kristiania"], "Paris", ["", "Rome"])),
+        ("qa.search_r2", (["Oslo", "Kristiania"], "Paris")),
+        ("qa.reseek", (["Oslo", "Kristiania"], "Paris")),
+        ("qa.ansf1", (["Oslo", "Rome"], [["New York City", "NYC"], "Boston"], "Paris")),
+        ("bleu.bleuberi", (["The cat sat on the mat.", "A cat sat there."], "It rains today again.")),
+    ],
+)
+def test_lists_are_golds_of_rewards_that_take_lists(use: str, golds: tuple[Any, ...], scorer: Scorers) -> None:
+    with scorer(use, max_bad_gold=0.0) as s:
+        audit = audit_gold(s, rows(*golds))
+    assert (audit.checked, dict(audit.bad)) == (len(golds), {})
+
+
+def test_rows_are_not_counted_where_the_reward_does_not_read_the_column(scorer: Scorers) -> None:
+    """Programs are judged by `tests`; an `answer` beside them is only tried."""
+    with scorer("countdown.expression") as s:
+        data = [{"uid": "a", "prompt": "q", "target": 16, "numbers": [3, 5, 2]}]
+        assert audit_gold(s, data).skipped.startswith("no row has an `answer`; GOLD(row)")
+        assert audit_gold(s, [*data, {**data[0], "uid": "b", "answer": "(3+5)*2"}]).checked == 1
+
+
+def test_a_trial_counts_every_row() -> None:
+    data = rows("7", "12", None, float("nan"), "see figure")
+    trial = try_rewards([Reward(use="math.accuracy")], Scoring(workers=1), None, data)
+    assert trial.rows == 5
+    assert trial.bad_gold == {
+        f"r{i}": f"no usable gold: {w}" for i, w in ((2, "null"), (3, "NaN"), (4, "`see figure`"))
+    }
 
 
 OWN_GOLD = """
@@ -184,8 +271,6 @@ def test_variants_differ_and_know_their_ending() -> None:
 
 
 def test_a_trial_counts_what_happens_by_kind(script: Callable[..., Path]) -> None:
-    from posttrain.recipe.reward_sections import Reward, Scoring
-
     path = script(
         """
         def picky(completion, answer):

@@ -1,0 +1,101 @@
+"""Can an answer be compared with this gold? Pure functions of what a row's `answer` holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin, is_typeddict
+
+from posttrain.verify.extract import anchor, every_box, hash_line
+
+_MISSING = re.compile(r"nan|none|null|n/?a|nil|todo|tbd|[-.?_ ]+", re.IGNORECASE)
+_ELSEWHERE = re.compile(
+    r"(?:please\s+)?(?:see|refer\s+to|as\s+(?:shown|given|stated)(?:\s+in)?)\s+"
+    r"(?:the\s+|an?\s+)?(?:attached\s+|full\s+|above\s+|below\s+)*"
+    r"(?:figure|diagram|graph|chart|table|image|picture|drawing|map|solution|answer|explanation|proof|text|above|below|attached"
+    r"|attachment|notes?|appendix|page)s?\b.*"
+    r"|answers?\s+(?:may|will|can)\s+vary.*|(?:no|not)\s+(?:answer|available|provided|given|found|applicable)|proof|omitted",
+    re.IGNORECASE | re.DOTALL,
+)
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:['’-][A-Za-z]+)*")
+_MATHS = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]|\\[A-Za-z]+\s*\{[^{}]*\}", re.DOTALL)
+_CONTAINER = re.compile(r"""\{\s*(["'])[^"']*\1\s*:|\[\s*(["'])[^"']*\2\s*[],]""")
+_VERBS = frozenset(
+    [
+        *("is", "are", "was", "were", "be", "been", "has", "have", "had", "can", "cannot", "could", "must", "may"),
+        *("might", "will", "would", "should", "follows", "holds", "exists", "proves", "shows", "implies", "means"),
+        *("gives", "prove", "show", "because", "since", "therefore", "hence", "thus"),
+    ]
+)
+LONGEST_PHRASE = 4  # words of an answer in words; more with a verb are a sentence
+LONGEST_SAID = 100  # characters of x in a solution that ends with `the answer is x`
+
+
+def gold_text(answer: Any) -> str | None:
+    r"""The gold answer in a reference solution: its boxes, else what follows the last `####`, else `the answer is x`.
+
+    Several boxes are one list answer. Without any of these it is all of the text. None if there is no usable gold
+    (`why_unusable`).
+    """
+    if why_unusable(answer):
+        return None
+    text = only_one(str(answer))
+    if boxes := every_box(text):
+        return ", ".join(boxes).strip() or None
+    if "####" in text:
+        return (hash_line(text) or text.rpartition("####")[2]).strip() or None
+    said = anchor(text)
+    return said if said and len(said) <= LONGEST_SAID and not is_sentence(said) else text.strip()
+
+
+def why_unusable(answer: Any) -> str:
+    """Why nothing can be compared with what a row holds as its answer, or ''. A list is usable if a part of it is."""
+    if answer is None:
+        return "null"
+    if isinstance(answer, float) and answer != answer:
+        return "NaN"
+    if isinstance(answer, Mapping):
+        return "" if answer else "empty"
+    if isinstance(answer, list | tuple):
+        return "" if any(not why_unusable(one) for one in answer) else "empty list"
+    text = str(answer).strip()
+    if not text:
+        return "empty"
+    if _MISSING.fullmatch(text):
+        return f"`{text}`"
+    return f"`{text[:40]}`" if _ELSEWHERE.fullmatch(text) else ""
+
+
+def only_one(text: str) -> str:
+    """The text in a JSON list of one text, as some data sets write their answers: `["18"]` -> `18`; else the text."""
+    try:
+        held = json.loads(text) if text.lstrip().startswith('["') else None
+    except (ValueError, RecursionError):
+        return text
+    return held[0] if isinstance(held, list) and len(held) == 1 and isinstance(held[0], str) else text
+
+
+def is_no_answer(text: str) -> bool:
+    """Whether a gold is prose, or the text of a dict or of a list of texts: no answer in maths equals it."""
+    return is_sentence(text) or _CONTAINER.match(text.strip()) is not None
+
+
+def is_sentence(text: str) -> bool:
+    """Whether a text is prose: more than four words outside of maths, with a verb."""
+    words = [word.lower() for word in _WORDS.findall(_MATHS.sub(" ", text))]
+    return len(words) > LONGEST_PHRASE and not _VERBS.isdisjoint(words)
+
+
+def admits(annotation: Any, kind: type) -> bool:
+    """Whether values of this type suit an annotation; None, for an argument without one, suits all."""
+    if annotation in (None, Any, object):
+        return True
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return any(admits(part, kind) for part in get_args(annotation) if part is not types.NoneType)
+    wanted = origin or annotation
+    if is_typeddict(wanted):
+        return kind is dict
+    return isinstance(wanted, type) and issubclass(kind, wanted)

@@ -1,0 +1,104 @@
+"""Which golds can be compared with, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import pytest
+
+from posttrain.verify.golds import admits, gold_text, is_no_answer, is_sentence, why_unusable
+from posttrain.verify.math import grade
+
+
+class Call(TypedDict):
+    name: str
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["7", 7, 0, 0.5, False, "x is even", "no solution", r"\\text{none}", "nano", "see", "n", "A", ["", "7"], {"a": 1},
+     "0", "proofs", "-1", "1/2", "Figure skating", "not prime", "answer"],
+)  # fmt: skip
+def test_usable(answer: Any) -> None:
+    assert why_unusable(answer) == ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, "", " \n", float("nan"), "NaN", "none", "NULL", "N/A", "-", "???", "...", [], [None, ""], (), {},
+     "see figure",     "See Figure 3.", "see the attached diagram", "Please refer to the table below", "refer to the solution",
+     "as shown in the graph", "Answers will vary.", "no answer", "not provided", "proof", "see above"],
+)  # fmt: skip
+def test_unusable(answer: Any) -> None:
+    assert why_unusable(answer) != ""
+    assert gold_text(answer) is None
+    assert grade(r"\boxed{7}", answer)["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "prose"),
+    [
+        ("The proof is by induction on n.", True),
+        ("There are infinitely many primes.", True),
+        ("n is prime because it has no divisor below 5", True),
+        ("all real numbers", False),
+        ("the battle of hastings", False),
+        ("two red and three blue marbles", False),
+        (r"\text{there is no such number at all}", False),
+        (r"x is $a + b$", False),
+        ("5", False),
+    ],
+)
+def test_prose(text: str, prose: bool) -> None:
+    assert is_sentence(text) is prose
+    assert (grade(rf"\boxed{{{text}}}", text)["reward"] is None) is prose
+
+
+@pytest.mark.parametrize("answer", [["5"], ("5",), {"value": "5"}, '{"value": "5"}', "{'value': '5'}", '["5", "6"]'])
+def test_containers_are_no_answer_in_maths(answer: Any) -> None:
+    assert grade(rf"\boxed{{{answer}}}", answer)["reward"] is None
+    assert grade(r"\boxed{5}", answer)["reward"] is None
+
+
+@pytest.mark.parametrize("text", ["{1, 2}", r"\{x: x > 0\}", "[1, 2]", "(1, 2)", '[0, "a")'])
+def test_sets_and_intervals_are_answers(text: str) -> None:
+    assert not is_no_answer(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ('["18"]', "18"),
+        ("So 3 * 6 = 18. The answer is 18.", "18"),
+        ("Answer: 18", "18"),
+        (
+            "The answer is that no such number exists in this case",
+            "The answer is that no such number exists in this case",
+        ),
+        (18, "18"),
+        ("[18]", "[18]"),
+    ],
+)
+def test_gold_text_of_other_forms(answer: Any, expected: str) -> None:
+    assert gold_text(answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("annotation", "lists", "dicts"),
+    [
+        (None, True, True),
+        (Any, True, True),
+        (str, False, False),
+        (str | None, False, False),
+        (str | float | None, False, False),
+        (Sequence[str] | str, True, False),
+        (list[str], True, False),
+        (Mapping[str, Any] | str | None, False, True),
+        (dict[str, int], False, True),
+        (Call, False, True),
+        (list[Call] | Call, True, True),
+    ],
+)
+def test_admits(annotation: Any, lists: bool, dicts: bool) -> None:
+    assert (admits(annotation, list), admits(annotation, dict)) == (lists, dicts)
