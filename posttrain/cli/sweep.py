@@ -147,6 +147,9 @@ def _to_final(model: Path, final: Path) -> None:
         say(f"the weights of the best point are gone: make them again with {BEST}")
 
 
+_NO_MODELS = ("base", "union")  # sources of a tokenizer that are none
+
+
 def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
     """The recipe of a point as a file that runs from any folder: models that are folders are named by full paths."""
     from posttrain.cli.show import yaml_lines
@@ -157,11 +160,14 @@ def recipe_text(merge: Loaded, name: str, accuracy: float | None) -> str:
         place = locate(model, merge.recipe.base_dir)
         return str(place.path) if place.path is not None else model
 
-    values = slim(merge.resolved)
-    values["models"] = [{**model, "model": lasting(model["model"])} for model in values["models"]]
-    if "base_model" in values:
-        values["base_model"] = lasting(values["base_model"])
-    if values.get("tokenizer_source", "base") != "base":
-        values["tokenizer_source"] = lasting(values["tokenizer_source"])
+    def named_in_full(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: named_in_full(one, name) for name, one in value.items()}
+        if isinstance(value, list):
+            return [named_in_full(one) for one in value]
+        names = key in ("model", "base_model") or (key in ("source", "tokenizer_source") and value not in _NO_MODELS)
+        return lasting(value.removeprefix("model:")) if names and isinstance(value, str) else value
+
+    values = named_in_full(slim(merge.resolved))
     head = f"# The best point of a sweep over {merge.path.name}: {name}, accuracy {accuracy:.4f} on its problems.\n"
     return head + "\n".join(yaml_lines(values)) + "\n"

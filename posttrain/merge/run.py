@@ -187,6 +187,7 @@ def _summary(
         "parameters": plain({**_defaults(plan), **plan.pieces[0].arguments.common[-1]}),
         "base_model": None if plan.base is None else _described(plan.base),
         "models": _models(plan, tally),
+        **({"layers": sum(piece.layers for piece in plan.pieces)} if plan.stacked else {}),
         "compared_with": plan.anchor.name,
         "tokenizer_source": plan.tokenizer.name,
         "tensors": len(plan.out),
@@ -243,10 +244,14 @@ def _described(source: Source) -> dict[str, str]:
 def _tell(summary: dict[str, Any]) -> None:
     gap = summary["probe"]["logit_gap"]
     told = "" if gap is None else f", largest logit gap on the probe {gap:.3g}"
-    terminal.note(
-        f"merged {counted(len(summary['models']), 'model')} into {summary['model']}: {summary['changed']} of "
-        f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
-    )
+    inputs = counted(len(summary["models"]), "model")
+    if "layers" in summary:
+        terminal.note(f"{counted(summary['layers'], 'layer')} of {inputs} stacked in {summary['model']}{told}")
+    else:
+        terminal.note(
+            f"merged {inputs} into {summary['model']}: {summary['changed']} of "
+            f"{counted(summary['tensors'], 'tensor')} differ from {summary['compared_with']}{told}"
+        )
     if summary["rounded_away"]:
         why = "too small for the output dtype, or nothing of them is kept"
         terminal.note(f"warning: differences do not show ({why}) in {summary['rounded_away']}")

@@ -152,6 +152,10 @@ def _users() -> dict[tuple[str, str], list[str]]:
     return users
 
 
+# Of `needs`: how a step or a merge treats a component, which is nothing that a recipe could have or lack.
+_INTERNAL = ("every_row", "own_mean", "own_credit", "measured_kl", "base_optional", "by_entry", "draws")
+
+
 def _component(kind: str, name: str, described: Entry) -> Entry:
     names = {"lam": "lambda"} if kind == "merge" else {}  # mergekit's word, which Python keeps for itself
     keys = {
@@ -166,9 +170,7 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         "paper": described["paper"],
         "text": described["doc"],
         "keys": keys,
-        "needs": [
-            need for need in described["needs"] if need not in ("every_row", "own_mean", "own_credit", "measured_kl")
-        ],
+        "needs": [need for need in described["needs"] if need not in _INTERNAL],
         "conflicts": list(_conflicts(kind, name, described)),
         "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge", "token_weight") else "",
         "not_stated": described["note"],
@@ -225,6 +227,8 @@ def _unusable(needs: list[str]) -> str:
 def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, Any]:
     """The shortest recipe lines that choose a component and give it what it needs."""
     _, place, shape = KINDS[kind]
+    if kind == "merge":
+        return {place: name, **_inputs_of_merge(keys, needs)}
     if shape == "name":
         return {place: name}
     section = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
@@ -255,6 +259,14 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
             apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}  # no other loss has it
             shaped = {"advantage": {"use": made_by, **required, **apart}, **shaped}
     return shaped
+
+
+def _inputs_of_merge(keys: Entry, needs: list[str]) -> dict[str, Any]:
+    """What a merge method is given: a base, models, and the keys that have no default."""
+    models = [{"model": f"path/of/{name}"} for name in ("one", "another")[: 1 if "one_model" in needs else 2]]
+    base = {"base_model": "path/of/the/base"} if "base_model" in needs else {}
+    required = {key: 1e-4 for key, known in keys.items() if "default" not in known}  # nearswap's t
+    return {**base, "models": models, **({"parameters": required} if required else {})}
 
 
 _REWARDS_BY_TURN = {

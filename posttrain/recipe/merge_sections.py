@@ -98,7 +98,7 @@ class MergeSlice(Section):
 class TokenFrom(Section):
     """Where the embedding of a token is taken from: nothing (zero), or another token of a model."""
 
-    kind: Literal["zero", "model_token"]
+    kind: Literal["zero", "model_token"] = Field(description="zero: zeros; model_token: another token's")
     model: ModelName | None = Field(None, description="model_token: one of the models")
     token: str | None = Field(None, description="model_token: its text; or `token_id`")
     token_id: int | None = Field(None, ge=0, description="model_token: its id; or `token`")

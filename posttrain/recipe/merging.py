@@ -155,6 +155,12 @@ def taken(method: str) -> set[str]:
     return {*registry.index()["merge"][method]["params"], *(() if method in UNWEIGHTED else ("weight",))}
 
 
+def keys_of(method: str) -> set[str]:
+    """The keys of a `parameters` block, by the schema's names, that a method reads."""
+    names = ARGUMENTS | RENAMED.get(method, {})
+    return {key for key in MergeParameters.model_fields if names.get(key, key) in taken(method)}
+
+
 def problems(recipe: Any) -> Found:
     """(key, what is wrong, what would be right) of a merge recipe whose values are right one by one."""
     method = recipe.merge_method

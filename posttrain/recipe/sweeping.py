@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from posttrain.errors import RecipeError, did_you_mean
+from posttrain.recipe import merging
 from posttrain.recipe.merge_sections import MergeParameters
 from posttrain.recipe.merging import UNWEIGHTED, given
 from posttrain.recipe.stages import MergeRecipe
@@ -92,7 +93,7 @@ def _overrides(key: str, value: str, recipe: MergeRecipe) -> list[str]:
 def _check(key: str, recipe: MergeRecipe) -> None:
     if "." in key:
         return  # an override like any other: loading it says what is wrong
-    known = [field.alias or name for name, field in MergeParameters.model_fields.items()]
+    known = {field.alias or name: name for name, field in MergeParameters.model_fields.items()}
     if key not in known:
         raise RecipeError(
             f"--sweep: no parameter `{key}` of a merge",
@@ -100,15 +101,19 @@ def _check(key: str, recipe: MergeRecipe) -> None:
             hint=did_you_mean(key, known),
         )
     if key != "weight":
+        if known[key] not in merging.keys_of(recipe.merge_method):
+            raise RecipeError(f"--sweep: {recipe.merge_method} has no parameter {key}: all points would be the same")
         return
     if recipe.merge_method in UNWEIGHTED:
-        instead = {"reasoning_vector": "alpha", "slerp": "t", "update_selective": "scale"}.get(recipe.merge_method)
-        hint = f"sweep `{instead}`" if instead else ""
+        instead = {"reasoning_vector": "alpha", "slerp": "t", "nearswap": "t", "update_selective": "scale"}
+        instead |= {"passthrough": "scale", "sce": "select_topk"}
+        method = recipe.merge_method
+        hint = f"sweep `{instead[method]}`" if method in instead else ""
         raise RecipeError(f"--sweep: {recipe.merge_method} has no weights", hint=hint)
     if recipe.merge_method == "linear" and len(recipe.models) != 2:
         raise RecipeError(
-            f"--sweep weight: of {len(recipe.models)} models in a linear merge, which one?",
-            hint="name it: --sweep models.0.parameters.weight=...",
+            f"--sweep weight: of {len(recipe.models) or 'the'} models in a linear merge, which one?",
+            hint=f"name it: --sweep {'slices.0.sources.0' if recipe.slices else 'models.0'}.parameters.weight=...",
         )
     own = [i for i, model in enumerate(recipe.models) if "weight" in given(model.parameters)]
     if own and recipe.merge_method != "linear":

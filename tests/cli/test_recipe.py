@@ -137,9 +137,7 @@ BASES = {
     "sft": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "dpo": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
     "reward_model": {"model": {"path": "tiny"}, "data": {"source": "x"}, "run": {"steps": 1}},
-    "merge": {"models": [{"model": "a"}, {"model": "c"}], "base_model": "b"},
-    **{name: {"models": [{"model": "a"}], "base_model": "b"} for name in ("slerp", "update_selective")},  # two models
-    "lora_combine": {"models": [{"model": "a"}, {"model": "c"}]},  # adapters name their base
+    "merge": {},  # its pages are whole
 }
 
 

@@ -75,6 +75,24 @@ def test_the_best_recipe_runs_from_any_folder(call: Call, stage: Stage, folder: 
     assert [model.parameters.weight for model in found.models] == [0.5, 0.5]
 
 
+def test_the_best_recipe_names_all_models_in_full(folder: Path) -> None:
+    """Those of slices, and the tokenizer's, too."""
+    from posttrain.cli.sweep import recipe_text
+
+    values = {
+        "merge_method": "slerp",
+        "base_model": "m a",
+        "slices": [{"sources": [{"model": name, "layer_range": [0, 2]} for name in ("m a", "hub/b")]}],
+        "tokenizer": {"source": "union", "tokens": {"x": {"source": "m a"}}},
+    }
+    (folder / "sliced.yaml").write_text(json.dumps({"stage": "merge", **values}))  # JSON is YAML
+    (folder / "elsewhere.yaml").write_text(recipe_text(load(str(folder / "sliced.yaml")), "t=0.5", 0.5))
+    found: Any = load(str(folder / "elsewhere.yaml")).recipe
+    full = str(folder / "m a")
+    assert [source.model for source in found.slices[0].sources] == [full, "hub/b"]
+    assert (found.base_model, found.tokenizer.source, found.tokenizer.tokens["x"].source) == (full, "union", full)
+
+
 def test_a_stopped_sweep_goes_on_where_it_was(call: Call, stage: Stage) -> None:
     stopped = Played(stop_at="weight=0.5/eval")
     stage(stopped)

@@ -79,6 +79,11 @@ def test_layers_are_stacked_in_order(pair: Path, merge: Merge) -> None:
     assert summary["models"][1]["layers"] == [{"from": [1, 5], "to": [3, 7]}]
 
 
+def test_the_last_line_says_what_was_stacked(pair: Path, merge: Merge, capsys: pytest.CaptureFixture[str]) -> None:
+    go(merge, STACK)
+    assert f"8 layers of 2 models stacked in {pair / 'run/final'}" in capsys.readouterr().err
+
+
 def test_ends_come_from_the_first_and_the_last_slice(pair: Path, merge: Merge) -> None:
     go(merge, STACK.replace("[{model: a, layer_range: [3, 4]}]", "[{model: b, layer_range: [0, 1]}]"))
     a, b, merged = (written(pair / name) for name in ("a", "b", "run/final"))

@@ -10,6 +10,8 @@ from posttrain.errors import RecipeError
 from posttrain.recipe.stages import MergeRecipe
 from posttrain.recipe.sweeping import Axis, best, parse, points, slim
 
+STACKED = [{"sources": [{"model": name, "layer_range": [0, 2]} for name in "ab"]}]
+
 
 def recipe(method: str = "linear", **values: Any) -> MergeRecipe:
     models = [{"model": "a"}, {"model": "b"}]
@@ -69,6 +71,8 @@ def test_several_keys_make_all_combinations() -> None:
         (["weight=0,1", "weight=1,2"], {}, "weight is given twice"),
         (["weight=0,1"], {"models": [{"model": name} for name in "abc"]}, "which one"),
         (["weight=0,1"], {"method": "reasoning_vector", "base_model": "c"}, "sweep `alpha`"),
+        (["weight=0,1"], {"method": "nearswap", "base_model": "c", "parameters": {"t": 0.1}}, "sweep `t`"),
+        (["weight=0,1"], {"models": [], "slices": STACKED}, r"slices\.0\.sources\.0\.parameters\.weight"),
         (
             ["weight=0,1"],
             {"method": "ties", "base_model": "c", "models": [{"model": "a", "parameters": {"weight": 1}}]},
