@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pkgutil
+import stat
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from posttrain.errors import UserError, did_you_mean, nearest
+from posttrain.errors import UserError, counted, did_you_mean, nearest
 
-PLAIN_FILES = (".jsonl", ".json", ".csv")  # endings of files of rows that need no package to be read
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings behind those of files of rows
+TEXT_FILES = (".jsonl", ".json", ".csv")
+# endings of files of rows that need no package to be read
+PLAIN_FILES = (*TEXT_FILES, *(f"{kind}{packed}" for kind in TEXT_FILES for packed in COMPRESSED))
 ROW_FILES = (*PLAIN_FILES, ".parquet")  # endings of all files of rows
+NAME_CHARS, PART_BYTES = 4096, 255  # of a path, and of what stands between slashes
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -29,7 +34,11 @@ def is_shipped(path: Path) -> bool:
 
 
 def candidates(name: str, base_dir: Path | None) -> list[Path]:
-    """The places where `name` is looked for, in order. `base_dir` is the folder of the recipe."""
+    """The places where `name` is looked for, in order. `base_dir` is the folder of the recipe.
+
+    Raises UserError for a text that can be no file name.
+    """
+    refuse_strange_name(name)
     path = Path(name)
     with contextlib.suppress(RuntimeError):  # nobody is called so: `~` is a letter
         path = path.expanduser()
@@ -44,9 +53,27 @@ def find(name: str, base_dir: Path | None, what: str, error: type[UserError] = U
     places = candidates(name, base_dir)
     for place in places:
         if place.exists():
+            refuse_special(place, what, error)
             return place.resolve()
     searched = ", ".join(str(p) for p in dict.fromkeys(places))
     raise error(f"{what} not found: {name}", allowed=f"searched: {searched}", hint=meant(name, places))
+
+
+def refuse_strange_name(name: str) -> None:
+    """Raises UserError for a text that no file system takes as a name: too long, or with a NUL."""
+    if "\0" in name:
+        raise UserError(f"{name[:60]!r} is no file name: it holds a NUL character")
+    if len(name) > NAME_CHARS or any(len(part.encode(errors="replace")) > PART_BYTES for part in name.split("/")):
+        raise UserError(f"`{name[:60]}...` is no file name: it has {counted(len(name), 'character')}")
+
+
+def refuse_special(path: Path, what: str, error: type[UserError] = UserError) -> None:
+    """Raises `error` for a pipe, a socket or a device: reading it might never end. path: exists."""
+    mode = path.stat().st_mode
+    kinds = {"pipe": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": stat.S_ISCHR, "block device": stat.S_ISBLK}
+    for kind, is_it in kinds.items():
+        if is_it(mode):
+            raise error(f"{what}: {path} is a {kind}, not a file", hint="write what it gives into a file")
 
 
 def meant(name: str, places: Sequence[Path]) -> str:

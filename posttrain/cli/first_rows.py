@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from posttrain.cli import together
 from posttrain.places import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def checks(
     for place, source in sources:
         if _is_local(source, base_dir):
             yield place, lambda source=source: _read(section, source, data, base_dir, columns)  # type: ignore[misc]
-    if rewards and all(_is_local(source, base_dir) for _, source in sources):
-        yield ("rewards", 0, "use"), lambda: _rewards(rewards, columns)
+    if all(_is_local(source, base_dir) for _, source in sources):
+        for place, reward in zip(together.reward_places(section), rewards, strict=False):  # some may not be loaded
+            yield (*place, "use"), lambda reward=reward: _reward(reward, columns)  # type: ignore[misc]
 
 
 def _is_local(source: Source, base_dir: Path) -> bool:
@@ -47,6 +49,7 @@ def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path
     few = source.model_copy(update={"size": min(source.size or ROWS, ROWS)})
     rows = source_rows(few, data, base_dir)
     _first(section, rows[0], data)
+    _numbers(section, rows)
     columns.update(column for row in rows for column in row if column != "uid")
     return _unwritten(section, rows, data, base_dir)
 
@@ -117,9 +120,31 @@ def _first(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> No
         render.plain(row, "completion", data)
 
 
-def _rewards(rewards: Sequence[LoadedReward], columns: set[str]) -> list[str]:
+def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError where a row lacks a number that the stage learns from, RecipeError where two give it."""
+    from posttrain import registry
+    from posttrain.data import labelled
+    from posttrain.recipe.preference_sections import Anchors
+    from posttrain.train import pair_columns
+
+    if section["stage"] == "reward_model":
+        objective = section["objective"]
+        for row in rows:
+            for name in filter(None, [objective["margin"], *objective["labels"]]):
+                labelled.number(row, name)
+            if objective["user"] and row.get(objective["user"]) is None:
+                raise labelled.missing(row, objective["user"])
+    elif section["stage"] == "dpo":
+        loss = section["loss"]
+        declared = registry.index()["pair_loss"].get(loss["use"], {}).get("needs", ())
+        pair_columns.refuse_missing(rows, pair_columns.read_by(set(declared) - {"labels"}, loss), loss["use"])
+        anchors = Anchors.model_validate(section["anchors"])
+        pair_columns.refuse_twice({column for row in rows for column in row}, anchors)
+
+
+def _reward(reward: LoadedReward, columns: set[str]) -> list[str]:
     from posttrain.verify.load import check_columns
 
     if columns:  # else the data could not be read, which is told already
-        check_columns(rewards, columns)
+        check_columns([reward], columns)
     return []

@@ -12,15 +12,14 @@ Scripts go with the recipe: a missing one is always an error.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from posttrain.cli import imports
+from posttrain.cli import existence, imports, together
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
-from posttrain.places import ROW_FILES, candidates, find, meant, split_function
+from posttrain.places import candidates, meant, split_function
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=BaseModel)
 
-ACCEPTED = "accepted:"
 Values = Mapping[str, Any]
 
 
@@ -85,7 +83,7 @@ def check(loaded: Loaded, elsewhere: list[Problem] | None = None, without: Seque
         found = _Look(loaded.recipe.base_dir, _marks_of(loaded), importer, type(loaded.recipe), without)
         found.at(loaded.resolved)
     if not found.problems:
-        _check_turns(loaded, found)
+        _check_together(loaded, found)
     if "data" not in without and not found.problems:
         _check_first_rows(loaded, found)
     if told := found.told(elsewhere):
@@ -166,7 +164,7 @@ class _Look:
         function = None
         with self.collected((*part.path, "use")):
             function = written(use, self.base_dir, model.kinds[0].replace("_", " "), self.importer.function)
-        given = [name for name in part.values if name not in model.model_fields]
+        given = {name: value for name, value in part.values.items() if name not in model.model_fields}
         for name, error in strange_arguments(function, given).items() if function else ():
             with self.collected((*part.path, name)):
                 raise error
@@ -188,49 +186,52 @@ class _Look:
         A missing file is a mistake, since files go with the recipe; other things are `absent`. about: begins the error,
         where the recipe does not name the thing itself (the base of an adapter).
         """
-        from posttrain.data.sources import refuse_script
+        from posttrain.recipe.sections import Source
 
         if names.kind in self.without:
             return
-        if names.kind == "data" and name.endswith(".py"):
-            with self.collected(path):
-                refuse_script(name)
-            return
-        if name.startswith("gym:"):
-            with self.collected(path):
-                _find_task(name.removeprefix("gym:"), part.values.get("params"))
-            return
-        if names.kind == "data" and split_function(name) and not name.startswith(ACCEPTED):
+        source = as_far_as_right(Source, part.values) if names.kind == "data" else None
+        if names.kind == "data" and split_function(name) and not name.startswith(("gym:", existence.ACCEPTED)):
             self._data_function(path, name, part)
             return
-        places = candidates(name.removeprefix(ACCEPTED), self.base_dir)
-        here = names.kind == "file" or any(map(_is_there, places))
-        base = ""
-        with self.collected(path, self.problems if here else self.absent, about):
-            if names.kind == "model":
-                base = _find_model(name, self.base_dir)
-            elif names.kind == "data":
-                _find_data(name, self.base_dir)
-            else:
-                _find_run(name, names, self.base_dir)
+        with self.collected(path):
+            places = candidates(name.removeprefix(existence.ACCEPTED), self.base_dir)
+            here = names.kind == "file" or name.startswith("gym:") or any(map(existence.is_there, places))
+            base = ""
+            with self.collected(path, self.problems if here else self.absent, about):
+                if names.kind == "model":
+                    base = existence.find_model(name, self.base_dir)
+                elif names.kind == "data":
+                    existence.find_data(name, self.base_dir, source)
+                else:
+                    existence.find_run(name, names, self.base_dir)
+            self._followed(path, names, name, part, base, places, here)
+
+    def _followed(
+        self, path: Path_, names: Names, name: str, part: Part, base: str, places: list[Path], here: bool
+    ) -> None:
+        """Check the base of an adapter, and doubt a hub id that looks like a folder here."""
         if base:
             self._named(path, names, base, part, f"the base of the adapter {name}: ")
         elif (
-            not here and names.kind in ("model", "data") and _may_be_of_the_hub(name) and (hint := meant(name, places))
+            not here
+            and names.kind in ("model", "data")
+            and existence.may_be_of_the_hub(name)
+            and (hint := meant(name, places))
         ):
             with self.collected(path, self.doubts):
                 raise UserError(f"`{name}` is taken for a hub id: there is no such {names.what} here", hint=hint)
 
     def _data_function(self, path: Path_, use: str, part: Part) -> None:
-        from posttrain.recipe.functions import strange_arguments, written
+        from posttrain.recipe.functions import strange_data_arguments, written
 
         function = None
         with self.collected(path):
             function = written(use, self.base_dir, "data function", self.importer.function, DataError)
-        params = part.values.get("params")
-        given = list(params) if isinstance(params, Mapping) else []
-        for name, error in strange_arguments(function, given, of_data=True).items() if function else ():
-            with self.collected((*part.path, "params", name)):
+        params, size = part.values.get("params"), part.values.get("size")
+        given = params if isinstance(params, Mapping) else {}
+        for name, error in strange_data_arguments(function, given, size).items() if function else ():
+            with self.collected(path if name == "source" else (*part.path, "params", name)):
                 raise error
 
 
@@ -240,56 +241,6 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
 
     once = {(problem.where, problem.what.partition(": ")[2]): problem for problem in reversed(problems)}
     return sorted(once.values(), key=in_order)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a path exists. True as well if we may not look: reading it will raise the right error."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
-
-
-def _find_model(name: str, base_dir: Path) -> str:
-    """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
-    from posttrain.models import adapters
-    from posttrain.models.places import locate
-
-    place = locate(name, base_dir)
-    return adapters.base_of(place.path) if place.kind == "adapter" and place.path is not None else ""
-
-
-def _may_be_of_the_hub(name: str) -> bool:
-    from posttrain import hub
-
-    return name != "tiny" and not hub.only_a_path(name, (".gguf", *ROW_FILES))
-
-
-def _find_data(name: str, base_dir: Path) -> None:
-    from posttrain import hub
-    from posttrain.recipe.section import EVALUATION
-
-    if name.startswith(ACCEPTED):
-        _find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
-    elif hub.only_a_path(name, ROW_FILES):
-        find(name, base_dir, "data", DataError)
-
-
-def _find_task(name: str, params: Any) -> None:
-    from posttrain.data import gym
-
-    if importlib.util.find_spec("reasoning_gym"):  # a package that is missing is told by cli/packages.py
-        gym.check(name, params if isinstance(params, Mapping) else {})
-
-
-def _find_run(name: str, names: Names, base_dir: Path) -> None:
-    place = find(name, base_dir, names.what, DataError)
-    if names.holds and place.is_dir() and not any((place / file).is_file() for file in names.holds):
-        files = sorted(path.name for path in place.iterdir())
-        raise DataError(
-            f"{place} holds no {names.what}: {names.holds[0]} is missing",
-            allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
-        )
 
 
 def as_far_as_right(model: type[Model], values: Any) -> Model | None:
@@ -310,25 +261,13 @@ def as_far_as_right(model: type[Model], values: Any) -> Model | None:
         return None
 
 
-def _check_turns(loaded: Loaded, found: _Look) -> None:
-    """Components that read rewards by turn need a reward that gives them."""
-    from posttrain import registry
+def _check_together(loaded: Loaded, found: _Look) -> None:
+    """What must fit together once the scripts of the rewards are known."""
     from posttrain.recipe import named
     from posttrain.recipe.tree import dotted
-    from posttrain.verify.parts import problem
 
     for place, _, section in named.stages(loaded.resolved, found.verb):
-        if section.get("stage") != "rl":
-            continue
-        names = [reward.name for reward in found.rewards[place] if reward.per_turn]
-        advantage = dict(section.get("advantage") or {})
-        use = advantage.pop("use", "")
-        needs = {*registry.index()["advantage"].get(use, {}).get("needs", ())}
-        if any("turn_ids" in registry.index()[kind].get(name, {}).get("needs", ()) for kind, name in _chosen(section)):
-            needs.add("turn_ids")  # steps are read without a reward of them
-        split, acts = section.get("scoring", {}).get("split"), bool(section.get("environment"))
-        key, what, right = problem(names, use, advantage, needs, environment=acts, split=split)
-        if what:
+        for key, what, right in together.problems(section, found.rewards[place], found.base_dir):
             path = (*place, *(int(part) if part.isdigit() else part for part in key.split(".")))
             mark = found.mark(path) or str(loaded.path)
             found.problems.append(Problem(mark, f"{dotted(path)}: {what}", hint=right))
@@ -350,16 +289,9 @@ def _check_first_rows(loaded: Loaded, found: _Look) -> None:
                     found.doubts.append(Problem(found.mark(path), f"{'.'.join(map(str, path))}: {note}"))
             except PosttrainError as error:
                 for told in error.problems:
-                    where, what = found.mark(path), f"{'.'.join(map(str, path))}: {told.where}: {told.what}"
+                    row = f"{told.where}: " if told.where else ""
+                    where, what = found.mark(path), f"{'.'.join(map(str, path))}: {row}{told.what}"
                     found.problems.append(dataclasses.replace(told, where=where, what=what))
-
-
-def _chosen(section: Values) -> Iterator[tuple[str, str]]:
-    """(kind, name) of the components that may work by turn or step. Names may be functions of the user's."""
-    for key, kinds in (("loss", ("loss", "group_loss")), ("spread", ("spread",)), ("bonuses", ("bonus",))):
-        value = section.get(key) or []
-        for item in value if isinstance(value, list) else [value]:
-            yield from ((kind, str(item.get("use"))) for kind in kinds)
 
 
 def _plain(draft: Node) -> dict[str, Any]:
@@ -399,7 +331,8 @@ class _Collected:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, PosttrainError):
             for problem in error.problems:
-                told = dataclasses.replace(problem, where=self.where, what=f"{self.head}{problem.what}")
+                place = f"{problem.where}: " if problem.where else ""
+                told = dataclasses.replace(problem, where=self.where, what=f"{self.head}{place}{problem.what}")
                 self.problems.append(told)
         elif isinstance(error, OSError):
             self.problems.append(Problem(self.where, f"{self.head}{error.strerror or error}: {error.filename}"))

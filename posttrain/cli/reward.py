@@ -260,7 +260,7 @@ def _try(
     quiet: bool,
 ) -> dict[str, Any]:
     """Try the rewards on rows. what: the stage or function shown. Returns the trial as JSON, with the verdict `ok`."""
-    from posttrain.recipe.checks import reward_name
+    from posttrain.recipe.reward_checks import reward_name
     from posttrain.verify.trial import as_json, try_rewards
 
     trial = try_rewards(rewards, scoring, base_dir, rows)

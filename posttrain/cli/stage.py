@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -180,7 +181,26 @@ def execute(
                 say(f"loading {model.path}")  # some seconds for torch alone, minutes for large models
         from posttrain.pipeline import run_stage
 
-        return run_stage(loaded.recipe, directory), directory.path
+        with located(loaded):
+            return run_stage(loaded.recipe, directory), directory.path
+
+
+@contextlib.contextmanager
+def located(loaded: Loaded) -> Iterator[None]:
+    """Give an error that begins with a key of the recipe (`model.device: ...`) the line of that key."""
+    try:
+        yield
+    except UserError as error:
+        told = [replace(p, where=p.where or _line_of(p.what, loaded)) for p in error.problems]
+        if told == list(error.problems):
+            raise
+        raise type(error).of(told) from error
+
+
+def _line_of(what: str, loaded: Loaded) -> str:
+    key = what.split(maxsplit=1)[0].rstrip(":") if what else ""
+    origin = loaded.origins.get(key) if "." in key else None
+    return origin.mark if origin and origin.kind != "default" else ""
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def rows(run: str, base_dir: Path, params: dict[str, Any]) -> list[dict[str, Any
     none. Truncated and unjudged completions are never kept. Raises DataError for a directory without an evaluation,
     parameters that do not fit, or where nothing is kept.
     """
-    _check(params)
+    check(params)
     folder = find(run, base_dir, "evaluation", DataError)
     problems = _lines(folder / "problems.jsonl")
     by_problem: dict[int, list[dict[str, Any]]] = {}
@@ -60,7 +61,8 @@ def _account(found: list[list[dict[str, Any]]], max_pass_rate: float | None) -> 
     return f"{text}; of {counted(solved, 'problem')} solved, those solved in {many} are left out"
 
 
-def _check(params: dict[str, Any]) -> None:
+def check(params: Mapping[str, Any]) -> None:
+    """Raises DataError for a parameter that there is not, or a value that it cannot have."""
     for key, value in params.items():
         if key not in PARAMS:
             raise DataError(f"accepted: has no parameter {key}", allowed=f"it has: {', '.join(PARAMS)}")

@@ -45,11 +45,11 @@ def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **params)
     except (AssertionError, TypeError, ValueError) as cause:
-        raise DataError(f"gym:{task} refuses its parameters {params}: {cause}") from cause
+        raise refused(task, params, cause) from cause
 
 
 def check(task: str, params: Mapping[str, Any]) -> None:
-    """Raises DataError where there is no such task, or it has no such parameter."""
+    """Raises DataError where there is no such task, or it does not take these parameters."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingExtra("reasoning-gym", f"data gym:{task}", "train")
     from reasoning_gym.factory import DATASETS
@@ -70,3 +70,14 @@ def check(task: str, params: Mapping[str, Any]) -> None:
                 allowed=f"it has: {', '.join(sorted(known))}",
                 hint=did_you_mean(key, known),
             )
+    try:
+        config = DATASETS[task][1](**params)
+        if callable(validate := getattr(config, "validate", None)):
+            validate()
+    except (AssertionError, TypeError, ValueError) as cause:
+        raise refused(task, params, cause) from cause
+
+
+def refused(task: str, params: Mapping[str, Any], cause: Exception) -> DataError:
+    """The error for values that a task does not take."""
+    return DataError(f"gym:{task} refuses its parameters {dict(params)}: {cause}")

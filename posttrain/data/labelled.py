@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,3 +67,25 @@ def _mismatched(answers: Sequence[Row], place: int) -> Any:
         if other["chosen"] != own["chosen"] and other.get("prompt") != own.get("prompt"):
             return other["chosen"]
     raise DataError("no row with another prompt and another answer", where=whereabouts.row(own["uid"]))
+
+
+def number(row: Mapping[str, Any], column: str) -> float | None:
+    """A finite number of a row, or None where it has null. Raises DataError where it has something else, or nothing."""
+    value = row.get(column)
+    if value is None and column in row:
+        return None
+    if value is None:
+        raise missing(row, column)
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise DataError(f"`{column}` is {str(value)[:40]!r}, not a finite number", where=whereabouts.row(row["uid"]))
+
+
+def missing(row: Mapping[str, Any], column: str) -> DataError:
+    """The error for a row without a column that a reward model learns from."""
+    return DataError(
+        f"the reward model learns from the column `{column}`, which this row lacks",
+        where=whereabouts.row(row["uid"]),
+        allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
+        hint=f"name it, e.g. data.columns: {{{column}: THEIR_NAME}}",
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import whereabouts
-from posttrain.data import shapes, sources
+from posttrain.data import files, shapes, sources
 from posttrain.data.identity import row_uid
 from posttrain.data.messages import kind
 from posttrain.errors import DataError, Problem, counted
@@ -54,7 +54,7 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
         whereabouts.note(uid, where)
         rows.append({**row, "uid": uid})
     if wrong:
-        raise sources.first_of(wrong, "row")
+        raise files.first_of(wrong, "row")
     return rows
 
 

@@ -11,7 +11,7 @@ or one that several runs share, `vllm serve MODEL` and `judge.rating`. torch is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,27 +44,23 @@ _loaded: dict[tuple[str, ...], Loaded] = {}  # (path, base_dir, device, dtype) -
 
 
 def opened(
-    *,
-    path: str = "",
-    base_dir: str = ".",
-    device: str = "auto",
-    dtype: str = "auto",
-    samples: int = 1,
-    temperature: float = 0.0,
-    scale: Sequence[float] = (0, 10),
-    template: str = "",
-    **_: Any,
+    *, path: str = "", base_dir: str = ".", device: str = "auto", dtype: str = "auto", template: str = "", **_: Any
 ) -> None:
-    """Load the model, and check what goes with it, before the policy is loaded. Raises RewardError, ModelError."""
-    if not path:
-        raise RewardError("judge_model needs params: {path: MODEL}", hint="a directory, hub id or GGUF file")
-    if samples > 1 and temperature == 0:
-        raise RewardError("judge_model: `samples` are all the same at temperature 0", hint="write a temperature, or 1")
-    if len(scale) != 2 or not scale[0] < scale[1]:
-        raise RewardError(f"judge_model: scale {list(scale)} is not [low, high]")
+    """Load the model, and read its template, before the policy is loaded. Raises RewardError, ModelError."""
     if template and "completion" not in judging.fields_of(_template(template, base_dir)):
         raise RewardError(f"judge_model: {template} has no {{completion}}: the judge would see no answer")
     _judge(path, base_dir, device, dtype)
+
+
+def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the recipe's parameters (`verify.load`)."""
+    if not params.get("path"):
+        yield "needs params: {path: MODEL}, a directory, hub id or GGUF file"
+    if params.get("samples", 1) > 1 and params.get("temperature", 0.0) == 0:
+        yield "`samples` are all the same at temperature 0: write a temperature, or 1"
+    scale = params.get("scale", (0, 10))
+    if len(scale) != 2 or not scale[0] < scale[1]:
+        yield f"scale {list(scale)} is not [low, high]"
 
 
 def closed() -> None:

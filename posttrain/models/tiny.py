@@ -5,11 +5,12 @@ from __future__ import annotations
 import string
 from typing import Any
 
+from posttrain.models.places import TINY_WINDOW
+
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = tuple(sorted(set(string.printable) - set("\t\r\x0b\x0c")))  # printable ASCII and newline
-MAX_LENGTH = 2048
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
@@ -51,7 +52,7 @@ def build(seed: int = 0) -> tuple[Any, Any]:
         num_attention_heads=4,
         num_key_value_heads=4,
         intermediate_size=192,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=TINY_WINDOW,
         tie_word_embeddings=True,
         initializer_range=0.05,
         pad_token_id=tokenizer.pad_token_id,
@@ -90,7 +91,7 @@ def build_tokenizer() -> Any:
         eos_token=EOS,
         unk_token=UNK,
         additional_special_tokens=list(ROLES),
-        model_max_length=MAX_LENGTH,
+        model_max_length=TINY_WINDOW,
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )

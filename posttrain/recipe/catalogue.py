@@ -12,6 +12,7 @@ from typing import Any
 from posttrain import registry
 from posttrain.places import known_files
 from posttrain.recipe import presets
+from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.objective_checks import (
     FROM_COMPONENTS,
     FROM_MODEL,
@@ -231,7 +232,7 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         return {place: name, **_inputs_of_merge(keys, needs)}
     if shape == "name":
         return {place: name}
-    section = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
+    section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
     section |= {key: known.get("default", _example(kind, name, key, known["type"])) for key, known in keys.items()}
     if "behavior_logp" in needs:
         section["behavior_model"] = "tiny"  # whichever model wrote the data
@@ -244,6 +245,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped = {"tools": [{"use": "calculator"}], **shaped}
     if set(needs) & {"token_rewards", "turn_scores"}:
         shaped["rewards"] = [{"use": "math.accuracy"}, *_REWARDS_BY_TURN.get(name, [{"use": "turns.failed_calls"}])]
+    if "bundle_size" in section:
+        shaped["rollout"] = {"prompts_per_step": 6 * section["bundle_size"]}
     if "frozen_critic" in needs:
         shaped["critic"] = {"path": "runs/critic/final"}
     if set(needs) & FROM_OPPONENT:
@@ -258,6 +261,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
             required = {k: _example("advantage", made_by, k, v[0]) for k, v in found.items() if len(v) == 1}
             apart = {"separate": True} if need == "channels" and kind == "regulariser" else {}  # no other loss has it
             shaped = {"advantage": {"use": made_by, **required, **apart}, **shaped}
+    read = dict.fromkeys([*_read_by(kind, section), *_read_by("advantage", shaped.get("advantage"))])
+    if read and "rewards" not in shaped:
+        mine = [{"use": f"mine.py:{one}", "weight": 0} for one in read if one != "accuracy"]
+        shaped["rewards"] = [{"use": "math.accuracy"}, *mine]
     return shaped
 
 
@@ -267,6 +274,13 @@ def _inputs_of_merge(keys: Entry, needs: list[str]) -> dict[str, Any]:
     base = {"base_model": "path/of/the/base"} if "base_model" in needs else {}
     required = {key: 1e-4 for key, known in keys.items() if "default" not in known}  # nearswap's t
     return {**base, "models": models, **({"parameters": required} if required else {})}
+
+
+def _read_by(kind: str, section: Any) -> list[str]:
+    """The rewards that a component's section names."""
+    params = section if isinstance(section, dict) else {}
+    found = named_rewards([kind], str(params.get("use")), params)
+    return [name.partition("/")[0] for _, name, others in found if name not in others]
 
 
 _REWARDS_BY_TURN = {

@@ -6,15 +6,15 @@ Each check is a function of a recipe that yields (key, what is wrong, what would
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from posttrain.errors import Problem
-from posttrain.places import split_function
-from posttrain.recipe import building, idle, merging, objective_checks
+from posttrain.errors import Problem, did_you_mean
+from posttrain.recipe import argument_checks, building, idle, merging, objective_checks, reward_checks
 from posttrain.recipe import stages as st
 from posttrain.recipe.objective_checks import Found
 from posttrain.recipe.reward_sections import Reward
+from posttrain.recipe.rollout_sections import LORA_RANKS
 from posttrain.recipe.tree import Node, dotted, follow
 
 Check = Callable[[Any], Found]
@@ -111,44 +111,21 @@ def _divided(recipe: Any) -> Found:
         yield "model.shard", what, "use vllm without `server`, or the transformers engine"
 
 
-def _reward_names(recipe: Any) -> Found:
-    rewards: list[Reward] = getattr(recipe, "rewards", [])
-    names = Counter(reward_name(r) for r in rewards)
-    for position, reward in enumerate(rewards):
-        if names[reward_name(reward)] > 1:
-            what = f"{names[reward_name(reward)]} rewards are called `{reward_name(reward)}`"
-            yield f"rewards.{position}", what, "give each a `name` of its own"
-    if sum(r.correct for r in rewards) > 1:
-        last = max(p for p, r in enumerate(rewards) if r.correct)
-        yield f"rewards.{last}.correct", "more than one reward says what is correct", "leave `correct: true` in one"
-    if (
-        rewards
-        and isinstance(recipe, st.RlRecipe)
-        and not any(r.weight for r in rewards)
-        and not recipe.kl.reference  # a teacher says enough
-    ):
-        yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"
+def _rewards(recipe: Any) -> Found:
+    """Each list of rewards in itself."""
+    for key, rewards in reward_lists(recipe):
+        for place, what, right in reward_checks.problems(rewards):
+            yield f"{key}.{place}", what, right
+    if isinstance(recipe, st.RlRecipe) and not any(r.weight for r in recipe.rewards) and not recipe.kl.reference:
+        yield "rewards", "every weight is 0: there is nothing to learn from", "give one a weight"  # a teacher is enough
 
 
-def _canaries(recipe: Any) -> Found:
-    """A canary must not be trained on, directly or through a condition or a filter."""
-    rewards: list[Reward] = getattr(recipe, "rewards", [])
-    canaries = {reward_name(r) for r in rewards if r.canary}
-    for position, reward in enumerate(rewards):
-        if reward.canary and reward.weight:
-            yield f"rewards.{position}.canary", "a canary is never trained on", "write `weight: 0`"
-        if reward.canary and reward.correct:
-            what = "what is correct decides which groups are kept, so a canary must not say it"
-            yield f"rewards.{position}.correct", what, "leave `correct: true` to a reward that is trained on"
-        if reward.condition is not None and reward.condition.on in canaries and reward.weight:
-            what = f"`{reward.condition.on}` is a canary: a condition on it trains on it"
-            yield f"rewards.{position}.condition", what, "name another reward"
-
-
-def reward_name(reward: Reward) -> str:
-    """The name of a reward in metrics: its own, or that of its function."""
-    split = split_function(reward.use)
-    return reward.name or (split[1] if split else reward.use.rpartition(".")[2])
+def reward_lists(recipe: Any) -> Iterator[tuple[str, list[Reward]]]:
+    """(key, rewards) of every list of rewards in a recipe."""
+    for above in ("", "best_of", "search"):
+        section = getattr(recipe, above, None) if above else recipe
+        if rewards := getattr(section, "rewards", None):
+            yield f"{above}.rewards" if above else "rewards", rewards
 
 
 def _groups(recipe: st.RlRecipe) -> Found:
@@ -201,6 +178,30 @@ def _eval_settings(recipe: Any) -> Found:
         yield "sampling.temperature", what, "write a temperature above 0, or ask for 1 sample"
 
 
+def _best_of(recipe: Any) -> Found:
+    """What picks one of several completions must be a reward."""
+    name = recipe.eval.best_of if isinstance(recipe, st.EvalRecipe) else None
+    known = [*(reward_checks.reward_name(reward) for reward in getattr(recipe, "rewards", ())), "reward"]
+    if name is not None and name not in known:
+        right = did_you_mean(name, known) or f"{', '.join(known[:-1])}, or `reward` for their weighted sum"
+        yield "eval.best_of", f"no reward is called `{name}`", right
+
+
+def _windows(recipe: Any) -> Found:
+    """What vLLM cannot be started with, whatever the model is."""
+    engine = getattr(recipe, "rollout", None) or getattr(recipe, "engine", None)
+    if engine is None or engine.engine != "vllm":
+        return
+    key, sampling = ("rollout", engine) if hasattr(recipe, "rollout") else ("engine", recipe.sampling)
+    length, new = engine.vllm.max_model_len, sampling.max_new_tokens
+    if length is not None and length <= new:
+        what = f"{length} has no room for a prompt and {new} new tokens"
+        yield f"{key}.vllm.max_model_len", what, "write a larger one"
+    lora = recipe.model.lora
+    if lora is not None and not engine.vllm.merge_adapter and lora.rank > LORA_RANKS[-1]:
+        yield "model.lora.rank", f"{lora.rank} is more than vLLM serves, {LORA_RANKS[-1]}", "write a smaller one"
+
+
 def _references(recipe: Any) -> Found:
     """`stage:NAME` is for pipelines only, where a path takes its place. Pipelines check it themselves."""
     paths = {"model.path": recipe.model.path} if hasattr(recipe, "model") else {}
@@ -250,19 +251,23 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         _half,
         _compiled,
         _divided,
-        _reward_names,
-        _canaries,
+        _rewards,
         _eval_settings,
+        _best_of,
+        _windows,
         idle.refused,
     ),
-    st.SftRecipe: (_objective, _adapted_head),
-    st.DpoRecipe: (_online_kl, _adapted_head),
+    st.SftRecipe: (_objective, _adapted_head, argument_checks.intervals),
+    st.DpoRecipe: (_online_kl, _adapted_head, argument_checks.smoothing, argument_checks.histories),
     st.RlRecipe: (
         _offloaded_reference,
         _groups,
         _idle_kl,
         _kl_place,
         _controlled_turns,
+        argument_checks.names,
+        argument_checks.bundles,
+        argument_checks.lists,
         *objective_checks.CHECKS,
     ),
     st.PairsRecipe: (building.problems,),

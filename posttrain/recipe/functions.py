@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import UserError, did_you_mean
 from posttrain.places import find_module, no_function, place_of
+from posttrain.registry import wrong_type
 
 
 def written(
@@ -59,27 +62,71 @@ def _function(node: ast.stmt) -> ast.FunctionDef | None:
     return made
 
 
-def strange_arguments(
-    function: ast.FunctionDef, given: Iterable[str], *, of_data: bool = False
-) -> dict[str, UserError]:
-    """Key -> what is wrong, for every key of `given` that is no argument for a recipe to set: a keyword-only one, or of
-    a data function any but `size` and `seed`. Under `use` what a component must be given and is not."""
-    takes = [argument.arg for argument in function.args.kwonlyargs]
-    if of_data:
-        takes = [a.arg for a in (*function.args.args, *function.args.kwonlyargs) if a.arg not in ("size", "seed")]
-    found = {}
-    given = list(given)
-    needed = [
-        a.arg for a, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True) if not default
-    ]
-    if not of_data and (missing := [f"`{key}`" for key in needed if key not in given]):
+def strange_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, UserError]:
+    """Key -> what is wrong, for every key of `given` that is no keyword-only argument of a component, or has a value of
+    another type. Under `use` what it must be given and is not."""
+    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    needed = [argument.arg for argument, default in keywords if default is None]
+    found = _unknown(function, function.args.kwonlyargs, given)
+    if missing := [f"`{key}`" for key in needed if key not in given]:
         found["use"] = UserError(f"{function.name} needs {', '.join(missing)}")
-    for key in given:
-        if key not in takes and function.args.kwarg is None:
-            hint = did_you_mean(key, takes)
-            allowed = f"it takes: {', '.join(takes) or 'none'}"
-            found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
     return found
+
+
+def strange_data_arguments(
+    function: ast.FunctionDef, given: Mapping[str, Any], size: int | None
+) -> dict[str, UserError]:
+    """The same of a data function, which is called with `size`, `seed` and the recipe's params. Under `source` what it
+    lacks itself. size: the recipe's."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    optional = {a.arg for a in arguments[len(arguments) - len(function.args.defaults) :]}
+    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    optional |= {argument.arg for argument, default in keywords if default is not None}
+    named = [*function.args.args, *function.args.kwonlyargs]
+    names = [a.arg for a in named]
+    found = _unknown(function, [a for a in named if a.arg not in ("size", "seed")], given)
+    hint = "it is called with size, seed and `params`"
+    if function.args.kwarg is None and (lacks := [f"`{key}`" for key in ("size", "seed") if key not in names]):
+        found["source"] = UserError(f"{function.name} takes no {' and no '.join(lacks)}", hint=hint)
+    elif missing := [f"`{key}`" for key in names if key not in ("size", "seed", *given, *optional)]:
+        found["source"] = UserError(f"{function.name} needs {', '.join(missing)}", hint="write it under `params`")
+    elif size is None and "size" not in optional:
+        found["source"] = UserError(f"{function.name} makes rows: give `size`, the number of rows")
+    return found
+
+
+def _unknown(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping[str, Any]) -> dict[str, UserError]:
+    annotations = {argument.arg: argument.annotation for argument in takes}
+    found = {}
+    for key, value in given.items():
+        if key not in annotations:
+            if function.args.kwarg is None:
+                allowed, hint = f"it takes: {', '.join(annotations) or 'none'}", did_you_mean(key, annotations)
+                found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
+        elif why := wrong_type(_plain_type(annotations[key]), value):
+            found[key] = UserError(f"{function.name}: argument {key}: {why}, got {value!r:.60}")
+    return found
+
+
+_TYPES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, str, bool, list, dict, tuple)},
+    **{name: getattr(typing, name) for name in ("Literal", "Any", "Optional", "Union", "Sequence", "Mapping")},
+}
+_OF_TYPES = (ast.Expression, ast.Name, ast.Constant, ast.BinOp, ast.BitOr, ast.Subscript, ast.Tuple, ast.Load)
+
+
+def _plain_type(annotation: ast.expr | None) -> Any:
+    """The type that an annotation of plain names says; None for others, which only an import could tell."""
+    if annotation is None:
+        return None
+    nodes = list(ast.walk(annotation))
+    known = all(isinstance(node, _OF_TYPES) for node in nodes)
+    if not known or any(isinstance(node, ast.Name) and node.id not in _TYPES for node in nodes):
+        return None
+    try:
+        return eval(compile(ast.Expression(annotation), "annotation", "eval"), {"__builtins__": {}}, _TYPES)
+    except Exception:  # plain names that make no type, such as `int[3]`
+        return None
 
 
 _NO_FUNCTIONS = (ast.Constant, ast.JoinedStr, ast.List, ast.Dict, ast.Set, ast.Tuple)

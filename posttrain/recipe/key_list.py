@@ -13,10 +13,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from posttrain.recipe import keys
+from posttrain.recipe.limits import MOST
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import Stage
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_UNSAID = (MOST, 2**63, -(2**63))  # limits that nobody comes near
 REQUIRED = "(required)"
 
 
@@ -65,7 +67,7 @@ def _type(field: FieldInfo) -> str:
         f" {sign} {getattr(mark, name):g}"
         for mark in field.metadata
         for name, sign in SIGNS.items()
-        if hasattr(mark, name)
+        if hasattr(mark, name) and getattr(mark, name) not in _UNSAID
     )
     return f"{_written(field.annotation)}{limits}"
 

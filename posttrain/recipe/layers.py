@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.places import known_files
+from posttrain.places import known_files, refuse_special, split_function
 from posttrain.recipe import keys, slips
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.tree import Node, Origin, child, dotted
@@ -94,7 +94,9 @@ def read_chain(path: Path) -> Document:
             names = " extends ".join(p.name for p in [*seen[seen.index(here) :], here])
             raise RecipeError(f"extends: a cycle: {names}", where=base.origin.mark)
         seen.append(here)
-        chain.append(read(here))
+        extended = read(here)
+        _find_beside(extended.tree, here.parent, path.parent)
+        chain.append(extended)
     tree = chain[-1].tree
     for upper in reversed(chain[:-1]):
         tree = merge(tree, upper.tree, keys.components_in(upper.tree) or keys.components_in(tree))
@@ -104,6 +106,22 @@ def read_chain(path: Path) -> Document:
     return Document(document.text, tree, problems, set().union(*(one.bad for one in chain)))
 
 
+def _find_beside(node: Node, folder: Path, base_dir: Path) -> None:
+    """Make the files that an extended recipe names beside itself absolute, so that a recipe of another folder finds
+    them. base_dir: of the recipe that is loaded; what is there comes first, as for every name."""
+    if isinstance(node.value, dict | list):
+        for below in node.value.values() if isinstance(node.value, dict) else node.value:
+            _find_beside(below, folder, base_dir)
+    elif isinstance(node.value, str) and 0 < len(node.value) <= PATH_CHARS and "\n" not in node.value:
+        split = split_function(node.value)
+        named = split[0] if split else node.value
+        if not Path(named).is_absolute() and not (base_dir / named).exists() and (folder / named).is_file():
+            node.value = f"{(folder / named).resolve()}{node.value.removeprefix(named)}"
+
+
+PATH_CHARS = 200  # of a value that may be a file
+
+
 def _extended(base: Node, here: Path) -> Path:
     name = base.value
     if not isinstance(name, str):
@@ -111,6 +129,8 @@ def _extended(base: Node, here: Path) -> Path:
     beside = (here.parent / name).expanduser()
     if beside.is_file():
         return beside.resolve()
+    if beside.exists():
+        refuse_special(beside, "extends", RecipeError)
     shipped = known_files("recipes", [".yaml"])
     if name in shipped:
         return shipped[name].resolve()

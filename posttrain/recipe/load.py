@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.places import known_files
+from posttrain.places import known_files, refuse_special, refuse_strange_name
 from posttrain.recipe import idle, keys, layers, pipeline
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, Origin, from_plain
@@ -55,9 +55,13 @@ class WrongRecipe(RecipeError):
 
 def locate(path_or_name: str) -> Path:
     """A recipe file: a path, or the name of a shipped recipe (`rl/grpo_x` or, if unique, `grpo_x`)."""
+    refuse_strange_name(path_or_name)
     path = Path(path_or_name).expanduser()
     if path.is_file():
         return path.resolve()
+    if path.exists():
+        refuse_special(path, "recipe", RecipeError)
+        raise RecipeError(f"{path_or_name} is a folder, not a recipe", hint=_recipe_in(path))
     shipped = known_files("recipes", [".yaml"])
     if path_or_name in shipped:
         return shipped[path_or_name].resolve()
@@ -66,6 +70,12 @@ def locate(path_or_name: str) -> Path:
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
         hint=did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
     )
+
+
+def _recipe_in(folder: Path) -> str:
+    """The hint that names a recipe of a folder, such as that of a run."""
+    found = sorted(path.name for path in folder.glob("*.yaml"))
+    return f"name the file: {shlex.quote(str(folder / found[0]))}" if found else ""
 
 
 def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None = None) -> Loaded:
@@ -146,4 +156,4 @@ def in_order(problem: Problem) -> tuple[str, int, int]:
     parts = problem.where.rsplit(":", 2)
     if len(parts) == 3 and parts[1].isdigit() and parts[2].isdigit():
         return parts[0], int(parts[1]), int(parts[2])
-    return ("￿" if problem.where.startswith("command line") else problem.where), 0, 0
+    return ("￿" if not problem.where or problem.where.startswith("command line") else problem.where), 0, 0

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from posttrain import registry
-from posttrain.errors import Problem, did_you_mean, nearest
+from posttrain.errors import Problem, counted, did_you_mean, nearest
 from posttrain.recipe import keys
 from posttrain.recipe.removed import sentence
 from posttrain.recipe.section import ComponentSection
@@ -17,6 +17,7 @@ from posttrain.recipe.slips import form_for
 from posttrain.recipe.stages import TAGS, Stage
 from posttrain.recipe.tree import Node, dotted, follow
 
+MOST = 30  # mistakes of one stage that are told, each with its line
 Item = dict[str, Any]
 
 
@@ -25,6 +26,9 @@ def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequenc
     problems: list[Problem] = []
     choices: dict[tuple[str | int, ...], list[Item]] = {}  # a value of several allowed types has an error for each
     for found in error.errors(include_url=False):
+        if len(problems) == MOST:
+            more = error.error_count() - MOST
+            return [*problems, Problem("", f"and {counted(more, 'mistake')} more of this kind in the recipe")]
         item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
@@ -47,6 +51,9 @@ def _choice(
         path, items = (*path, *inner[0]["loc"][len(path) + 1 :][:depth]), inner
         if inner[0]["type"] not in _TYPES or inner[0]["type"] == "literal_error":  # a key, a word or a number in it
             return _one(inner[0], node, path, stage, tree, dotted([*prefix, *path]))
+    if len(items) > 1 and any(item["type"] in _BOUNDS for item in items):  # the right type, and a wrong value
+        item = next(item for item in items if item["type"] in _BOUNDS)
+        return Problem(node.origin.mark, f"{dotted([*prefix, *path])}: {_BOUNDS[item['type']](item)}")
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     return Problem(node.origin.mark, f"{dotted([*prefix, *path])}: must be {expected}, not {shown(items[0]['input'])}")
 
@@ -78,10 +85,11 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
 
 
 _BOUNDS: dict[str, Callable[[Item], str]] = {
-    "greater_than": lambda i: f"must be greater than {i['ctx']['gt']:g}, not {shown(i['input'])}",
-    "greater_than_equal": lambda i: f"must be at least {i['ctx']['ge']:g}, not {shown(i['input'])}",
-    "less_than": lambda i: f"must be less than {i['ctx']['lt']:g}, not {shown(i['input'])}",
-    "less_than_equal": lambda i: f"must be at most {i['ctx']['le']:g}, not {shown(i['input'])}",
+    "greater_than": lambda i: f"must be greater than {_limit(i['ctx']['gt'])}, not {shown(i['input'])}",
+    "greater_than_equal": lambda i: f"must be at least {_limit(i['ctx']['ge'])}, not {shown(i['input'])}",
+    "less_than": lambda i: f"must be less than {_limit(i['ctx']['lt'])}, not {shown(i['input'])}",
+    "less_than_equal": lambda i: f"must be at most {_limit(i['ctx']['le'])}, not {shown(i['input'])}",
+    "string_too_short": lambda _: "must not be empty",
     "too_short": lambda i: f"needs {_entries(i['ctx']['min_length'])} or more, has {i['ctx']['actual_length']}",
     "too_long": lambda i: f"takes {_entries(i['ctx']['max_length'])}, has {i['ctx']['actual_length']}",
 }
@@ -107,6 +115,10 @@ _TYPES = {
 }
 
 
+def _limit(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
 def _entries(count: int) -> str:
     return f"{count} entr{'y' if count == 1 else 'ies'}"
 
@@ -126,7 +138,7 @@ def shown(value: Any) -> str:
         return f"`{short}` (text)"
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    return str(value) if not isinstance(value, int) or abs(value) < 10**20 else f"{value:.3e}"
 
 
 def _type_hint(item: Item, node: Node) -> str:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from posttrain.recipe.section import NamedSection, OnNone, Positive, Section, Share
+from posttrain.recipe.limits import MOST
+from posttrain.recipe.section import NamedSection, OnNone, Section, Share, Workers
 
 
 class Condition(Section):
@@ -40,7 +41,7 @@ class Reward(NamedSection):
 class Scoring(Section):
     """How rewards are run."""
 
-    workers: Positive = Field(2, description="worker processes")
+    workers: Workers = Field(2, description="worker processes")
     correct_at: float = Field(1.0, description="an answer is right when the correctness component is at least this")
     max_error_rate: Share = Field(
         0.1,
@@ -50,7 +51,7 @@ class Scoring(Section):
     max_bad_gold: Share = Field(
         0.05, description="refuse to start when gold does not score best on more rows than this"
     )
-    memory_mb: Positive | None = Field(
+    memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
         4096, description="memory of a worker process; a call that needs more fails; null = no limit"
     )
     split: Literal["lines", "paragraphs"] | None = Field(

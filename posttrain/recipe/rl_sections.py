@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, CriticName, ModelName, NonNegative, Positive, Section
+from posttrain.recipe.section import ComponentSection, CriticName, ModelName, NonNegative, Positive, Rate, Section
 
 
 class GroupReward(ComponentSection):
@@ -101,7 +101,7 @@ class Controller(ComponentSection):
 class Critic(Section):
     """The value head: a linear layer on the policy's last hidden states, which it does not change."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="learning rate of the value head")
+    lr: Rate = Field(1e-5, description="learning rate of the value head")
     path: CriticName | None = Field(
         None,
         description="a run whose value head was trained before (`loss: critic`), on the model that this run starts "

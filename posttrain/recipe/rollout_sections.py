@@ -10,23 +10,27 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from posttrain.errors import counted
-from posttrain.recipe.section import NamedSection, NonNegative, Positive, Section
+from posttrain.recipe.section import Count, NamedSection, Positive, Section, Width
 
 VLLM_CHUNK = (
     4096  # sequences of an evaluation: long chunks keep vLLM's batch full, and a stop loses one of them at most
 )
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
+Temperature = Annotated[float, Field(ge=0, le=1000)]
 
 
 class Sampling(Section):
     """How completions are drawn."""
 
-    temperature: NonNegative = Field(1.0, description="0 = greedy")
+    temperature: Temperature = Field(1.0, description="0 = greedy")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="the likeliest tokens that have this share; 1 = all"
     )
-    top_k: Annotated[int, Field(ge=0)] = Field(0, description="0 = all tokens")
+    top_k: Count = Field(0, description="0 = all tokens")
     max_new_tokens: Positive = Field(512, description="longest completion")
-    stop: list[str] = Field(default_factory=list, description="texts that end a completion, besides EOS")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="texts that end a completion, besides EOS"
+    )
     max_turns: Positive = Field(8, description="with tools or an environment: turns of the model at most")
     turn_tokens: Positive | None = Field(
         None, description="the same: longest turn; default: max_new_tokens, which holds all turns and replies"
@@ -35,6 +39,12 @@ class Sampling(Section):
     rollout_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None, description="the same: no further turn begins after this much time since the rollouts began"
     )
+
+    @model_validator(mode="after")
+    def _can_divide(self) -> Self:
+        if 0 < self.temperature < 1e-3:
+            raise ValueError(f"temperature {self.temperature:g} overflows when logits are divided by it: write 0")
+        return self
 
 
 class Tool(NamedSection):
@@ -65,7 +75,7 @@ class Environment(Section):
     use: str = Field(description="file.py:Class, or `gym` for tasks of reasoning-gym")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the class")
     timeout_s: Annotated[float, Field(gt=0)] = Field(10.0, description="wall clock a step, or of a state's simulations")
-    simulations: Annotated[int, Field(ge=0)] = Field(
+    simulations: Count = Field(
         0, description="random plays from the state before each turn, for advantage mc_critic; needs a method actions()"
     )
     horizon: Positive = Field(200, description="steps of such a play at most")
@@ -79,7 +89,7 @@ class Server(Section):
         description="processes of `posttrain serve`, here or on other machines: [http://node2:8100]; they share the "
         "prompts",
     )
-    devices: list[Annotated[int, Field(ge=0)]] = Field(
+    devices: list[Count] = Field(
         default_factory=list,
         description="or GPUs of this machine, one process on each, which the run starts and ends itself: [1]; a GPU "
         "that is named twice has two engines",
@@ -173,8 +183,8 @@ class Rollout(EngineSection, Sampling):
     engine: Literal["transformers", "vllm", "stored"] = Field(  # type: ignore[assignment]
         "transformers", description="stored: nothing is sampled; the rows' own completions are trained on"
     )
-    prompts_per_step: Positive = Field(32, description="prompts that a step draws")
-    group_size: Positive = Field(8, description="completions of one prompt, the group of group-relative methods")
+    prompts_per_step: Annotated[int, Field(gt=0, le=1_000_000)] = Field(32, description="prompts that a step draws")
+    group_size: Width = Field(8, description="completions of one prompt, the group of group-relative methods")
     max_gen_batches: Positive = Field(
         1,
         description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",

@@ -14,8 +14,14 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 from posttrain import registry
 from posttrain.options import Channel, Gate
 from posttrain.places import split_function
+from posttrain.recipe.limits import MOST, of_argument
 
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Workers = Annotated[int, Field(gt=0, le=1024)]
+Width = Annotated[int, Field(gt=0, le=65_536)]
+Rate = Annotated[float, Field(gt=0, le=10)]  # a learning rate
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -166,6 +172,8 @@ def params_model(kind: str, name: str) -> type[BaseModel]:
     for key, described in registry.index()[kind][name]["params"].items():
         annotation = eval(described[0], {"__builtins__": {}}, _NAMES)  # our own shipped index
         default = described[1] if len(described) > 1 else ...
+        if limits := of_argument(kind, name, key):
+            annotation = typing.Annotated[annotation, Field(**limits)]
         if "tuple" in described[0]:  # YAML and JSON know lists only
             annotation = typing.Annotated[annotation, Field(strict=False)]
             default = tuple(default) if isinstance(default, list) else default

@@ -10,16 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import DataName, ModelName, Positive, Section, Share, TemplateName
+from posttrain.recipe.section import Count, DataName, ModelName, Positive, Section, Seed, Share, TemplateName, Width
+
+Texts = Annotated[list[str], Field(min_length=1)]
 
 
 class Lora(Section):
     """A low-rank adapter; the base stays frozen and serves as the reference policy."""
 
-    rank: Positive = Field(16, description="width of the two factors")
+    rank: Width = Field(16, description="width of the two factors")
     alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
     dropout: Share = Field(0.0, description="share of an adapter's inputs that are 0 while training")
-    targets: str | list[str] = Field("all-linear", description="module names, or all-linear")
+    targets: str | Texts = Field("all-linear", description="module names, or all-linear")
 
 
 class Model(Section):
@@ -62,8 +64,8 @@ class Source(Section):
     split: str = Field("train", description="of a hub id or a datasets directory")
     config: str | None = Field(None, description="hub configuration name")
     size: Positive | None = Field(None, description="rows to take (gym and functions: rows to make)")
-    skip: Annotated[int, Field(ge=0)] = Field(0, description="rows to leave out first, e.g. those trained on elsewhere")
-    seed: int = Field(0, description="seed of generated rows (gym and functions)")
+    skip: Count = Field(0, description="rows to leave out first, e.g. those trained on elsewhere")
+    seed: Seed = Field(0, description="seed of generated rows (gym and functions)")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the gym task or function")
     columns: dict[str, str] = Field(default_factory=dict, description="our column name: the file's column name")
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share in a mixture")
@@ -72,7 +74,9 @@ class Source(Section):
 class Data(Source):
     """Rows, how they become tokens, and which tokens are trained on."""
 
-    mix: list[Source] | None = Field(None, description="several sources with weights, instead of source")
+    mix: Annotated[list[Source], Field(min_length=1)] | None = Field(
+        None, description="several sources with weights, instead of source"
+    )
     system: str | None = Field(None, description="system message put before every prompt that has none")
     prompt_template: str | None = Field(None, description="a user message with {column} fields, instead of `prompt`")
     chat: bool = Field(True, description="render with the chat template; false: prompt and completion as plain text")
@@ -99,16 +103,16 @@ class Run(Section):
     """How long, where to, and what is kept."""
 
     output: str | None = Field(None, description="run directory; default: runs/RECIPE/TIME-HASH")
-    seed: int = Field(0, description="all random draws of the run follow from it")
+    seed: Seed = Field(0, description="all random draws of the run follow from it")
     steps: Positive | None = Field(None, description="optimiser steps (RL: rollout batches)")
     epochs: Positive | None = Field(None, description="passes over the data, instead of steps")
     save_every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_checkpoints: Positive = Field(2, description="complete checkpoints to keep")
     log_every: Positive = Field(1, description="steps between lines of metrics")
-    keep_rollouts: Annotated[int, Field(ge=0)] = Field(
+    keep_rollouts: Count = Field(
         1, description="steps whose rollouts are kept as numbers, the newest ones, for `posttrain whatif`"
     )
-    samples_per_step: Annotated[int, Field(ge=0)] = Field(4, description="rollouts written to samples.jsonl a step")
+    samples_per_step: Count = Field(4, description="rollouts written to samples.jsonl a step")
     max_minutes: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="stop cleanly after the step with which steps and saves have taken this long; time for the last "

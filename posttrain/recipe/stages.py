@@ -12,6 +12,7 @@ from posttrain.errors import counted
 from posttrain.recipe import merging
 from posttrain.recipe.building import Builder
 from posttrain.recipe.eval_sections import BestOf, EvalSettings, Search
+from posttrain.recipe.limits import MOST
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
 from posttrain.recipe.reward_sections import Reward, Scoring
@@ -41,7 +42,9 @@ from posttrain.recipe.section import (
     PairsName,
     Positive,
     Section,
+    Seed,
     Share,
+    Workers,
     registered,
 )
 from posttrain.recipe.sections import Data, Model, Run
@@ -90,8 +93,10 @@ class Acting(Stage):
     tool_prompt: Literal["auto", "none"] = Field(
         "auto", description="auto: prompts tell of the tools; none: the model knows them from its training"
     )
-    tool_workers: Positive = Field(4, description="worker processes of tools, threads of environments")
-    tool_memory_mb: Positive | None = Field(4096, description="memory of a worker of tools; null = no limit")
+    tool_workers: Workers = Field(4, description="worker processes of tools, threads of environments")
+    tool_memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
+        4096, description="memory of a worker of tools; null = no limit"
+    )
     environment: Environment | None = Field(None, description="what it acts in, instead of tools")
     earlier_turns: Literal["refuse", "as_sampled"] = Field(
         "refuse",
@@ -408,7 +413,7 @@ class PipelineRecipe(Stage):
         default_factory=dict, description="sections merged under every stage that takes them"
     )
     stages: list[dict[str, Any]] = Field(min_length=1, description="name, stage, and that stage's sections")
-    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1, description="the whole pipeline once a seed")
+    seeds: list[Seed] = Field(default_factory=lambda: [0], min_length=1, description="the whole pipeline once a seed")
     parallel: Positive = Field(1, description="seeds run side by side, each with its share of the cores")
     table: list[str] = Field(default_factory=list, description="eval stages compared in the closing table, in order")
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, ModelName, NonNegative, Positive, Section
+from posttrain.recipe.section import ComponentSection, Count, ModelName, Positive, Rate, Section
 
 
 class SftObjective(ComponentSection):
@@ -20,7 +20,7 @@ class SftObjective(ComponentSection):
     behavior_model: ModelName | None = Field(
         None, description="pear: the model that wrote the data; its log-probs are computed once and kept in the run"
     )
-    neftune: NonNegative = Field(
+    neftune: Annotated[float, Field(ge=0, le=1000)] = Field(
         0.0, description="noise on the input embeddings while training: alpha, 5 is usual; smaller with packing"
     )
 
@@ -30,6 +30,7 @@ class SftObjective(ComponentSection):
         return self.divide_by or ("weights" if self.use == "action_aware" else "tokens")
 
 
+Decay = Annotated[float, Field(ge=0, le=100)]
 LR = "learning rate, after the warm-up"
 
 
@@ -40,20 +41,20 @@ class Optim(Section):
         "adamw",
         description="8-bit moments (bitsandbytes) need a quarter of the memory; paged: they leave a GPU that is full",
     )
-    lr: Annotated[float, Field(gt=0)] = Field(1e-6, description=LR)
-    betas: list[float] = Field(
+    lr: Rate = Field(1e-6, description=LR)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         default_factory=lambda: [0.9, 0.999], min_length=2, max_length=2, description="decay of Adam's two moments"
     )
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="added to the root of the second moment")
-    weight_decay: NonNegative = Field(0.0, description="share of a weight, times lr, that a step takes off")
+    weight_decay: Decay = Field(0.0, description="share of a weight, times lr, that a step takes off")
     schedule: Literal["constant", "linear", "cosine", "stable_decay"] = Field(
         "constant", description="stable_decay: constant, then down to min_lr in the last decay_steps"
     )
-    decay_steps: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="stable_decay: default a tenth of the steps"
+    decay_steps: Count | None = Field(None, description="stable_decay: default a tenth of the steps")
+    min_lr: Annotated[float, Field(ge=0, le=10)] | None = Field(
+        None, description="stable_decay: the last learning rate; default lr / 10"
     )
-    min_lr: NonNegative | None = Field(None, description="stable_decay: the last learning rate; default lr / 10")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps over which lr rises from 0")
+    warmup_steps: Count = Field(0, description="steps over which lr rises from 0")
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="longer gradients are made this long; null = never"
     )
@@ -62,19 +63,19 @@ class Optim(Section):
 class SftOptim(Optim):
     """The optimiser, with the usual learning rate of supervised fine-tuning."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description=LR)
+    lr: Rate = Field(1e-5, description=LR)
 
 
 class DpoOptim(Optim):
     """The optimiser, with the usual learning rate of preference optimisation."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(5e-7, description=LR)
+    lr: Rate = Field(5e-7, description=LR)
 
 
 class RewardOptim(Optim):
     """The optimiser, with the usual learning rate of a full reward model (LoRA: 1e-4)."""
 
-    lr: Annotated[float, Field(gt=0)] = Field(1e-5, description=LR)
+    lr: Rate = Field(1e-5, description=LR)
 
 
 class TrainBatch(Section):

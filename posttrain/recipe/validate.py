@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from posttrain.errors import Problem, RecipeError
 from posttrain.recipe import checks, keys, layers, presets
-from posttrain.recipe.problems import tell
+from posttrain.recipe.limits import LARGEST
+from posttrain.recipe.problems import shown, tell
 from posttrain.recipe.stages import Stage
 from posttrain.recipe.tree import DEFAULT, Node, Origin, dotted, follow, from_plain, leaves, plain
 
@@ -49,7 +51,18 @@ def check(tree: Node, model: type[Stage], prefix: Sequence[str | int] = ()) -> t
         recipe = model.model_validate(values)
     except ValidationError as error:
         return None, problems + tell(error, tree, model, prefix)
+    if immense := list(_immense(tree, prefix)):
+        return None, problems + immense
     return recipe, problems + checks.run(recipe, tree, prefix)
+
+
+def _immense(tree: Node, prefix: Sequence[str | int]) -> Iterator[Problem]:
+    """Numbers with which nothing can be computed, wherever they stand."""
+    for path, value in leaves(plain(tree)):
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int | float) and math.isfinite(one) and abs(one) > LARGEST:
+                node, _ = follow(tree, path)
+                yield Problem(node.origin.mark, f"{dotted([*prefix, *path])}: at most {LARGEST:g}, not {shown(one)}")
 
 
 def _remove(values: dict[str, Any], parts: list[str]) -> None:

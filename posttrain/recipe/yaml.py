@@ -15,8 +15,13 @@ from pathlib import Path
 import yaml
 
 from posttrain.errors import Problem, RecipeError
+from posttrain.places import refuse_special
+from posttrain.recipe.limits import DIGITS
 from posttrain.recipe.tree import Node, Origin, Scalar
 
+MOST_BYTES = 100_000  # of a recipe file
+MOST_VALUES = 10_000
+DEEPEST = 50
 _NULL = {"~", "null", "Null", "NULL"}
 _BOOLEAN = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)$")
@@ -56,11 +61,16 @@ def read(path: Path) -> Document:
     """A YAML file. Raises RecipeError with the line if it cannot be read at all; other faults are in `problems`."""
     name = shown(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        refuse_special(path, "recipe", RecipeError)
+        with path.open("rb") as stream:
+            content = stream.read(MOST_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError("the file is not UTF-8 text", where=name, allowed=str(error)) from None
     except OSError as error:
         raise RecipeError(f"the file cannot be read: {error.strerror}", where=name) from None
+    if len(content) > MOST_BYTES:
+        raise RecipeError(f"the file has more than {MOST_BYTES:,} bytes, too many for a recipe", where=name)
     return parse(text, name)
 
 
@@ -85,6 +95,8 @@ def scalar(text: str) -> Scalar:
         return None
     if text in _BOOLEAN:
         return _BOOLEAN[text]
+    if len(text) > DIGITS:
+        return text  # no number that could be computed with; the builder says so
     if _INTEGER.match(text):
         return int(text)
     if _OTHER_BASE.match(text):
@@ -105,12 +117,16 @@ class _Builder:
         self.bad: set[str] = set()
         self.open: set[int] = set()  # nodes being built, to see an alias inside its own anchor
         self.built: dict[int, Node] = {}
+        self.sizes: dict[int, int] = {}  # of nodes that are built: values in them, those behind aliases each time
 
     def compose(self) -> yaml.Node | None:
+        where = self.fixed.mark if self.fixed else self.name
         try:
             return yaml.compose(self.text, Loader=_Loader)
         except yaml.YAMLError as error:
-            raise _broken(error, self.text, self.fixed.mark if self.fixed else self.name, self.fixed) from None
+            raise _broken(error, self.text, where, self.fixed) from None
+        except RecursionError:
+            raise RecipeError(f"nested more than {DEEPEST} deep", where=where) from None
 
     def document(self) -> Document:
         root = self.compose()
@@ -138,6 +154,8 @@ class _Builder:
         if node.tag not in _TAGS:
             self.problem(node, f"the tag {node.tag} is not used in recipes", hint="remove it")
         self.open.add(id(node))
+        if len(self.open) > DEEPEST:
+            raise RecipeError(f"nested more than {DEEPEST} deep", where=self.origin(node).mark)
         if isinstance(node, yaml.MappingNode):
             built = Node(self.mapping(node), self.origin(node))
         elif isinstance(node, yaml.SequenceNode):
@@ -146,6 +164,10 @@ class _Builder:
             built = self.scalar(node)
         self.open.discard(id(node))
         self.built[id(node)] = built
+        self.sizes[id(node)] = size = 1 + sum(self.sizes.get(id(inner), 0) for inner in _inside(node))
+        if size > MOST_VALUES:
+            what = f"more than {MOST_VALUES:,} values, those behind aliases counted each time"
+            raise RecipeError(what, where=self.origin(node).mark, hint="a recipe is a page of text")
         return built
 
     def entry(self, node: yaml.Node) -> Node:
@@ -187,6 +209,13 @@ class _Builder:
         assert isinstance(node, yaml.ScalarNode)
         quoted = node.style is not None or (node.tag == f"{_STANDARD}str" and not self.untagged(node))
         text = self.substituted(node)
+        if (
+            not quoted
+            and len(text) > DIGITS
+            and (_INTEGER.match(text) or _FLOAT.match(text) or _OTHER_BASE.match(text))
+        ):
+            self.problem(node, f"a number of {len(text)} digits", hint="write it in quotes if it is text")
+            text = "0"
         if node.style == '"' and (variable := _VARIABLE.fullmatch(node.value)) and not variable[1]:
             quoted = False  # inside braces YAML wants these quotes, also around what is to be a number
         return Node(text if quoted else scalar(text), self.origin(node), None, quoted)
@@ -208,6 +237,13 @@ class _Builder:
             return default or ""
 
         return _VARIABLE.sub(value_of, node.value)
+
+
+def _inside(node: yaml.Node) -> list[yaml.Node]:
+    """The nodes right below a node."""
+    if isinstance(node, yaml.MappingNode):
+        return [value for _, value in node.value]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def _is_empty(node: yaml.Node) -> bool:

@@ -18,10 +18,8 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
-from posttrain.recipe.rollout_sections import Vllm
+from posttrain.recipe.rollout_sections import LORA_RANKS, Vllm
 from posttrain.rollout import compile_cache, rank
-
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what every vLLM from 0.22 to 0.32 has kernels for
 
 
 def require_vllm() -> None:

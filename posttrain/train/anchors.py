@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from posttrain.data.render import Pair
-from posttrain.errors import RecipeError
 from posttrain.models import load as models
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import DpoRecipe
@@ -55,12 +54,7 @@ def columns(
     for side, field in zip(SIDES, pair_columns.ANCHORS["history"], strict=True):
         if past:
             found[field] = torch.stack([logps[side] for logps in past], 1).tolist()
-    for field in found:
-        if field in given:
-            raise RecipeError(
-                f"the data has the column `{field}`, and `anchors` names a model for it",
-                hint="remove one of the two",
-            )
+    pair_columns.refuse_twice(given, named)
     return found
 
 

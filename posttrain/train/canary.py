@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from posttrain.errors import counted
-from posttrain.recipe.checks import reward_name
+from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import read_metrics

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.errors import RunError
-from posttrain.recipe.checks import reward_name
+from posttrain.recipe.reward_checks import reward_name
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, distributed
 from posttrain.train.collate import answer_extractors, rollout_batch

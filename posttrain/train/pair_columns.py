@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from posttrain import registry, whereabouts
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, RecipeError, counted
 from posttrain.places import split_function
 from posttrain.recipe.preference_sections import Anchors
 
@@ -40,8 +40,23 @@ def needs(component: registry.Component, params: Mapping[str, Any]) -> frozenset
     """What the loss reads. A function that is not registered cannot say: it gets the reference, and what there is."""
     if split_function(component.name) is not None and not component.needs:
         return frozenset({"ref_logp", "anything"})
-    spared = {need for (key, value), need in SPARED.items() if params.get(key) == value}
-    return frozenset(component.needs) - spared
+    return read_by(component.needs, params)
+
+
+def read_by(declared: Iterable[str], params: Mapping[str, Any]) -> frozenset[str]:
+    """What a registered loss with these arguments reads of what it declares."""
+    return frozenset(declared) - {need for (key, value), need in SPARED.items() if params.get(key) == value}
+
+
+def refuse_twice(columns: Iterable[str], anchors: Anchors) -> None:
+    """Raises RecipeError where the data has the log-probs for which `anchors` names a model."""
+    named = {"ref_logp": anchors.reference, "prev_logp": anchors.previous, "history": anchors.history}
+    for field in (field for need, models in named.items() if models for field in ANCHORS[need]):
+        if field in columns:
+            raise RecipeError(
+                f"the data has the column `{field}`, and `anchors` names a model for it",
+                hint="remove one of the two",
+            )
 
 
 def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
@@ -50,7 +65,7 @@ def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
     Raises DataError naming the first row without a number that the loss needs, or that other rows have.
     """
     found: Columns = {}
-    _refuse_missing(rows, wanted, use)
+    refuse_missing(rows, wanted, use)
     for need, fields in {**GIVEN, **ANCHORS}.items():
         if need not in wanted and "anything" not in wanted:
             continue
@@ -63,7 +78,7 @@ def read(rows: Sequence[Row], wanted: frozenset[str], use: str) -> Columns:
     return found
 
 
-def _refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> None:
+def refuse_missing(rows: Sequence[Row], wanted: frozenset[str], use: str) -> None:
     """Raises DataError for a column that the loss needs, or that other rows have, with the rows that lack it."""
     for need, fields in {**GIVEN, **ANCHORS}.items():
         if need not in wanted and "anything" not in wanted:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import RecipeError, UserError
-from posttrain.recipe.checks import reward_name
+from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import RlRecipe
 from posttrain.registry import script_line
 from posttrain.train.collate import rollout_batch

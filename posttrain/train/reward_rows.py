@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain import whereabouts
+from posttrain.data import labelled
 from posttrain.data.prepare import Prepared, prepare_examples, prepare_pairs
 from posttrain.errors import DataError, counted
 from posttrain.recipe.stages import RewardModelRecipe
@@ -76,45 +76,24 @@ def chance(seed: int, *names: str | int) -> float:
 def _pair(pair: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     settings = recipe.objective
     rows = (pair.prompt_ids + pair.chosen_ids, pair.prompt_ids + pair.rejected_ids)
-    margin = _number(row, settings.margin) if settings.margin else 0.0
+    margin = labelled.number(row, settings.margin) if settings.margin else 0.0
     if settings.margin and margin is None:
-        raise _missing(row, settings.margin)
+        raise labelled.missing(row, settings.margin)
     user = str(row["uid"])
     if settings.user:
         if row.get(settings.user) is None:
-            raise _missing(row, settings.user)
+            raise labelled.missing(row, settings.user)
         user = str(row[settings.user])
     return Item(pair.uid, rows, (len(pair.chosen_ids), len(pair.rejected_ids)), margin or 0.0, user=user)
 
 
 def _answer(example: Any, row: Row, recipe: RewardModelRecipe) -> Item:
     names = recipe.objective.labels
-    found = [_number(row, name) for name in names]
+    found = [labelled.number(row, name) for name in names]
     if all(value is None for value in found) and len(names) == 1:
-        raise _missing(row, names[0])
+        raise labelled.missing(row, names[0])
     labels = tuple(math.nan if value is None else value for value in found)
     return Item(example.uid, (example.ids,), (sum(example.trained),), labels=labels)
-
-
-def _number(row: Row, column: str) -> float | None:
-    """A finite number, or None where the row has null. Raises DataError where it has something else."""
-    value = row.get(column)
-    if value is None and column in row:
-        return None
-    if value is None:
-        raise _missing(row, column)
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return float(value)
-    raise DataError(f"`{column}` is {str(value)[:40]!r}, not a finite number", where=whereabouts.row(row["uid"]))
-
-
-def _missing(row: Row, column: str) -> DataError:
-    return DataError(
-        f"the reward model learns from the column `{column}`, which this row lacks",
-        where=whereabouts.row(row["uid"]),
-        allowed=f"its columns: {', '.join(k for k in row if k != 'uid')}",
-        hint=f"name it, e.g. data.columns: {{{column}: THEIR_NAME}}",
-    )
 
 
 def seen_by(seed: int, uid: str, heads: int, share: float) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,11 +130,12 @@ def _files(function: Any, target: str, params: dict[str, Any], base_dir: Path | 
 
 
 def _own_check(reward: LoadedReward) -> None:
-    """What the script itself finds wrong with its parameters: `CHECK(function, params) -> list of sentences`."""
+    """What the script itself finds wrong with its parameters: `CHECK(function, params) -> sentences`."""
     file, _, name = reward.target.rpartition(":")
-    check = load_script(Path(file)).get("CHECK") if file.endswith(".py") else None
-    if callable(check) and (found := check(name, reward.params)):
-        raise RewardError.of([Problem(f"reward {reward.target}", what) for what in found])
+    module = load_script(Path(file)) if file.endswith(".py") else vars(sys.modules[file])
+    check = module.get("CHECK")
+    if callable(check) and (found := list(check(name, reward.params))):
+        raise RewardError.of([Problem(f"reward {reward.name}", what) for what in found])
 
 
 def locate(use: str, base_dir: Path | None) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from posttrain import whereabouts
-from posttrain.errors import RewardError, did_you_mean
+from posttrain.errors import Problem, RewardError
+from posttrain.recipe import reward_checks
 from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.verify import correctness
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.combine import by_turn, closed, combine
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
@@ -86,8 +88,8 @@ class Scorer:
         self.sections, self.scoring = list(rewards), scoring
         self.rewards = [load_reward(section, base_dir) for section in rewards]
         self.per_turn = [i for i, reward in enumerate(self.rewards) if reward.per_turn]
-        self.correctness = _correctness(self.sections, self.rewards)
-        _check_clips_and_conditions(self.sections, self.rewards)
+        _refuse(self.sections, self.rewards)
+        self.correctness = correctness.position(self.sections, self.rewards)
         self.pool = Pool(
             [target_of(r, r.limit(s)) for r, s in zip(self.rewards, self.sections, strict=True) if not r.in_trainer],
             scoring.workers,
@@ -323,43 +325,11 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
     raise ValueError(name)
 
 
-def _correctness(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
-    """Index of the component that says whether an answer is right: the marked one, else the first that can.
-
-    A judge, or a canary, is taken only where there is nothing else.
-    """
-    names = [r.name for r in rewards]
-    for name in names:
-        if names.count(name) > 1:
-            raise RewardError(f"two rewards are called `{name}`", hint="give one of them another `name:`")
-    marked = [i for i, s in enumerate(sections) if s.correct]
-    if len(marked) > 1:
-        raise RewardError(f"several rewards have `correct: true`: {', '.join(names[i] for i in marked)}")
-    able = [i for i, r in enumerate(rewards) if "correct" not in r.built_ins]
-    if marked and marked[0] not in able:
-        raise RewardError(f"reward {names[marked[0]]} reads `correct` and cannot say it")
-    if not able:
-        raise RewardError(
-            f"rewards {', '.join(names)} read `correct`, but none says it",
-            hint="add e.g. {use: math.accuracy, weight: 0, correct: true}",
-        )
-    return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
-
-
-def _check_clips_and_conditions(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
-    """Raises RewardError for a condition on no other reward, and for an empty clip interval."""
-    names = [r.name for r in rewards]
-    for name, section in zip(names, sections, strict=True):
-        if section.clip is not None and section.clip[0] > section.clip[1]:
-            raise RewardError(f"reward {name}: clip [{section.clip[0]:g}, {section.clip[1]:g}] is empty")
-        if section.condition is not None and section.condition.on not in names:
-            raise RewardError(
-                f"reward {name} has a condition on `{section.condition.on}`, which is no reward",
-                allowed=", ".join(n for n in names if n != name),
-                hint=did_you_mean(section.condition.on, names),
-            )
-        if section.condition is not None and section.condition.on == name:
-            raise RewardError(f"reward {name} has a condition on itself", hint="`clip` limits a score")
+def _refuse(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:
+    """Raises RewardError for a list of rewards that `recipe validate` refuses."""
+    found = [*reward_checks.problems(sections)] or [*correctness.problems(sections, rewards)]
+    if found:
+        raise RewardError.of([Problem(f"rewards.{key}", what, hint=right) for key, what, right in found])
 
 
 def score_of(result: Result) -> float | None:

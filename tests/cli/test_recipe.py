@@ -212,7 +212,7 @@ def test_the_keys_of_a_stage(call: Call, stage: str) -> None:
 
 def test_keys_say_type_and_default(call: Call) -> None:
     lines = {line.split()[0]: re.split("  +", line) for line in call("recipe", "keys", "rl").stdout.splitlines()}
-    assert lines["optim.lr"][1:3] == ["float > 0", "1e-06"]
+    assert lines["optim.lr"][1:3] == ["float > 0 <= 10", "1e-06"]
     assert lines["kl.where"][1:3] == ["loss | reward", "loss"]
     assert lines["rewards"][1:3] == ["list of section", "(required)"]
     assert "rewards.N.weight" in lines and "controllers.NAME.use" in lines

@@ -97,6 +97,7 @@ def test_what_a_recipe_names_must_exist(call: Call, folder: Path) -> None:
     told = [line for line in result.stderr.splitlines() if line.startswith("rl.yaml")]
     assert [line.partition(": ")[0] for line in told] == [
         "rl.yaml:5:40  data.mix.1.source",
+        "rl.yaml:5:62  data.mix.2.source",  # a task without a size
         "rl.yaml:5:84  data.mix.3.source",
         "rl.yaml:7:10  rewards.0.use",
         "rl.yaml:8:10  rewards.1.use",

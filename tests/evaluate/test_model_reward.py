@@ -132,7 +132,7 @@ PID: list[int] = []
 
 
 @in_trainer(lambda **_: None, lambda: None)
-def wrong(completions):
+def wrong(completions, **_):
     PID.append(os.getpid())
     return [1.0] * (len(completions) + 1)
 
@@ -140,7 +140,7 @@ def wrong(completions):
 def test_a_broken_contract_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr("posttrain.evaluate.model_reward.score", wrong)
     with (
-        Scorer([Reward(use="reward_model")], Scoring(), tmp_path) as scored,
+        Scorer([Reward(use="reward_model", params={"path": "a"})], Scoring(), tmp_path) as scored,
         pytest.raises(RewardError, match="must return a list of one number"),
     ):
         scored.score([Sample(completion="x", row={})])
@@ -152,7 +152,7 @@ def test_a_broken_contract_is_told(monkeypatch, tmp_path):
     [
         ({}, RewardError, "path: FOLDER"),
         ({"path": "./nowhere"}, ModelError, "model not found: ./nowhere"),
-        ({"path": "tiny"}, ModelError, "tiny is no reward model"),
+        ({"path": "tiny"}, RewardError, "tiny is no reward model"),
     ],
 )
 def test_a_wrong_path_is_told_before_anything_is_scored(params, error, told, tmp_path):

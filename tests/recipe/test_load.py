@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import RecipeError
+from posttrain.places import shipped
 from posttrain.recipe.load import Loaded, load, load_dict
 from posttrain.recipe.presets import names, preset
 from posttrain.recipe.stages import RlRecipe, SftRecipe
@@ -258,3 +259,19 @@ def test_a_reward_and_a_tool_may_be_their_names_alone() -> None:
     assert isinstance(recipe, RlRecipe)
     assert [(r.use, r.weight) for r in recipe.rewards] == [("math.accuracy", 1.0), ("length.truncation", 0.0)]
     assert recipe.tools[0].use == "calculator"
+
+
+def test_an_extended_recipe_finds_what_stands_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shipped one names ../quickstart_data.py; who extends it is elsewhere. What is beside the recipe comes first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("extends: debug/rl\n")
+    source = load("r.yaml").resolved["data"]["source"]
+    assert source == f"{shipped('recipes').resolve()}/quickstart_data.py:{source.rpartition(':')[2]}"
+    (tmp_path / "base").mkdir()
+    text = "stage: sft\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 1}\n"
+    (tmp_path / "base" / "b.yaml").write_text(text)
+    (tmp_path / "base" / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "own.yaml").write_text("extends: base/b.yaml\n")
+    assert load("own.yaml").resolved["data"]["source"] == str((tmp_path / "base" / "rows.jsonl").resolve())
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert load("own.yaml").resolved["data"]["source"] == "rows.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.recipe import keys, named
-from posttrain.recipe.functions import strange_arguments, written
+from posttrain.recipe.functions import strange_arguments, strange_data_arguments, written
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.rollout_sections import Environment, Tool
 from posttrain.recipe.section import CompletionsName, ComponentSection, CriticName, EvalName, PairsName
+from posttrain.registry import load_function
 
 # Keys that speak of files or models and name none that can be looked for: checked elsewhere, or written by the run.
 OTHERS = {
@@ -95,6 +96,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def imported(folder: Path) -> Callable[[str, str], None]:
+    """What is asked where the text does not say enough; commands ask another process."""
+    return lambda use, what: void(load_function(use, folder, what=what))
+
+
+def void(_: object) -> None:
+    return None
+
+
 @pytest.mark.parametrize(
     "use",
     ["mine.py:loss", "mine.py:Keep", "mine.py:root", "mine.py:sqrt", "star.py:cos", "lk_pkg.parts:loss", "json:dumps",
@@ -102,7 +112,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )  # fmt: skip
 def test_functions_are_found_without_running_their_script(use: str, package: Path) -> None:
     """A compiled module, or one that another made, is imported: its text is not there."""
-    written(use, package, "loss")
+    written(use, package, "loss", imported(package))
     assert "lk_pkg" not in sys.modules
 
 
@@ -125,25 +135,58 @@ def test_functions_are_found_without_running_their_script(use: str, package: Pat
 )
 def test_functions_that_are_not_there(use: str, told: str, package: Path) -> None:
     with pytest.raises(UserError, match=told):
-        written(use, package, "loss")
+        written(use, package, "loss", imported(package))
 
 
 def test_arguments_of_a_function_that_was_only_read(package: Path) -> None:
     (package / "f.py").write_text("def f(size, seed, terms=2, *, deep=1): ...\ndef g(**rest): ...\n", encoding="utf-8")
-    function, open_one = written("f.py:f", package, "loss"), written("f.py:g", package, "loss")
+    function = written("f.py:f", package, "loss", imported(package))
+    open_one = written("f.py:g", package, "loss", imported(package))
     assert function is not None and open_one is not None
-    assert list(strange_arguments(function, ["deep", "terms", "size"])) == ["terms", "size"]
-    assert list(strange_arguments(function, ["deep", "terms", "size", "dep"], of_data=True)) == ["size", "dep"]
-    assert strange_arguments(open_one, ["x"]) == {}
+    assert list(strange_arguments(function, dict.fromkeys(["deep", "terms", "size"]))) == ["terms", "size"]
+    given = dict.fromkeys(["deep", "terms", "size", "dep"])
+    assert list(strange_data_arguments(function, given, 3)) == ["size", "dep"]
+    assert strange_arguments(open_one, {"x": 1}) == {}
+
+
+@pytest.mark.parametrize(
+    ("signature", "given", "size", "told"),
+    [
+        ("size, seed", {}, 3, {}),
+        ("size, seed", {}, None, {"source": "f makes rows: give `size`, the number of rows"}),
+        ("size=9, seed=0", {}, None, {}),
+        ("*, size: int = 9, seed: int", {}, None, {}),
+        ("seed", {}, 3, {"source": "f takes no `size`"}),
+        ("count", {}, 3, {"source": "f takes no `size` and no `seed`"}),
+        ("size, seed, folder", {}, 3, {"source": "f needs `folder`"}),
+        ("size, seed, folder", {"folder": "x"}, 3, {}),
+        ("size, seed, *, terms: int", {"terms": "two"}, 3, {"terms": "f: argument terms: "}),
+        ("size, seed, *, terms: int | None = None", {"terms": None}, 3, {}),
+        ("size, seed, *, terms: list[int]", {"terms": [1, 2]}, 3, {}),
+        ("size, seed, *, how: Literal['a', 'b']", {"how": "c"}, 3, {"how": "Input should be 'a' or 'b'"}),
+        ("size, seed, *, tensor: torch.Tensor", {"tensor": "c"}, 3, {}),  # what only an import could tell
+        ("size, seed, *, odd: [print(1)]", {"odd": "c"}, 3, {}),
+        ("**anything", {"x": 1}, 3, {}),
+    ],
+)
+def test_arguments_of_a_data_function(
+    signature: str, given: dict[str, Any], size: int | None, told: dict[str, str], package: Path
+) -> None:
+    (package / "d.py").write_text(f"def f({signature}): ...\n", encoding="utf-8")
+    function = written("d.py:f", package, "data function", imported(package))
+    assert function is not None
+    found = {key: str(error) for key, error in strange_data_arguments(function, given, size).items()}
+    assert found.keys() == told.keys()
+    assert all(told[key] in found[key] for key in told)
 
 
 def test_arguments_of_a_class_and_those_that_are_needed(package: Path) -> None:
     text = "class C:\n    def __init__(self, *, slope, base=0): ...\nclass D(C): ...\n"
     (package / "f.py").write_text(text, encoding="utf-8")
-    made = written("f.py:C", package, "controller")
-    assert made is not None and written("f.py:D", package, "controller") is None
-    assert strange_arguments(made, ["slope"]) == {}
-    told = strange_arguments(made, ["slop"])
+    made = written("f.py:C", package, "controller", imported(package))
+    assert made is not None and written("f.py:D", package, "controller", imported(package)) is None
+    assert strange_arguments(made, {"slope": 1}) == {}
+    told = strange_arguments(made, {"slop": 1})
     assert {key: str(error) for key, error in told.items()} == {
         "use": "C needs `slope`",
         "slop": "C has no argument slop\n  it takes: slope, base\n  hint: did you mean `slope`?",

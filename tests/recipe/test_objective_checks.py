@@ -31,7 +31,11 @@ def problems(**changes: Any) -> str:
 
 TWO = {"minibatches": 2}
 IN_REWARD = {"use": "k1", "coef": 0.1, "where": "reward"}
-PARTED = {"use": "channels", "channels": [{"rewards": {"a": 1.0}}, {"rewards": {"b": 1.0}}], "separate": True}
+PARTED = {
+    "use": "channels",
+    "channels": [{"rewards": {"accuracy": 1.0}}, {"rewards": {"correct": 1.0}}],
+    "separate": True,
+}
 SUMMED = {**PARTED, "separate": False}
 
 

@@ -81,7 +81,7 @@ def test_the_marked_component_says_what_is_right(scorer: Scorers) -> None:
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        (("math.accuracy", "math.accuracy"), "two rewards are called `accuracy`"),
+        (("math.accuracy", "math.accuracy"), "2 rewards are called `accuracy`"),
         (({"use": "length.truncation", "params": {"max_length": 5}},), "none says it"),
         (({"use": "math.accuracy", "correct": True}, {"use": "format.structure", "correct": True}), "several rewards"),
         (

@@ -1,0 +1,96 @@
+"""Whether the models, data, runs and files that a recipe names are there. Nothing is loaded; no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from posttrain.errors import DataError, ModelError
+from posttrain.places import ROW_FILES, find
+
+if TYPE_CHECKING:
+    from posttrain.recipe.section import Names
+    from posttrain.recipe.sections import Source
+
+ACCEPTED = "accepted:"
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists. True as well if we may not look: reading it will raise the right error."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
+def find_model(name: str, base_dir: Path) -> str:
+    """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
+    from posttrain.models import adapters
+    from posttrain.models.places import locate
+
+    place = locate(name, base_dir)
+    if place.kind != "adapter" or place.path is None:
+        return ""
+    base = adapters.base_of(place.path)
+    try:
+        twice = locate(base, base_dir).kind == "adapter"
+    except ModelError:  # not here: said by the caller, who looks for it next
+        twice = False
+    if twice:
+        raise ModelError(f"{place.path} is an adapter on another adapter, {base}", hint="merge the older one first")
+    return base
+
+
+def may_be_of_the_hub(name: str) -> bool:
+    """Whether a name could be an id of the model hub."""
+    from posttrain import hub
+
+    return name != "tiny" and not hub.only_a_path(name, (".gguf", *ROW_FILES))
+
+
+def find_data(name: str, base_dir: Path, source: Source | None) -> None:
+    """Raises DataError where there is no such data, or it can be seen to be wrong. source: its section, if it is
+    right."""
+    from posttrain import hub
+    from posttrain.data import sources
+    from posttrain.recipe.section import EVALUATION
+
+    if name.startswith(ACCEPTED):
+        find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
+    elif hub.only_a_path(name, ROW_FILES) and not name.startswith("gym:"):
+        find(name, base_dir, "data", DataError)
+    if source is not None:
+        sources.check(source, base_dir)
+
+
+def find_run(name: str, names: Names, base_dir: Path) -> None:
+    """Raises DataError where there is no such run or file, or it does not hold what is read of it."""
+    place = find(name, base_dir, names.what, DataError)
+    if names.kind == "file":
+        _read_template(place, names.what)
+    elif names.holds and place.is_dir() and not any((place / file).is_file() for file in names.holds):
+        files = sorted(path.name for path in place.iterdir())
+        raise DataError(
+            f"{place} holds no {names.what}: {names.holds[0]} is missing",
+            allowed=f"it holds: {', '.join(files[:12]) or 'nothing'}",
+        )
+
+
+def _read_template(path: Path, what: str) -> None:
+    """Raises DataError for a template that is no text, or no Jinja as far as its syntax shows."""
+    if not path.is_file():
+        raise DataError(f"{what} {path} is a folder, not a file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as cause:
+        raise DataError(f"{what} {path} is not UTF-8 text: {cause}") from cause
+    if importlib.util.find_spec("jinja2") is None:
+        return
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except jinja2.TemplateSyntaxError as cause:
+        if "generation" not in str(cause):  # transformers' own tag
+            raise DataError(f"{what} {path}:{cause.lineno} is not Jinja: {cause.message}") from cause

@@ -1,0 +1,126 @@
+"""Checks on the arguments of components that the range of a single number cannot make.
+
+What names a reward must name one of the recipe; lists must fit each other; bundles must be filled. Each check yields
+(key, what is wrong, what would be right), as those of `checks.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from posttrain import registry
+from posttrain.errors import counted, did_you_mean
+from posttrain.recipe.reward_checks import reward_name
+from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
+
+Found = Iterator[tuple[str, str, str]]
+
+# Arguments that name a reward component of the recipe.
+NAMES: dict[str, tuple[str, ...]] = {
+    "group_reward/difficulty_tag": ("on",),
+    "group_reward/format_diversity": ("on",),
+    "group_reward/optimal_tool_calls": ("on",),
+    "group_reward/hybrid": ("rule", "rm", "fmt"),
+    "group_reward/thurstone": ("prediction",),
+    "group_loss/trpa": ("level",),
+    "advantage/decs": ("start", "end"),
+}
+ALSO = ("correct", "reward")  # what a gate may name besides
+
+
+def names(recipe: RlRecipe) -> Found:
+    """A component reads a reward by its name."""
+    known = [reward_name(reward) for reward in recipe.rewards]
+    for key, section in recipe.components():
+        for place, name, others in named_rewards(section.kinds, section.use, section.params):
+            if name.partition("/")[0] not in (*known, *others):
+                right = did_you_mean(name, [*known, *others]) or f"rewards here: {', '.join(known)}"
+                yield f"{key}.{place}", f"`{section.use}` reads `{name}`, and no reward is called so", right
+
+
+def named_rewards(
+    kinds: Sequence[str], use: str, params: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """(place, name, what it may be besides a reward) of everything in a component's arguments that names a reward."""
+    entries = [registry.index().get(kind, {}).get(use, {}) for kind in kinds]
+    described: Mapping[str, Any] = next((entry["params"] for entry in entries if entry), {})
+    for argument, value in params.items():
+        kind = described.get(argument, [""])[0]
+        if isinstance(value, str) and any(argument in NAMES.get(f"{k}/{use}", ()) for k in kinds):
+            yield argument, value, () if argument == "level" else ALSO
+        elif "Channel" in kind:
+            for number, channel in enumerate(value or ()):
+                yield from ((f"{argument}.{number}.rewards", name, ALSO) for name in channel.get("rewards", {}))
+                for part in ("condition", "among"):
+                    yield from _gate(f"{argument}.{number}.{part}", channel.get(part))
+        elif "dict[str, Gate]" in kind:
+            for name, gate in (value or {}).items():
+                yield argument, name, ()
+                yield from _gate(f"{argument}.{name}", gate)
+        elif "Gate" in kind:
+            yield from _gate(argument, value)
+
+
+def _gate(place: str, gate: Mapping[str, Any] | None) -> Iterator[tuple[str, str, Sequence[str]]]:
+    if gate and "on" in gate:
+        yield f"{place}.on", gate["on"], ALSO
+
+
+def bundles(recipe: RlRecipe) -> Found:
+    """Prompts of a step are put together in bundles of one size."""
+    size, prompts = recipe.advantage.params.get("bundle_size"), recipe.rollout.prompts_per_step
+    if isinstance(size, int) and size > 0 and prompts % size:
+        what = f"{counted(prompts, 'prompt')} a step cannot be divided into bundles of {size}"
+        yield "advantage.bundle_size", what, f"write a `rollout.prompts_per_step` that {size} divides"
+
+
+def lists(recipe: RlRecipe) -> Found:
+    """Lists of one component whose lengths or order must fit each other."""
+    for key, section in recipe.components():
+        given = section.params
+        match section.use:
+            case "stages":
+                values, until = given["values"], list(given["until"])
+                if len(values) != len(until) + 1 or sorted(set(until)) != until:
+                    what = f"{counted(len(values), 'value')} and until {until}"
+                    yield _at(key, "until"), what, "write one value more than `until`, which rises"
+            case "equal_stages" if not given["values"]:
+                yield _at(key, "values"), "has no value", "write a value for each stage"
+            case "truncation_tiers" if len(given["target_lengths"]) != len(given["thresholds"]) + 1:
+                many, targets = len(given["thresholds"]), len(given["target_lengths"])
+                what = f"{counted(many, 'threshold')} make {many + 1} levels; there are {counted(targets, 'target')}"
+                yield f"{key}.target_lengths", what, f"write {many + 1} numbers"
+            case "channels" if key == "advantage" and not given["channels"]:
+                yield "advantage.channels", "has no channel", "write one or more"
+
+
+def _at(key: str, argument: str) -> str:
+    """The place of an argument; a controller's key has dots of its own, so that its section is named."""
+    return key if key.startswith("controllers.") else f"{key}.{argument}"
+
+
+def smoothing(recipe: DpoRecipe) -> Found:
+    """Label smoothing and the variant of the loss."""
+    given = recipe.loss.params
+    share, variant = given.get("label_smoothing", 0.0), given.get("variant")
+    if variant == "robust" and share >= 0.5:
+        what = f"{share} with variant robust: labels must be right more often than wrong"
+        yield "loss.label_smoothing", what, "write a number below 0.5"
+    if variant == "hinge" and share:
+        yield "loss.label_smoothing", "has no meaning with variant hinge", "remove it, or use variant sigmoid"
+
+
+def histories(recipe: DpoRecipe) -> Found:
+    """A weight for each of the earlier policies."""
+    weights, count = recipe.loss.params.get("weights"), len(recipe.anchors.history)
+    if weights is not None and count > len(weights):
+        what = f"{counted(len(weights), 'weight')} for a history of {count}"
+        yield "loss.weights", what, "give one for each of `anchors.history`, or none"
+
+
+def intervals(recipe: SftRecipe) -> Found:
+    """[low, high] of the weights of tokens."""
+    for key in ("clip_log", "clip_ratio"):
+        if (pair := recipe.objective.params.get(key)) and pair[0] > pair[1]:
+            yield f"objective.{key}", f"[{pair[0]:g}, {pair[1]:g}] is empty: it is [low, high]", "turn it round"

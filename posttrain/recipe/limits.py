@@ -1,0 +1,46 @@
+"""The ranges of numbers in a recipe: of the schema's counts, and of the arguments of components.
+
+A formula takes what it is given. What a recipe may write is here, so that a number without a meaning (a clip below 0,
+a share above 1) is refused with its line. Merge methods have mergekit's ranges, and are not in this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOST = 10**9  # of a count for which no smaller limit is known
+LARGEST = 1e30  # of any number: beyond it products leave float32
+DIGITS = 100  # characters of a number
+
+_SHARE = {"gt": 0, "le": 1}
+_UNIT = {"ge": 0, "le": 1}
+_POSITIVE = {"gt": 0}
+_NOT_NEGATIVE = {"ge": 0}
+_COUNT = {"ge": 1, "le": MOST}
+
+# argument, or KIND.argument, or KIND/COMPONENT.argument -> its limits; the longest key that fits decides
+ARGUMENTS: dict[str, Mapping[str, float]] = {
+    **dict.fromkeys(("eps", "tol", "ddof", "clip_high", "clip_min", "ratio_min", "nll_weight"), _NOT_NEGATIVE),
+    **dict.fromkeys(("sft_weight", "desirable_weight", "undesirable_weight"), _NOT_NEGATIVE),
+    **dict.fromkeys(("clip", "clip_eps", "clip_max", "ratio_max", "cap", "huber", "horizon", "tau"), _POSITIVE),
+    **dict.fromkeys(("max_length", "max_weight", "weight_max", "rm_scale", "learning_rate"), _POSITIVE),
+    **dict.fromkeys(("every", "min_group", "bundle_size", "stride", "max_len", "block", "total_steps"), _COUNT),
+    **dict.fromkeys(("n_batch", "n_final", "n_query"), _COUNT),
+    "clip_low": _UNIT,
+    "correction.clip_low": _NOT_NEGATIVE,
+    "dual_clip": {"gt": 1},
+    "label_smoothing": {"ge": 0, "lt": 1},
+    **dict.fromkeys(("advantage.gamma", "advantage.lam", "explore_frac"), _UNIT),
+    **dict.fromkeys(("select.rho", "select.keep", "select/rorecomp.alpha"), _SHARE),
+    **dict.fromkeys(("low_frac", "token_frac", "ema_alpha"), _SHARE),
+    **dict.fromkeys(("pair_loss.beta", "pair_loss.eta"), _POSITIVE),
+}
+
+
+def of_argument(kind: str, component: str, argument: str) -> dict[str, Any]:
+    """The limits of a component's argument, as keywords of pydantic's Field."""
+    if kind == "merge":
+        return {}
+    names = (f"{kind}/{component}.{argument}", f"{kind}.{argument}", argument)
+    return dict(next((ARGUMENTS[name] for name in names if name in ARGUMENTS), {}))

@@ -1,0 +1,92 @@
+"""Checks on a list of rewards: asked of a recipe, and by the scorer of a list that was made in code.
+
+Each yields (key below the list, what is wrong, what would be right).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from posttrain.errors import did_you_mean
+from posttrain.places import split_function
+from posttrain.recipe.reward_sections import Reward
+
+Found = Iterator[tuple[str, str, str]]
+
+
+def reward_name(reward: Reward) -> str:
+    """The name of a reward in metrics: its own, or that of its function."""
+    split = split_function(reward.use)
+    return reward.name or (split[1] if split else reward.use.rpartition(".")[2])
+
+
+def problems(rewards: Sequence[Reward]) -> Found:
+    """Everything that is wrong with a list of rewards, whatever their scripts are."""
+    names = [reward_name(reward) for reward in rewards]
+    for check in (_names, _correct, _clips, _conditions, _canaries):
+        yield from check(rewards, names)
+
+
+def _names(_: Sequence[Reward], names: Sequence[str]) -> Found:
+    times = Counter(names)
+    for position, name in enumerate(names):
+        if times[name] > 1:
+            yield f"{position}", f"{times[name]} rewards are called `{name}`", "give each a `name` of its own"
+
+
+def _correct(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
+    marked = [position for position, reward in enumerate(rewards) if reward.correct]
+    if len(marked) > 1:
+        listed = ", ".join(names[position] for position in marked)
+        yield f"{marked[-1]}.correct", f"several rewards have `correct: true`: {listed}", "leave it in one"
+
+
+def _clips(rewards: Sequence[Reward], _: Sequence[str]) -> Found:
+    for position, reward in enumerate(rewards):
+        if reward.clip is not None and reward.clip[0] > reward.clip[1]:
+            low, high = reward.clip
+            yield (
+                f"{position}.clip",
+                f"clip [{low:g}, {high:g}] is empty: it is [low, high]",
+                f"write [{high:g}, {low:g}]",
+            )
+
+
+def _conditions(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
+    on = {name: reward.condition.on for name, reward in zip(names, rewards, strict=True) if reward.condition}
+    for position, (name, reward) in enumerate(zip(names, rewards, strict=True)):
+        if reward.condition is None:
+            continue
+        key, other = f"{position}.condition.on", reward.condition.on
+        if other == name:
+            yield key, f"reward {name} has a condition on itself", "`clip` limits a score"
+        elif other not in names:
+            others = [one for one in names if one != name]
+            right = did_you_mean(other, others) or f"the other rewards: {', '.join(others) or 'none'}"
+            yield key, f"reward {name} has a condition on `{other}`, which is no reward", right
+        elif name in (circle := _followed(name, on)):
+            listed = " -> ".join([name, *circle])
+            yield key, f"the conditions go in a circle: {listed}", "remove one of them"
+
+
+def _followed(name: str, on: dict[str, str]) -> list[str]:
+    """The rewards that a reward depends on, one after the other, until one comes twice."""
+    found: list[str] = []
+    while (name := on.get(name, "")) and name not in found:
+        found.append(name)
+    return found
+
+
+def _canaries(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
+    """A canary must not be trained on, directly or through a condition or a filter."""
+    canaries = {name for name, reward in zip(names, rewards, strict=True) if reward.canary}
+    for position, reward in enumerate(rewards):
+        if reward.canary and reward.weight:
+            yield f"{position}.canary", "a canary is never trained on", "write `weight: 0`"
+        if reward.canary and reward.correct:
+            what = "what is correct decides which groups are kept, so a canary must not say it"
+            yield f"{position}.correct", what, "leave `correct: true` to a reward that is trained on"
+        if reward.condition is not None and reward.condition.on in canaries and reward.weight:
+            what = f"`{reward.condition.on}` is a canary: a condition on it trains on it"
+            yield f"{position}.condition", what, "name another reward"

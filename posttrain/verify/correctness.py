@@ -1,0 +1,31 @@
+"""Which component of a recipe says whether an answer is right. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from posttrain.recipe.reward_sections import Reward
+from posttrain.verify.load import LoadedReward
+
+
+def problems(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> Iterator[tuple[str, str, str]]:
+    """(key below the list, what is wrong, what would be right) where no component can say it."""
+    able = [position for position, reward in enumerate(rewards) if "correct" not in reward.built_ins]
+    for position, (section, reward) in enumerate(zip(sections, rewards, strict=True)):
+        if section.correct and position not in able:
+            what = f"reward {reward.name} reads `correct` and cannot say it"
+            yield f"{position}.correct", what, "leave it to a reward that judges the answer itself"
+    if rewards and not able:
+        names = ", ".join(reward.name for reward in rewards)
+        what = f"rewards {names} read `correct`, but none says it"
+        yield "0.use", what, "add e.g. {use: math.accuracy, weight: 0, correct: true}"
+
+
+def position(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int:
+    """The place of the component that says it: the marked one, else the first that can.
+
+    A judge, or a canary, is taken only where there is nothing else.
+    """
+    marked = [place for place, section in enumerate(sections) if section.correct]
+    able = [place for place, reward in enumerate(rewards) if "correct" not in reward.built_ins]
+    return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
