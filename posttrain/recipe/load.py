@@ -111,6 +111,8 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
     node = tree.mapping.get("stage")
     if node is None:
         found = PipelineRecipe if "stages" in tree.mapping and verb in (None, "run") else wanted
+        if found is None and "merge_method" in tree.mapping:
+            found = STAGES["merge"]  # mergekit's files say no stage
         if found is None:
             problem = Problem(where, "stage: is missing", f"allowed: {', '.join(keys.BY_NAME)}", "write `stage: rl`")
             raise RecipeError.of([problem, *problems])

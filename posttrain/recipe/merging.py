@@ -118,13 +118,16 @@ def named_models(recipe: Any) -> list[str]:
 def as_written_here(values: Any) -> Any:
     """The recipe with mergekit's words in the form of the schema.
 
-    `tokenizer_source: model:NAME` of older files is the model alone.
+    `tokenizer_source: model:NAME` of older files is the model alone. `random_seed`, which mergekit takes on its command
+    line and many files write, is `run.seed`.
     """
     if not isinstance(values, Mapping):
         return values
     if "modules" in values:
         raise ValueError("`modules` is not read here: write `models`, which merges all modules of a model")
     found = written_dtype(values)
+    if isinstance(found.get("random_seed"), int) and isinstance(found.get("run", {}), Mapping):
+        found["run"] = {"seed": found.pop("random_seed"), **found.get("run", {})}
     if isinstance(found.get("tokenizer_source"), str):
         found["tokenizer_source"] = found["tokenizer_source"].removeprefix("model:")
     return found

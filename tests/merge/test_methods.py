@@ -142,6 +142,16 @@ def test_a_file_of_mergekit(models: Path, merge: Merge) -> None:
     torch.testing.assert_close(merged["model.layers.0.mlp.up_proj.weight"], other["model.layers.0.mlp.up_proj.weight"])
 
 
+def test_a_file_of_mergekit_says_no_stage_and_may_hold_its_seed(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yml").write_text(f"{MERGEKIT}random_seed: 7\n")
+    for verb in ("merge", None):  # None: `recipe validate` and `recipe show`
+        recipe = load(str(tmp_path / "theirs.yml"), stage=verb).recipe
+        assert (recipe.verb, recipe.run.seed) == ("merge", 7)
+    (tmp_path / "theirs.yml").write_text(f"{MERGEKIT}random_seed: seven\n")
+    with pytest.raises(RecipeError, match="random_seed: unknown key"):
+        load(str(tmp_path / "theirs.yml"), stage="merge")
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
