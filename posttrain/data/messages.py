@@ -61,11 +61,29 @@ def _message(message: Any, name: str, where: str) -> Message:
     if "content" in found:
         found["content"] = _content(found["content"], name, where)
     found = _old_call(found, name, where)
-    try:
-        chat.clean_messages([found])
-    except (ValueError, TypeError, AttributeError) as cause:  # JSON text that is none, or a call that is no mapping
-        raise DataError(f"`{name}.tool_calls` cannot be read: {cause}", where=where) from cause
+    _check_calls(found, name, where)
     return _marked(found, name, where)
+
+
+_CALLS = '[{"function": {"name": ..., "arguments": {...}}}, ...]; arguments may be JSON text of an object'
+
+
+def _check_calls(message: Message, name: str, where: str) -> None:
+    """Raises DataError for calls that are none."""
+    key = f"`{name}.tool_calls`"
+    try:
+        calls = chat.clean_messages([{k: v for k, v in message.items() if k == "tool_calls"}])[0].get("tool_calls", [])
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        calls = None
+    if not isinstance(calls, list) or not isinstance(message.get("tool_calls", []), str | list | tuple):
+        raise DataError(f"{key} cannot be read: {str(message['tool_calls'])[:60]}", where=where, allowed=_CALLS)
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{key} has a call without a name: {str(call)[:60]}", where=where, allowed=_CALLS)
+        if not isinstance(function.get("arguments", {}), Mapping):
+            what = kind(function["arguments"])
+            raise DataError(f"{key}: the arguments of {function['name']} are {what}", where=where, allowed=_CALLS)
 
 
 def _old_call(message: Message, name: str, where: str) -> Message:

@@ -244,10 +244,18 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
 def tools(row: Row) -> list[Any] | None:
     """The row's tools for the template, from a list or its JSON text (to which Arrow tables cannot add nulls)."""
     value = row.get("tools")
+    where = whereabouts.row(row.get("uid", ""))
     try:
-        return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+        found = json.loads(value) if isinstance(value, str) and value.strip() else value or None
     except ValueError as cause:
-        raise DataError(f"`tools` is text and no JSON: {cause}", where=whereabouts.row(row.get("uid", ""))) from cause
+        raise DataError(f"`tools` is text and no JSON: {cause}", where=where) from cause
+    if found and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
+        raise DataError(
+            f"`tools` is {str(found)[:60]}",
+            where=where,
+            allowed="a list of JSON schemas of functions, or JSON text of one",
+        )
+    return found or None
 
 
 def _with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:

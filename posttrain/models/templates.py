@@ -62,7 +62,8 @@ def read_template(path: str, chat_template: str | None, base_dir: Path | None) -
     if importlib.util.find_spec("transformers") is None:
         return None
     found = _of(locate(path, base_dir), base_dir)
-    if found is not None and chat_template:
+    if chat_template:
+        found = found or ChatTemplate(None, {name: f"<{name}>" for name in _NAMED})  # of a model that is elsewhere
         found.chat_template = find(chat_template, base_dir, "chat template", ModelError).read_text()
     return found
 

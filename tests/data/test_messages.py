@@ -95,3 +95,29 @@ def test_openais_older_calls_are_calls() -> None:
 def test_older_calls_that_are_none(message: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"function_call|tool_calls"):
         read(message)
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ({"name": "f"}, "cannot be read"),
+        ("{", "cannot be read"),
+        (3, "cannot be read"),
+        (["f"], "cannot be read"),
+        ([{"function": "f"}], "cannot be read"),
+        ([{"name": "f", "arguments": "[" * 100_000}], "cannot be read"),
+        ([{"function": {"arguments": {}}}], "has a call without a name"),
+        ([{"function": {"name": "f", "arguments": "x y"}}], "cannot be read"),
+        ([{"function": {"name": "f", "arguments": [1]}}], "the arguments of f are list"),
+        ([{"name": "f", "arguments": "3"}], "the arguments of f are int"),
+    ],
+)
+def test_calls_that_are_none_are_told_in_a_sentence(calls: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told) as error:
+        read({"role": "assistant", "content": "", "tool_calls": calls})
+    assert "tool_calls" in str(error.value) and "JSON text of an object" in str(error.value)
+
+
+@pytest.mark.parametrize("calls", [[], "[]", '[{"name": "f", "arguments": "{}"}]', [{"function": {"name": "f"}}]])
+def test_calls_in_several_forms(calls: Any) -> None:
+    assert read({"role": "assistant", "content": "", "tool_calls": calls})[0]["tool_calls"] == calls

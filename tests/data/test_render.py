@@ -188,6 +188,9 @@ def test_rows_without_an_answer_say_what_is_missing(tiny: Any) -> None:
 def test_tools_that_are_no_json_name_their_row(tiny: Any) -> None:
     with pytest.raises(DataError, match="`tools` is text and no JSON"):
         render_example({**ROW, "tools": "[{"}, tiny, section())
+    for tools in ({"a": 1}, ["f"], '{"a": 1}', 3):
+        with pytest.raises(DataError, match=r"`tools` is .*\n.*a list of JSON schemas"):
+            render_example({**ROW, "tools": tools}, tiny, section())
 
 
 # --- templates with habits

@@ -81,6 +81,9 @@ def test_what_cannot_be_read_here_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert read_template(str(tmp_path), None, None) is None  # no tokenizer_config.json
     assert read_template("nobody/no-such-model", None, None) is None
+    (tmp_path / "own.jinja").write_text("{{ bos_token + messages[0].content }}")
+    elsewhere = read_template("nobody/no-such-model", "own.jinja", tmp_path)
+    assert elsewhere is not None and chat.render(elsewhere, TALK) == "<bos_token>q"
     (tmp_path / "m.gguf").write_bytes(b"something else")
     assert read_template(str(tmp_path / "m.gguf"), None, None) is None
 
