@@ -1,6 +1,7 @@
-"""Run as a program: trains in child processes and kills them with SIGKILL. See test_killed.py.
+"""Run as a program: trains in child processes and kills them, with SIGKILL or another signal. See test_killed.py.
 
-Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"},
+Reads one JSON job a line: {"recipe", "base_dir", "output", "resume", "kill"}, where kill is null, {"rows", "delay"}
+(and "number" of a signal),
 {"file": what must have appeared below the output} or "in save". Whoever is to be killed after some rows does not get
 past its last but one, however long the kill takes to come on a busy machine: behind the last one nothing is left to do,
 since a step is saved before its row. The libraries are imported once, before any child is forked, so that a run costs a
@@ -21,12 +22,14 @@ from typing import Any
 import torch
 
 from posttrain import pipeline
+from posttrain.errors import Interrupted
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import MetricsLog
 from posttrain.train import preference, rl, sft
 
 LAST = b"!"
+PATIENCE_S = 2.0
 RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.run_stage}
 
 
@@ -53,7 +56,7 @@ def train(job: dict[str, Any], tell: int) -> None:
     code = 1
     try:
         if isinstance(job["kill"], dict) and "rows" in job["kill"]:
-            tell_rows(tell, job["recipe"]["run"]["steps"] - 1)
+            tell_rows(tell, job["recipe"]["run"]["steps"] - 1, for_ever="number" not in job["kill"])
         if job["kill"] == "in save":
             die_within_second_save()
         recipe = load_dict(job["recipe"], base_dir=Path(job["base_dir"]), where="job").recipe
@@ -62,6 +65,8 @@ def train(job: dict[str, Any], tell: int) -> None:
         ) as directory:
             RUNNERS[recipe.verb](recipe, directory)
         code = 0
+    except Interrupted as stopped:
+        code = stopped.exit_code
     except BaseException:
         traceback.print_exc()
     finally:
@@ -69,27 +74,32 @@ def train(job: dict[str, Any], tell: int) -> None:
         os._exit(code)
 
 
-def tell_rows(tell: int, last: int) -> None:
-    """A byte to `tell` after each row; after that of step `last` we wait for our end."""
+def tell_rows(tell: int, last: int, *, for_ever: bool) -> None:
+    """A byte to `tell` after each row; after that of step `last` we wait for our end, or for a signal to come."""
     write = MetricsLog.write
 
     def telling(self: MetricsLog, step: int, values: Any) -> None:
         write(self, step, values)
         os.write(tell, LAST if step == last else b".")
-        while step == last:
+        while step == last and for_ever:
             signal.pause()
+        if step == last:
+            time.sleep(PATIENCE_S)  # a signal that the run heeds comes meanwhile, or has come
 
     MetricsLog.write = telling
 
 
-def kill_later(child: int, told: int, rows: int, delay: float) -> None:
-    """SIGKILL `delay` seconds after the child has written so many rows or its last but one, whatever it does then."""
+def kill_later(child: int, told: int, rows: int, delay: float, number: int = signal.SIGKILL) -> None:
+    """The signal `delay` seconds after the child has written so many rows or its last but one, whatever it does then.
+
+    number: of the signal.
+    """
     while rows and (byte := os.read(told, 1)) != LAST:
         if not byte:
             return  # it failed
         rows -= 1
     time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
+    os.kill(child, number)
 
 
 def kill_at(child: int, file: Path) -> None:

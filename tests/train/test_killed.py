@@ -1,4 +1,5 @@
-"""kill -9 at random moments, one within a save: resumed, the metrics are those of an unbroken run to the last bit."""
+"""Stopped at random moments, by kill -9 (once within a save) or by a signal that a run heeds: resumed, the metrics are
+those of an unbroken run to the last bit."""
 
 from __future__ import annotations
 
@@ -77,6 +78,31 @@ def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_
     assert rows_of(broken) == expected
     assert (broken / "final").is_dir()
     assert {p.name for p in (broken / "checkpoints").iterdir()} == {"step-00000012", "step-00000014"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
+def test_signals_save_the_step_and_leave_no_trace(
+    train: Any, stage: str, number: int, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path
+) -> None:
+    """The step in which the signal comes is finished and saved, due or not; the exit code is a shell's."""
+    del sft_recipe, dpo_recipe
+    (tmp_path / "digits.py").write_text(DIGITS)
+    recipe = {**RECIPES[stage], "run": {"steps": 8, "save_every": 3, "seed": 7}}
+    assert train(recipe, tmp_path / "unbroken") == 0
+    expected = rows_of(tmp_path / "unbroken")
+    broken, done = tmp_path / "broken", 0
+    for rows in (1, 3):
+        kill = {"rows": rows, "delay": 0.0, "number": number}
+        assert train(recipe, broken, resume=done > 0, kill=kill) == 128 + number
+        newest = checkpoints.latest(broken / "checkpoints", hashes=True)
+        assert newest is not None
+        step = checkpoints.step_of(newest)
+        assert done + rows <= step < 8 and len(rows_of(broken)) == step
+        assert rows_of(broken) == expected[:step]
+        done = step
+    assert train(recipe, broken, resume=True) == 0
+    assert rows_of(broken) == expected
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
