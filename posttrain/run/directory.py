@@ -196,7 +196,10 @@ def _refusing(path: Path) -> Iterator[None]:
         if not isinstance(error.__cause__, OSError) or error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         first = error.problems[0]
-        raise UserError(f"no run can be written to {path}: {first.what} ({first.where})", hint=first.hint) from error
+        where = "" if first.where == str(path) else f" ({first.where})"
+        raise UserError(
+            f"no run can be written to {path}: {first.what}{where}", hint="name another --output"
+        ) from error
 
 
 def _refuse_unusable(path: Path, resume: bool) -> None:
