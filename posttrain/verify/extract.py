@@ -17,6 +17,7 @@ _BETWEEN_BOXES = re.compile(
     r"(?!\s*\n\s*\n)(?:[\s$,;.&*~{}]|\\[ ,;!]|\\[()\[\]]|\\q?quad\b|\b(?:and|or)\b"
     r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:and|or)?[\s,;]*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
+_BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as old data sets write it
 _LONGEST_BETWEEN = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
 # `the answer is x`, `Answer: x` with what marks it as bold or as a heading, or a heading alone with x below it.
@@ -32,6 +33,7 @@ _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _HEDGE = r"(?!.*\b(?:or|not|and|but|nor|wrong|maybe|perhaps|possibly|alternatively|wait|actually)\b)"
 _LONGEST_LINE = 500  # characters; in longer ones no remark is looked for
 _IN_WORDS = re.compile(rf"(?<=\S)\s+{_HEDGE}\([A-Za-z]{{2,}}(?:[\s,-]+[A-Za-z]{{2,}})*\)[.!]?$", re.IGNORECASE)
+_REASON = re.compile(rf",?\s+{_HEDGE}(?:since|because)\b.*$", re.IGNORECASE)
 _SENTENCE = re.compile(rf"[.!][*$]*\s+{_HEDGE}[A-Z][a-z']*(?:,?\s+[A-Za-z'-]+){{2,}}[.!]?$")
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[-+])?\.\d+")
 
@@ -92,7 +94,7 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
     content counts once. So a right box beside a wrong one is a list, which is wrong. count: values that the answer
     has; where fewer stand together, those before them are taken too.
     """
-    boxes = _innermost(_boxes(text))
+    boxes = _answers(text)
     taken: list[tuple[int, int]] = []
     for start, end in reversed(boxes[-MOST_BOXES:]):
         if taken and len(_contents(text, taken)) >= count and not _together(text, end + 1, taken[-1][0]):
@@ -111,7 +113,13 @@ def _together(text: str, end: int, start: int) -> bool:
 
 def every_box(text: str) -> list[str]:
     """The contents of all boxes, once each and in order."""
-    return _contents(text, _innermost(_boxes(text)))
+    return _contents(text, _answers(text))
+
+
+def _answers(text: str) -> list[tuple[int, int]]:
+    """(start, end) of the content of every box that holds no other, in order; also of a box without braces."""
+    bare = [(match.start(1), match.start(1) + len(match[1].rstrip("."))) for match in _BARE.finditer(text)]
+    return _innermost(sorted([*_boxes(text), *bare], key=lambda span: (span[1], -span[0])))
 
 
 def _innermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -193,7 +201,7 @@ def answer_alone(line: str) -> str:
     What may be a second answer stays, so that it is wrong: `5 (or 6)`, `5. Not 6`.
     """
     text = _unmarked(line)
-    for pattern in (_SENTENCE, _IN_WORDS) if len(text) <= _LONGEST_LINE else ():
+    for pattern in (_REASON, _SENTENCE, _IN_WORDS) if len(text) <= _LONGEST_LINE else ():
         text = _unmarked(pattern.sub("", text))
     return text
 

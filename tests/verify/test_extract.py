@@ -76,6 +76,10 @@ def test_last_boxed_is_linear_in_hostile_text() -> None:
         (r"\boxed{5} and \boxed{5}", "5"),
         (r"{\boxed{\boxed{1}}} and \boxed{(2, 3)}", "1, (2, 3)"),
         (r"\boxed{1} and \boxed{2", "1"),
+        (r"so $x = \boxed 42$.", "42"),
+        (r"\fbox 4.5.", "4.5"),
+        (r"\boxed 1 and \boxed{-2}", "1, -2"),
+        (r"\boxed{\boxed 7}", "7"),
         ("no box", None),
     ],
 )
@@ -224,6 +228,9 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("Answer: 12! That was easy.", "12"),
         ("Answer: 12 cm.", "12 cm"),
         ("Answer: x = 12", "x = 12"),
+        ("Answer: 12, since 5 + 7 = 12.", "12"),
+        ("The answer is 12 because 13 is odd", "12"),
+        ("Answer: 12, since 13 is not", "12, since 13 is not"),
         ("Answer: (B) 12", "(B) 12"),
         ("Answer: 12 or 13", "12 or 13"),  # what may be a second answer stays
         ("Answer: 12. Or maybe it is 13.", "12. Or maybe it is 13"),

@@ -27,8 +27,9 @@ def test_usable(answer: Any) -> None:
 @pytest.mark.parametrize(
     "answer",
     [None, "", " \n", float("nan"), "NaN", "none", "NULL", "N/A", "-", "???", "...", [], [None, ""], (), {},
-     "see figure",     "See Figure 3.", "see the attached diagram", "Please refer to the table below", "refer to the solution",
-     "as shown in the graph", "Answers will vary.", "no answer", "not provided", "proof", "see above"],
+     "see figure", "See Figure 3.", "see the attached diagram", "Please refer to the table below",
+     "refer to the solution", "as shown in the graph", "Answers will vary.", "no answer", "not provided", "proof",
+     "see above"],
 )  # fmt: skip
 def test_unusable(answer: Any) -> None:
     assert why_unusable(answer) != ""

@@ -90,6 +90,7 @@ def test_the_short_cut_for_integers_agrees_with_the_reading(monkeypatch: pytest.
         (r"$\boxed{1}$ and, by the second equation, $\boxed{-2}$", "1, -2"),
         (r"\boxed{5}. Check: it is \boxed{5}.", "5"),
         ("6 * 7 = 42\n#### 42 (forty-two)", "42"),
+        (r"So there are $\boxed 2$ of them.", "2"),
         ("6 * 7 = 42\n**#### 42**\nDone.", "42"),
     ],
 )
