@@ -142,14 +142,20 @@ def spread(rows: Sequence[Row], count: int) -> list[Row]:
 
 
 def refuse_slow(scorer: Scorer, rows: Sequence[Row]) -> None:
-    """Raise RewardError when every way to write the first gold answer takes longer than a call may."""
+    """Raise RewardError when every way to write the first gold answer raises, or takes longer than a call may."""
     row = next((row for row in rows if WRITERS["plain"](row) is not None), None)
     if row is None:
         return
     golds = [v["gold"] for write in WRITERS.values() if (v := variants(row, write)) is not None]
     results = scorer.results(golds, only=[scorer.correctness])[0]
+    reward, section = scorer.rewards[scorer.correctness], scorer.sections[scorer.correctness]
+    if results and all(result.kind == "error" for result in results):
+        raise RewardError(
+            f"every call on {whereabouts.row(row.get('uid', 0))} raised",
+            where=f"reward {reward.name}",
+            allowed=str(results[0].value).strip(),
+        )
     if all(result.kind == "timeout" for result in results):
-        reward, section = scorer.rewards[scorer.correctness], scorer.sections[scorer.correctness]
         raise RewardError(
             f"every gold answer of {whereabouts.row(row.get('uid', 0))} takes longer than {reward.limit(section):g} s",
             where=f"reward {reward.name}",
@@ -219,6 +225,8 @@ def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
         f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
         f" (scoring.max_bad_gold {limit:g})",
         without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}",
-        "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`",
+        "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
+        " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true}, or"
+        " write `scoring.max_bad_gold: 1`",
     )
     return RewardError.of([head, *shown])

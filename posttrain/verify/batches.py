@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify.load import LoadedReward
+from posttrain.verify.trl_form import FOR_ALL
 from posttrain.verify.worker import Call, Result, Target
 
 
@@ -15,7 +16,7 @@ def target_of(reward: LoadedReward, limit: float) -> Target:
 
 
 def calls_of(
-    reward: LoadedReward, target: int, first: int, completions: Sequence[str], arguments: Sequence[Mapping[str, Any]]
+    reward: LoadedReward, target: int, first: int, completions: Sequence[Any], arguments: Sequence[Mapping[str, Any]]
 ) -> list[Call]:
     """The calls that score all rows; row k has the number first + k, a call that of its first row.
 
@@ -32,6 +33,7 @@ def calls_of(
         rows = arguments[start : start + size]
         names = dict.fromkeys(name for row in rows for name in row)
         listed = {name: [row.get(name) for row in rows] for name in names}
+        listed |= {name: rows[0][name] for name in FOR_ALL if reward.trl_form and name in reward.built_ins}
         calls.append(Call(first + start, target, list(completions[start : start + size]), listed))
     return calls
 

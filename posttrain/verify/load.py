@@ -15,12 +15,15 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
 from posttrain.places import find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import load_function, load_module, types_of, wrong_type
+from posttrain.verify import trl_form
+from posttrain.verify.made import made
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
 # truncated: finish_reason is length. token_count: that the model wrote. step: of the training run. correct: what the
@@ -67,7 +70,8 @@ class LoadedReward:
     `f(completions, ...) -> list`. batch_size: rows of one call; 1, so that a list is never stretched over rows, unless
     the function is marked `@batched`; 0 = all. judge_timeout_s: of a function marked `@judge`, else None. per_turn: it
     is marked `@per_turn` and returns a list with a number for each of `parts`. in_trainer: it runs in this process
-    (`contract.in_trainer`), not in a worker.
+    (`contract.in_trainer`), not in a worker. names_gold: it takes `**kwargs`, and its code names a column of right
+    answers. trl_form: it has the form `f(completions, ...) -> list` and is not marked `@batched` (`trl_form.py`).
     """
 
     name: str
@@ -84,6 +88,8 @@ class LoadedReward:
     judge_timeout_s: float | None = None
     per_turn: bool = False
     in_trainer: bool = False
+    names_gold: bool = False
+    trl_form: bool = False
 
     @property
     def knows_gold(self) -> bool:
@@ -101,8 +107,8 @@ class LoadedReward:
 
     @property
     def reads_data(self) -> bool:
-        """It sees a data column; one that does not cannot know the gold answer, and neither can a model."""
-        return bool(self.columns or self.optional_columns or self.all_columns) and not self.in_trainer
+        """It reads a data column by name; one that does not cannot know the gold answer, and neither can a model."""
+        return bool(self.columns or self.optional_columns or self.names_gold) and not self.in_trainer
 
 
 def load_reward(section: Reward, base_dir: Path | None) -> LoadedReward:
@@ -177,6 +183,8 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
     """Read a callable's signature. Raises RewardError if it cannot be a reward or `params` do not fit it."""
     if not callable(function):
         raise RewardError(f"reward {target} is {type(function).__name__}, not a function")
+    given = params
+    function, params = _made(function, target, params)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as cause:
@@ -190,7 +198,10 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         ):
             raise RewardError(f"reward {target}{signature} takes no completion", hint="its first argument is the text")
         arguments = arguments[1:]
-    groups = _sort_arguments([a for a in arguments if a.name not in ("completions", "prompts") or not batched], params)
+    groups = _sort_arguments(
+        [a for a in arguments if a.name not in ("completions", "prompts") or not batched], params, batched
+    )
+    rest, in_trl_form = bool(groups["rest"]), batched and not hasattr(function, "posttrain_batch_size")
     _check_params(function, target, params, groups)
     by_turn = hasattr(function, "posttrain_per_turn")
     if by_turn and (batched or "parts" not in groups["built_ins"]):
@@ -198,6 +209,8 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
             f"reward {target} is marked @per_turn and takes no `parts`", hint="def f(completion, parts, ...) -> list"
         )
     built_ins = groups["built_ins"] + (["prompts"] if batched and "prompts" in signature.parameters else [])
+    if rest and in_trl_form:
+        built_ins += [name for name in ("prompts", *trl_form.BUILT_INS) if name not in built_ins]
     return LoadedReward(
         name=name,
         target=target,
@@ -205,8 +218,10 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
         columns=tuple(groups["columns"]),
         optional_columns=tuple(groups["optional"]),
         built_ins=tuple(built_ins),
-        params=dict(params),
-        all_columns=bool(groups["rest"]),
+        params=dict(given),
+        all_columns=rest,
+        names_gold=rest and trl_form.names_gold(_code(function)),
+        trl_form=in_trl_form,
         batched=batched,
         batch_size=_batch_size(function, target, batched),
         is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
@@ -216,6 +231,26 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
     )
 
 
+def _made(
+    function: Callable[..., Any], target: str, params: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A class made into its object. Raises RewardError where it cannot be made, or called."""
+    if inspect.isclass(function) and "__call__" not in dir(function):
+        raise RewardError(f"reward {target} is a class without `__call__`", hint="def __call__(self, completion, ...)")
+    try:
+        return made(function, params)
+    except Exception as cause:
+        what = f"reward {target} cannot be made: {type(cause).__name__}: {cause}"
+        raise RewardError(what, hint="its arguments are the recipe's `params`") from cause
+
+
+def _code(function: Any) -> CodeType | None:
+    """The code behind a function, a partial or an object that is called."""
+    inner = getattr(function, "func", function)
+    inner = inner if inspect.isroutine(inner) else type(inner).__call__
+    return getattr(inspect.unwrap(inner), "__code__", None)
+
+
 def _batch_size(function: Callable[..., Any], target: str, batched: bool) -> int:
     size = getattr(function, "posttrain_batch_size", None)
     if size is not None and not batched:
@@ -223,7 +258,9 @@ def _batch_size(function: Callable[..., Any], target: str, batched: bool) -> int
     return 1 if size is None else int(size)
 
 
-def _sort_arguments(arguments: Sequence[inspect.Parameter], params: dict[str, Any]) -> dict[str, list[str]]:
+def _sort_arguments(
+    arguments: Sequence[inspect.Parameter], params: dict[str, Any], batched: bool = False
+) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {k: [] for k in ("fixed", "built_ins", "params", "optional", "columns", "rest")}
     for argument in arguments:
         has_default = argument.default is not inspect.Parameter.empty
@@ -233,7 +270,7 @@ def _sort_arguments(arguments: Sequence[inspect.Parameter], params: dict[str, An
             kind = "rest"
         elif argument.name in params:
             kind = "fixed"
-        elif argument.name in BUILT_INS:
+        elif argument.name in BUILT_INS or (batched and argument.name in trl_form.BUILT_INS):
             kind = "built_ins"
         elif argument.kind is inspect.Parameter.KEYWORD_ONLY and has_default:
             kind = "params"

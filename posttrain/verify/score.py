@@ -13,7 +13,7 @@ from posttrain import whereabouts
 from posttrain.errors import Problem, RewardError
 from posttrain.recipe import reward_checks
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.verify import correctness
+from posttrain.verify import correctness, trl_form
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.combine import by_turn, closed, combine
 from posttrain.verify.contract import BrokenContract, ByTurn, checked_batch
@@ -238,7 +238,7 @@ class Scorer:
         for place, i in enumerate(pooled):
             given = [arguments(self.rewards[i], s, step, right) for s, right in zip(samples, correct, strict=True)]
             first = place * len(samples)
-            calls += calls_of(self.rewards[i], self._target[i], first, [sample.completion for sample in samples], given)
+            calls += calls_of(self.rewards[i], self._target[i], first, completions(self.rewards[i], samples), given)
         results = []
         for call, result in zip(calls, self.pool.run(calls) if calls else [], strict=True):
             if result.kind == "broken":
@@ -281,11 +281,21 @@ def arguments(reward: LoadedReward, sample: Sample, step: int, correct: bool | N
     """The named arguments of one call. A column that this row lacks is None, or left out if it is optional."""
     row = sample.row
     given = {name: built_in(name, sample, step, correct) for name in reward.built_ins}
+    if reward.trl_form and "prompts" in given and (asked := trl_form.conversation(row)) is not None:
+        given["prompts"] = asked
     given |= {name: row.get(name) for name in reward.columns if name not in reward.params}
     given |= {name: row[name] for name in reward.optional_columns if row.get(name) is not None}
     if reward.all_columns:
-        given = {**{k: v for k, v in row.items() if k not in reward.params}, **given}
+        taken = (*reward.params, *(("prompt", "completion") if reward.trl_form else ()))
+        given = {**{k: v for k, v in row.items() if k not in taken}, **given}
     return given
+
+
+def completions(reward: LoadedReward, samples: Sequence[Sample]) -> list[Any]:
+    """The completions as a reward takes them: texts, or messages in TRL's form."""
+    if not reward.trl_form:
+        return [sample.completion for sample in samples]
+    return [trl_form.completion(sample.row, sample.completion) for sample in samples]
 
 
 def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
@@ -322,7 +332,7 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
             return list(sample.parts) or [sample.completion]
         case "turn_rewards":
             return list(sample.turn_rewards)
-    raise ValueError(name)
+    return trl_form.built_in(name, sample.token_ids, step)
 
 
 def _refuse(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> None:

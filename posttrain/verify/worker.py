@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.verify.contract import BrokenContract, checked, checked_batch, checked_turns
+from posttrain.verify.made import made
 
 SLOT = struct.Struct("<d")
 SLOT_BYTES = 16  # start time (monotonic seconds), then the number of the call that runs
@@ -79,12 +80,13 @@ def main(connection_fd: int, slot_fd: int) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
         sys.path.extend(p for p in sys_path if p not in sys.path)
         try:
-            functions = [_load(target) for target in targets]
+            loaded = [made(_load(target), target.params) for target in targets]
         except BaseException:
             connection.send(("failed", traceback.format_exc()))
             return
         connection.send(("ready", None))
-        runner = Runner(connection, slot, targets, functions)
+        targets = [target._replace(params=rest) for target, (_, rest) in zip(targets, loaded, strict=True)]
+        runner = Runner(connection, slot, targets, [function for function, _ in loaded])
         while True:
             runner.run(connection.recv())
     except (EOFError, ConnectionError, BrokenPipeError):

@@ -151,7 +151,7 @@ def test_the_list_form_of_other_trainers() -> None:
     loaded = describe(reward, "x.py:reward", {}, "reward")
     assert loaded.batched and loaded.all_columns
     assert loaded.columns == ("answer",)
-    assert loaded.built_ins == ("prompts",)
+    assert loaded.built_ins == ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @pytest.mark.parametrize("thing", [3, "text", None])
