@@ -175,9 +175,17 @@ def written_call(tokenizer: Any) -> str | None:
         except Exception:  # this template wants arguments of the other kind, or takes no calls
             continue
         if "x8name" in text:
-            same = next((n for n, (a, b) in enumerate(zip(text, begun, strict=False)) if a != b), len(begun))
-            return text[same:]
+            return behind(begun, text)
     return None
+
+
+def behind(begun: str, text: str) -> str:
+    """A rendered turn without its beginning, `begun`. Where that goes on otherwise (it opens a thought, and this turn
+    has none), it ends behind the last mark or line that both have: `<think>` and `<tool_call>` share their `<t`."""
+    same = next((n for n, (a, b) in enumerate(zip(text, begun, strict=False)) if a != b), min(len(text), len(begun)))
+    if same < len(begun):
+        same = max(text.rfind(">", 0, same), text.rfind("\n", 0, same)) + 1
+    return text[same:]
 
 
 def template_knows_tools(tokenizer: Any, tools: list[dict[str, Any]]) -> bool:

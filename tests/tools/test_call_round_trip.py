@@ -12,7 +12,7 @@ import pytest
 from posttrain import chat
 from posttrain.models.tiny import build_tokenizer
 from posttrain.tools.call import Call
-from posttrain.tools.formats import Format, detect, parse, written_call
+from posttrain.tools.formats import Format, behind, detect, parse, written_call
 
 trl = pytest.importorskip("trl")
 TEMPLATES = {path.stem: path for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))}
@@ -71,8 +71,7 @@ def rendered(template: str, arguments: list[dict[str, Any]]) -> str | None:
             )
         except Exception:
             continue
-        same = next((n for n, (a, b) in enumerate(zip(text, begun, strict=False)) if a != b), len(begun))
-        return text[same:]
+        return behind(begun, text)
     return None
 
 

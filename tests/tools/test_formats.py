@@ -298,3 +298,17 @@ def test_a_template_whose_calls_cannot_be_read_is_an_error(written: str) -> None
     tokenizer.chat_template = _CALLS + written + _END
     with pytest.raises(ToolError, match="cannot be read"):
         detect(tokenizer)
+
+
+def test_a_prompt_that_opens_a_thought_hides_no_mark() -> None:
+    """`<think>` of the prompt and `<tool_call>` of the turn begin alike."""
+    from posttrain.models.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    for name, call in {
+        "json": '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+        "</tool_call>",
+        "deepseek": MORE_TEMPLATES["deepseek"],
+    }.items():
+        tokenizer.chat_template = _CALLS + call + _END + "{% if add_generation_prompt %}<think>{% endif %}"
+        assert detect(tokenizer) == name
