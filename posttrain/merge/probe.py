@@ -66,7 +66,10 @@ def _logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
     wrong = {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
         raise RunError(f"transformers does not load it whole: {wrong}", where=str(folder))
-    found: torch.Tensor = model.eval()(input_ids=torch.tensor([list(tokens)])).logits.float()
+    inputs = {"input_ids": torch.tensor([list(tokens)])}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    found: torch.Tensor = model.eval()(**inputs).logits.float()
     return found
 
 

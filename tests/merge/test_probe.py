@@ -20,7 +20,8 @@ Merge = Callable[..., dict[str, Any]]
 def save(folder: Path, seed: int, kind: str, tokenizer: bool = True, **config: Any) -> None:
     torch.manual_seed(seed)
     made = getattr(transformers, f"{kind}Config")(**config)
-    architecture = {"GPT2": "GPT2LMHeadModel"}.get(kind, f"{kind}ForCausalLM")
+    special = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
+    architecture = special.get(kind, f"{kind}ForCausalLM")
     model = getattr(transformers, architecture)(made)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
@@ -43,6 +44,7 @@ OPT = {**SMALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads"
         ("GPT2", {**GPT2, "n_positions": 16}, False),
         ("GPT2", {**GPT2, "n_positions": 64, "vocab_size": 7}, False),
         ("OPT", {**OPT, "max_position_embeddings": 20}, True),
+        ("T5", {"vocab_size": 114, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}, True),
         ("Mpt", {"vocab_size": 114, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 24}, True),
     ],
 )
