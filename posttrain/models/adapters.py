@@ -51,14 +51,27 @@ def _no_plain_layers(model: Any) -> list[str] | None:
     """Linear layers by class that return something else than a product: routers of experts, around which LoRA fails."""
     from torch import nn
 
-    found = [
-        name
+    own = [
+        (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and type(module).__module__.startswith("transformers.models.")
         and type(module).forward is not nn.Linear.forward
     ]
-    return found or None
+    return [name for name, module in own if not _is_product(module)] or None
+
+
+def _is_product(linear: Any) -> bool:
+    """Whether a linear layer gives one number an output, for rows of numbers."""
+    import torch
+
+    weight = linear.weight
+    try:
+        with torch.no_grad():
+            found = linear(torch.zeros(2, weight.shape[1], dtype=weight.dtype, device=weight.device))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(found, torch.Tensor) and tuple(found.shape) == (2, weight.shape[0])
 
 
 def continue_from(model: Any, folder: Path) -> Any:

@@ -108,6 +108,9 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
     """Train or evaluate: checkpointing as the recipe says, and trained weights in float32. Returns the half precision
     to compute in, see `LoadedModel.half`."""
     model.train(training)
+    text = model.config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        text.output_router_logits = False  # else every pass computes a loss, which only sft needs and asks for itself
     if not training:
         return None
     if section.gradient_checkpointing:

@@ -26,6 +26,7 @@ from posttrain.data.account import told
 from posttrain.data.prepare import Prepared
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, counted
+from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
@@ -38,7 +39,7 @@ from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained, trl_model
 from posttrain.train.dealing import StepOrder
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
@@ -394,7 +395,8 @@ def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: 
     check_head(job.loaded)
     dtypes = {name: p.dtype for name, p in job.loaded.model.named_parameters() if p.requires_grad}
     distributed.same_weights(job.loaded.model)
-    with distributed.unseen():
+    causal = causal_of(job.loaded.model)
+    with distributed.unseen(), trl_model.prepared(causal):
         args = config(**arguments(job), **options)
         args._n_gpu = min(args.n_gpu, 1)  # one device a process; otherwise all visible GPUs come under DataParallel
         trainer = kind(
@@ -440,6 +442,7 @@ def arguments(job: Job) -> dict[str, Any]:
         "lr_scheduler_type": "constant",  # RunLoop sets the rate of each step
         "logging_steps": 1,
         "logging_nan_inf_filter": False,  # it replaces a NaN loss by the mean of earlier ones
+        "use_cache": getattr(job.loaded.model.config, "use_cache", True),  # is written into the configuration
         "save_strategy": "no",
         "eval_strategy": "no",
         "report_to": "none",

@@ -25,7 +25,7 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alike, dealing, hf_trainer, machine, sharding
+from posttrain.train import alike, dealing, hf_trainer, machine, sharding, trl_model
 from posttrain.train.attention import Packed, short_windows, use_packed_attention
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head
@@ -64,18 +64,24 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if trainer.weighing is not None:
         prove_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
-        return hf_trainer.train(trainer, job, COLUMNS, [hf_trainer.rows_note(prepared, "row")])
+        notes = [hf_trainer.rows_note(prepared, "row")]
+        if not trl_model.balances(causal_of(loaded.model)):
+            notes.append(trl_model.UNBALANCED)
+        return hf_trainer.train(trainer, job, COLUMNS, notes)
 
 
 def make_trainer(
     job: Job, examples: Sequence[Example], collate: Collator, written: Sequence[Sequence[float]] | None = None
 ) -> Sft:
     rows = dataset(examples)
+    options: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    if not trl_model.balances(causal_of(job.loaded.model)):
+        options["router_aux_loss_coef"] = 0.0
     return hf_trainer.make_trainer(
         Sft,
         SFTConfig,
         job,
-        {"dataset_kwargs": {"skip_prepare_dataset": True}},
+        options,
         train_dataset=rows if written is None else rows.add_column("behavior_logp", list(written)),
         data_collator=collate,
     )

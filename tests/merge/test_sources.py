@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,3 +81,41 @@ def test_only_a_copy_of_the_embedding_is_left_out() -> None:
         "embed.weight",
         "lm_head.weight",
     }
+
+
+ON_EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 40, 41]},
+    "kept tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ON_EMBEDDINGS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_adapter_of_peft_on_embeddings(tmp_path: Path, merge: Merge, *, tied: bool, kind: str) -> None:
+    """Merged into its base, it is what PEFT computes with it; on tied embeddings the result is untied where it must."""
+    base = tmp_path / "base"
+    model, tokenizer = tiny.build(0)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(1.01 * model.lm_head.weight.detach())
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    torch.manual_seed(0)
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, **ON_EMBEDDINGS[kind]))
+    for parameter in peft.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    peft.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[1, 5, 40, 41, 60, 100, 109]])
+    with torch.no_grad():
+        under = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
+        expected = under.eval()(input_ids=ids).logits
+        merge(merge_method="linear", models=[{"model": "adapter"}])
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+        assert torch.allclose(found.eval()(input_ids=ids).logits, expected, atol=2e-5)
+    assert found.config.tie_word_embeddings == (tied and kind in ("tokens", "kept tied"))

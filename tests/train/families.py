@@ -45,7 +45,7 @@ def _config(kind: Any, keys: dict[str, Any]) -> Any:
     own = {key for key in SIZES if hasattr(default, key) and not isinstance(getattr(kind, key, None), property)}
     values = {key: value for key, value in SIZES.items() if key in own}
     for key in ("layer_types", "mlp_layer_types"):
-        if isinstance(layers := getattr(default, key, None), list):
+        if isinstance(layers := getattr(default, key, None), list) and key in vars(default):
             values[key] = [layers[0], layers[-1]]
     values |= {**KEYS.get(default.model_type, {}), **keys}
     parts = getattr(kind, "sub_configs", {})

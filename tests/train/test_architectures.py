@@ -3,6 +3,7 @@ other pieces, than they compute with."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import RunError
+from posttrain.models import adapters
 from posttrain.models.load import LoadedModel, load
 from posttrain.models.save import save
 from posttrain.recipe.sections import Model
 from posttrain.recipe.training_sections import Optim
 from posttrain.rollout.weights import offered
-from posttrain.train import checkpoint, optim
+from posttrain.train import checkpoint, optim, preference, sft
 
 from .families import save_family
 
@@ -62,7 +64,7 @@ RARE = (  # another half of a minute
 FAMILIES = [*RENAMED, *SAME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARE)]
 
 
-def opened(base: Path, **keys: Any) -> tuple[LoadedModel, Optimizer]:
+def started(base: Path, **keys: Any) -> tuple[LoadedModel, Optimizer]:
     section = Model.model_validate({"path": str(base), "device": "cpu", **keys})
     loaded = load(section, base, training=True)
     return loaded, optim.build(loaded.model, Optim(lr=1e-3))
@@ -93,14 +95,14 @@ def test_a_run_goes_on_with_the_same_numbers(kind: str, tmp_path: Path) -> None:
     """Full training: the checkpoint holds every weight and moment; it and the final model load elsewhere, and under the
     names that the architecture's published checkpoints have; an engine gets what the final model holds."""
     base = save_family(kind, tmp_path / "base")
-    loaded, optimizer = opened(base)
+    loaded, optimizer = started(base)
     train(loaded, optimizer)
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
     saved = weights(loaded.model)
     train(loaded, optimizer)
     following = weights(loaded.model)
 
-    again, another = opened(base)
+    again, another = started(base)
     assert not equal(weights(again.model), saved)
     state = checkpoint.restore(tmp_path / "checkpoints", again, another)
     assert state is not None and state.step == 1
@@ -130,7 +132,7 @@ def test_a_model_that_was_read_from_its_modules_names_is_saved_under_the_publish
     (tmp_path / "modules" / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
     (tmp_path / "modules" / "tokenizer_config.json").write_bytes((base / "tokenizer_config.json").read_bytes())
     assert stored(tmp_path / "modules").keys() != stored(base).keys()
-    loaded, _ = opened(tmp_path / "modules")
+    loaded, _ = started(tmp_path / "modules")
     save(loaded, tmp_path / "final")
     assert equal(stored(tmp_path / "final"), stored(base))
 
@@ -138,14 +140,14 @@ def test_a_model_that_was_read_from_its_modules_names_is_saved_under_the_publish
 def test_moments_are_matched_by_name(tmp_path: Path) -> None:
     """Parameters of a checkpoint may come in another order, by another version of torch or transformers."""
     base = save_family("llama", tmp_path / "base")
-    loaded, optimizer = opened(base)
+    loaded, optimizer = started(base)
     train(loaded, optimizer)
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
     moments = torch.load(tmp_path / "checkpoints/step-00000001/optimizer.pt", weights_only=True)
     for group, names in zip(moments["param_groups"], moments["names"], strict=True):
         group["params"].reverse()
         names.reverse()
-    again, another = opened(base)
+    again, another = started(base)
     own = checkpoint._names(another, again.model, None)
     another.load_state_dict(checkpoint._by_name(moments, own, tmp_path))
     named = {id(p): n for n, p in loaded.model.named_parameters()}
@@ -155,16 +157,16 @@ def test_moments_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def test_moments_of_other_weights_are_refused(tmp_path: Path) -> None:
-    loaded, optimizer = opened(save_family("llama", tmp_path / "base"))
+    loaded, optimizer = started(save_family("llama", tmp_path / "base"))
     moments = {**optimizer.state_dict(), "names": [["a"], ["b"]]}
     with pytest.raises(RunError, match=r"has the optimiser's state of other weights, e.g. a"):
         checkpoint._by_name(moments, checkpoint._names(optimizer, loaded.model, None), tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    loaded, optimizer = opened(save_family("mixtral", tmp_path / "base"))
+    loaded, optimizer = started(save_family("mixtral", tmp_path / "base"))
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=1), loaded, optimizer, 1)
-    other, _ = opened(save_family("qwen3_moe", tmp_path / "other"))
+    other, _ = started(save_family("qwen3_moe", tmp_path / "other"))
     with pytest.raises(RunError, match=r"step-00000001 cannot be loaded: .*"):
         checkpoint.load_weights(other, tmp_path / "checkpoints" / "step-00000001")
 
@@ -177,12 +179,12 @@ ROUTED = ("phimoe", "llama4_text")  # whose routers are linear layers by class, 
 def test_an_adapter_goes_on_and_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
     """The save is proven by PEFT on the base; merged, the adapter is a model under published names."""
     base = save_family(kind, tmp_path / "base")
-    loaded, optimizer = opened(base, lora={"rank": 2})
+    loaded, optimizer = started(base, lora={"rank": 2})
     for _ in range(2):
         train(loaded, optimizer)
     checkpoint.save(tmp_path / "checkpoints", checkpoint.State(step=2), loaded, optimizer, 1)
     saved = weights(loaded.model)
-    again, another = opened(base, lora={"rank": 2})
+    again, another = started(base, lora={"rank": 2})
     checkpoint.restore(tmp_path / "checkpoints", again, another)
     assert equal(weights(again.model), saved)
     train(loaded, optimizer)
@@ -199,3 +201,45 @@ def test_an_adapter_goes_on_and_is_what_peft_loads(kind: str, tmp_path: Path) ->
             found, dense = dict(named), stored(tmp_path / "dense")
     assert found.keys() == dense.keys() == stored(base).keys()
     assert all(torch.allclose(found[name], dense[name], atol=1e-6) for name in dense)
+
+
+CHANGED = {"dtype", "transformers_version"}  # by every save
+EXPERTS = ("mixtral", "gpt_oss", "phimoe", "granitemoe", "llama4_text")
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["llama", *EXPERTS])
+def test_training_leaves_the_configuration_as_it_was(
+    sft_recipe: Any, dpo_recipe: Any, opened: Any, kind: str, stage: str, tmp_path: Path, capsys: Any
+) -> None:
+    """TRL switches the router's loss on, and the cache off, in the configuration that the model is saved with: every
+    later user would compute that loss, and generate without a cache. And what TRL takes for granted is not there in
+    every architecture: how many experts it has, what stands below the head."""
+    base = save_family(kind, tmp_path / "base")
+    recipe = {"sft": sft_recipe, "dpo": dpo_recipe}[stage]
+    with opened() as directory:
+        run = {"sft": sft, "dpo": preference}[stage].run
+        run(recipe(model={"path": str(base), "device": "cpu"}, run={"steps": 1, "save_every": 1}), directory)
+    before, *after = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (base, tmp_path / "run/final", tmp_path / "run/checkpoints/step-00000001")
+    )
+    for config in after:
+        assert {key for key in before if before[key] != config.get(key)} <= CHANGED
+        assert set(config) <= set(before)
+    left_out = "load-balancing loss is left out" in " ".join(capsys.readouterr().err.split())
+    assert left_out == (stage == "sft" and kind in ("phimoe", "granitemoe", "llama4_text"))
+
+
+def test_a_configuration_that_asks_for_the_router_s_loss_is_not_asked_in_every_pass(tmp_path: Path) -> None:
+    base = save_family("mixtral", tmp_path / "base", output_router_logits=True)
+    assert not load(Model(path=str(base), device="cpu"), tmp_path).model.config.output_router_logits
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "llama4_text", "falcon"])
+def test_all_linear_is_every_layer_that_is_a_product(kind: str, tmp_path: Path) -> None:
+    """Routers are linear layers by class too, and return more; Falcon's layers are of a class of their own."""
+    loaded, _ = started(save_family(kind, tmp_path / "base"), lora={"rank": 2})
+    adapted = {name.rpartition(".")[2] for name in adapters.layers_of(loaded.model.get_base_model())}
+    assert {"phimoe": "q_proj", "llama4_text": "q_proj", "falcon": "query_key_value"}[kind] in adapted
+    assert not {"router", "gate"} & adapted

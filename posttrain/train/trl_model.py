@@ -1,0 +1,40 @@
+"""What TRL's trainers take for granted of a model, and what they leave changed in its configuration."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from posttrain.train.head import backbone
+
+ROUTER = ("output_router_logits", "router_aux_loss_coef")
+EXPERTS = ("num_experts", "num_experts_per_tok")
+UNBALANCED = "the router's load-balancing loss is left out: TRL cannot compute it for this architecture"  # a note
+
+
+@contextlib.contextmanager
+def prepared(causal: Any) -> Iterator[None]:
+    """Around the making of a trainer. Its settings of the router stay with the trainer: in the configuration, which is
+    saved with the model, they would have every later user of the model compute that loss."""
+    name_backbone(causal)
+    text = causal.config.get_text_config()
+    kept = {key: getattr(text, key) for key in ROUTER if hasattr(text, key)}
+    try:
+        yield
+    finally:
+        for key, value in kept.items():
+            setattr(text, key, value)
+
+
+def name_backbone(causal: Any) -> None:
+    """Have `base_model` be what stands below the head, also where the class names a part that it has not (Llama 4)."""
+    below = backbone(causal)
+    if causal.base_model is not below:
+        causal.base_model_prefix = next(name for name, module in causal.named_children() if module is below)
+
+
+def balances(causal: Any) -> bool:
+    """Whether TRL can compute the router's load-balancing loss; True where there is no router."""
+    text = causal.config.get_text_config()
+    return not hasattr(text, ROUTER[0]) or all(hasattr(text, key) for key in EXPERTS)
