@@ -38,6 +38,17 @@ def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
     return register
 
 
+def function_of(name: str, argument: Any) -> Any:
+    """sympy's function of an argument, worked out only where that is a look-up: of numbers and parts of pi.
+
+    Elsewhere sympy asks for signs and zeros, whose cost doubles with every function within another.
+    """
+    if not isinstance(argument, Expr):
+        raise Unreadable("a function of no number")
+    simple = argument.is_Rational or argument.is_Symbol or (argument / sympy.pi).is_Rational
+    return getattr(sympy, name)(argument, evaluate=simple)
+
+
 def unevaluated(reader: Reader, form: str, value: Any) -> Any:
     """The value; that it was left open is noted where it has no letters."""
     if not value.free_symbols:
@@ -110,7 +121,7 @@ def _apply(reader: Reader, name: str) -> Expr:
     argument = _in_radians(_operand(reader))
     if power == -1 and name in _INVERSE:
         name, power = _INVERSE[name], None
-    value = getattr(sympy, _APPLIED.get(name, name))(argument)
+    value = function_of(_APPLIED.get(name, name), argument)
     return value if power is None else Pow(value, power)
 
 
@@ -135,9 +146,13 @@ def _logarithm(reader: Reader) -> Expr:
         if reader.take("^"):
             power = reader.argument() if reader.at("{") else reader.atom()
     argument = _operand(reader)
-    if argument == 0 or base in (0, 1):
+    if argument == 0 or base in (0, 1) or (argument.has(S.ImaginaryUnit) and argument.has(sympy.log)):
         raise Unreadable("no logarithm")
-    value = sympy.log(argument) if base == S.Exp1 else sympy.log(argument, base)
+    value = function_of("log", argument)
+    if base.is_Rational and argument.is_Rational:
+        value = sympy.log(argument, base)
+    elif base != S.Exp1:
+        value = Mul(value, Pow(function_of("log", base), -1))
     return value if power is None else Pow(value, power)
 
 
@@ -193,13 +208,13 @@ def _rounded(reader: Reader) -> Expr:
     value = reader.sum()
     reader.bars = bars
     reader.expect("rfloor" if down else "rceil")
-    return unevaluated(reader, "rounding", (sympy.floor if down else sympy.ceiling)(value))
+    return unevaluated(reader, "rounding", function_of("floor" if down else "ceiling", value))
 
 
 @registered_for("floor", "ceil")
 def _rounded_by_name(reader: Reader) -> Expr:
     down = reader.tokens[reader.place - 1].text == "floor"
-    return unevaluated(reader, "rounding", (sympy.floor if down else sympy.ceiling)(_function_argument(reader)))
+    return unevaluated(reader, "rounding", function_of("floor" if down else "ceiling", _function_argument(reader)))
 
 
 @registered_for("sum", "prod")

@@ -158,7 +158,7 @@ def _points(one: Expr, other: Expr, order: list[Symbol]) -> list[dict[Symbol, An
     """Values for the letters: small and large, of both signs, whole numbers, and around and beyond the formulas' own
     numbers, where functions with steps and corners change."""
     draw = random.Random(1)
-    sizes = [0.31, 0.87, 1.43, -0.53, -1.9, 3.7, -6.3, 17.9]
+    sizes = [0.31, 0.87, 0.62, -0.17, 1.43, -0.53, -1.9, 3.7, -6.3, 17.9]
     rows = [[size * draw.uniform(0.9, 1.1) for _ in order] for size in sizes]
     rows += [[draw.choice((-1, 1)) * abs(value) for value in row] for row in rows if len(order) > 1]
     rows += [[draw.randint(low, low + 3) for _ in order] for low in (2, 3, 5, 9)]

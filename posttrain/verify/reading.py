@@ -6,19 +6,22 @@ a side is a sum of products of powers of atoms, with a unit behind it. Commands 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import sympy
 from sympy import Add, Expr, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
+from posttrain.verify.forms import function_of
 from posttrain.verify.names import read_name, read_subscript
 from posttrain.verify.structures import COMMANDS
-from posttrain.verify.tokens import Token, tokenize
+from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import read_unit
 from posttrain.verify.values import Chain, Formula, Group, Unreadable, Value, Without
 
 DEGREE = Symbol("°")
+MOST_NESTED = 5  # functions within each other
 INFINITE = (S.Infinity, S.NegativeInfinity)
 _ENDS = frozenset(["relation", "word", "end"])
 
@@ -41,6 +44,7 @@ class Reader(Cursor):
         self.sign = 1
         self.forked = False
         self.bars = 0
+        self.functions = 0
         self.approximate = False
         self.percent = False
         self.forms: set[str] = set()
@@ -358,16 +362,30 @@ class Reader(Cursor):
                 return Symbol(token.text.casefold())
             raise Unreadable("words")
         if token.text == "|":
-            self.bars += 1
-            value = self.sum()
-            self.expect("|")
-            self.bars -= 1
-            return sympy.Abs(value)
+            return self.nested(self.absolute)
         if token.text in CLOSING:
             return self.bracket(token.text)
+        if token.kind == "command" and token.text in FUNCTIONS:
+            return self.nested(lambda: COMMANDS[token.text](self))
         if token.kind == "command" and token.text in COMMANDS:
             return COMMANDS[token.text](self)
         raise Unreadable(f"{token.text} is not known")
+
+    def nested(self, read_function: Callable[[], Any]) -> Any:
+        """What reads a function of something, if it does not stand within too many: sympy's cost doubles with each."""
+        self.functions += 1
+        if self.functions > MOST_NESTED:
+            raise Unreadable("functions of functions of functions")
+        value = read_function()
+        self.functions -= 1
+        return value
+
+    def absolute(self) -> Expr:
+        self.bars += 1
+        value = self.sum()
+        self.expect("|")
+        self.bars -= 1
+        return function_of("Abs", value)
 
     def bracket(self, opening: str) -> Any:
         if opening == "\\{":
