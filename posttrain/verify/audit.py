@@ -226,7 +226,7 @@ def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
         f" (scoring.max_bad_gold {limit:g})",
         without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}",
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
-        " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true}, or"
-        " write `scoring.max_bad_gold: 1`",
+        " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true},"
+        " or write `scoring.max_bad_gold: 1`",
     )
     return RewardError.of([head, *shown])
