@@ -87,8 +87,9 @@ def _uses_the_numbers(answer: str, entry: Any) -> bool:
 
 
 def _is_the_probability(answer: str, entry: Any) -> bool:
-    """The task compares the beginnings, so that 0 is right for all."""
-    return abs(Fraction(answer.replace(",", "")) - Fraction(entry["answer"])) <= Fraction(1, 10_000)
+    """The task compares the beginnings, so that 0 is right for all, and forgives 0.0001 of whatever size."""
+    gold = Fraction(entry["answer"])
+    return abs(Fraction(answer.replace(",", "")) - gold) <= min(Fraction(1, 10_000), gold / 100)
 
 
 def _has_the_numbers(answer: str, entry: Any) -> bool:

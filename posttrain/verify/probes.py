@@ -33,7 +33,7 @@ NAMES = (
     *("entry['answer']", "row['answer']", "metadata['solution']"),
 )
 MOST_NAMES = 40
-_FORMS = ("{}", "[{}]")
+_FORMS = ("[line.split() for line in {}.split('\\n')]", "[{}]", "{}")  # a matrix, a list, the value itself
 _NO_NAME = "qzxv"
 
 
@@ -126,7 +126,9 @@ def no_name_of(text: str) -> tuple[str, ...]:
 
 def named_nothing(text: str) -> str:
     """The text of the same form with a name that no scorer has."""
-    return _FORMS[text.startswith("[")].format(_NO_NAME)
+    ends = [form.partition("{}")[::2] for form in _FORMS]
+    before, after = next(pair for pair in ends if text.startswith(pair[0]) and text.endswith(pair[1]))
+    return before + _NO_NAME + after
 
 
 def samples_of(row: Row, found: Mapping[str, Probe], group: int) -> list[Sample]:

@@ -182,7 +182,7 @@ def _named(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
     asked = [{u: write.with_answer(row, u) for t in above for u in (t, *no_name_of(t))} for row in rows]
     earned = _earned(scorer, rows, asked)
     paid = [t for t in above if all(row[t] > max(row[u] for u in no_name_of(t)) for row in earned)]
-    name = f"a name of the scorer (`{paid[0]}`)" if paid else "a name of the scorer"
+    name = f"a name of the scorer (`{min(paid, key=len)}`)" if paid else "a name of the scorer"
     return {name: (len(rows) if paid else 0, len(rows))}
 
 

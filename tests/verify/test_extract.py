@@ -232,6 +232,8 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("The answer is 12 because 13 is odd", "12"),
         ("Answer: 12, since 13 is not", "12, since 13 is not"),
         ("Answer: (B) 12", "(B) 12"),
+        ("The correct option is **B**.", "B"),
+        ("An option is to stop", None),
         ("Answer: 12 or 13", "12 or 13"),  # what may be a second answer stays
         ("Answer: 12. Or maybe it is 13.", "12. Or maybe it is 13"),
         ("Answer: 12 (not 13)", "12 (not 13)"),

@@ -62,7 +62,17 @@ def test_an_answer_finds_no_name_of_the_scorer(task: str) -> None:
     names = [*NAMES, *DATASETS[task][0].score_answer.__code__.co_varnames]
     for entry in reasoning_gym.create_dataset(task, size=3, seed=3):
         for name in names:
-            for form in ("{}", "[{}]", "list({})", "[*{}]", "{}[0]", "[{}][0]", "[x for x in {}]", "({},)"):
+            for form in (
+                "{}",
+                "[{}]",
+                "list({})",
+                "[*{}]",
+                "{}[0]",
+                "[{}][0]",
+                "[x for x in {}]",
+                "({},)",
+                "[x.split() for x in {}.split('\\n')]",
+            ):
                 assert scorer(task)(form.format(name), entry) == 0.0, form.format(name)
 
 
@@ -115,6 +125,12 @@ def test_full_marks_are_for_the_answer(task: str, wrong: list[str]) -> None:
         assert scorer(task)(gold, entry) == 1.0
         said = [form.format(gold) for form in wrong]
         assert [scorer(task)(text, entry) for text in said if text != gold] == [0.0] * sum(t != gold for t in said)
+
+
+def test_a_small_probability_is_not_nothing() -> None:
+    entry = {"answer": "0.0000305176", "metadata": {}}
+    said = ("0", "0.00001", "0.0001", "1/32768", "0.0000305")
+    assert [scorer("coin_flip")(text, entry) for text in said] == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_halting_is_told_by_the_word() -> None:
