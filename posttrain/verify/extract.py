@@ -22,8 +22,9 @@ _LONGEST_BETWEEN = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
 # `the answer is x`, `Answer: x` with what marks it as bold or as a heading, or a heading alone with x below it.
 _COLON = r"[ \t*_`]*[:\N{FULLWIDTH COLON}][*_`]*(?:[ \t]*\n\s*(?=\S))?"
+_NAMED = r"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))"
 _ANCHOR = re.compile(
-    rf"\b(?:answers?|(?:correct|right|best)\s+(?:option|choice))(?:\s+is\b(?:{_COLON})?|{_COLON})|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
+    rf"{_NAMED}(?:\s+is\b(?:{_COLON})?|{_COLON})|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
     re.IGNORECASE | re.MULTILINE,
 )
 _DISPLAYED = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\\((.*?)\\\))", re.DOTALL)

@@ -108,12 +108,17 @@ def names_of(function: Callable[..., Any]) -> list[str]:
 
 
 def by_name(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str]:
-    """An answer that is a name, or a list of it -> the completion; {} for a row whose gold is no text of a column."""
+    """An answer that is a name, or a list of it -> the completion; "" -> a wrong answer.
+
+    {} for a row whose gold is no text of a column.
+    """
     texts = [form.format(name) for form in _FORMS for name in (_NO_NAME, *names)]
     try:
-        return {text: completion for text in texts if (completion := write.with_answer(row, text))}
+        miss = write.with_answer(row, near_miss(row.get(write.column)))
+        found = {text: completion for text in texts if (completion := write.with_answer(row, text))}
     except Exception:  # the script's GOLD writes other answers only: a box, a list of calls
         return {}
+    return {"": miss, **found} if miss and found else {}
 
 
 def no_name_of(text: str) -> tuple[str, ...]:

@@ -178,8 +178,11 @@ def _named(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
     if reward.is_judge or not rows or not all(texts):
         return {}
     (first,) = _earned(scorer, rows[:1], texts[:1])
-    above = [text for text in first if first[text] > first[named_nothing(text)]]  # few are asked about more than once
+    above = [
+        text for text in list(first)[1:] if first[text] > first[named_nothing(text)]
+    ]  # few are asked about more than once
     asked = [{u: write.with_answer(row, u) for t in above for u in (t, *no_name_of(t))} for row in rows]
+    asked = [{"": miss[""], **of_row} for miss, of_row in zip(texts, asked, strict=True)]
     earned = _earned(scorer, rows, asked)
     paid = [t for t in above if all(row[t] > max(row[u] for u in no_name_of(t)) for row in earned)]
     name = f"a name of the scorer (`{min(paid, key=len)}`)" if paid else "a name of the scorer"
@@ -187,16 +190,17 @@ def _named(scorer: Scorer, rows: Sequence[Row], write: Writer) -> Counts:
 
 
 def _earned(scorer: Scorer, rows: Sequence[Row], texts: Sequence[Mapping[str, str]]) -> list[dict[str, float]]:
-    """The scores of each row's texts; one without a score earns minus infinity."""
+    """The scores of each row's texts, none below that of the first: a wrong answer, 0 where it has no score."""
     pairs = [
         (i, row, text) for i, (row, of_row) in enumerate(zip(rows, texts, strict=True)) for text in of_row.values()
     ]
     samples = [sample for i, row, text in pairs for sample in samples_of(row, {"": Probe(text)}, i)]
-    results = iter(scorer.results(samples, only=[scorer.correctness])[0]) if samples else iter(())
+    results = iter(scorer.results(samples, only=[scorer.correctness])[0])
     scores = [[score_of(next(results)) for _ in of_row] for of_row in texts]
+    lowest = [found[0] or 0.0 for found in scores]
     return [
-        {name: -math.inf if score is None else score for name, score in zip(of_row, found, strict=True)}
-        for of_row, found in zip(texts, scores, strict=True)
+        {name: low if score is None else max(score, low) for name, score in zip(of_row, found, strict=True)}
+        for of_row, found, low in zip(texts, scores, lowest, strict=True)
     ]
 
 
