@@ -4,7 +4,7 @@
 
 `pairs`: what one comparison costs, over the judged pairs of tests/verify/answers.json, nothing of them remembered.
 `grouped`: eight completions a problem, as RL draws them, so that answers come again and posttrain, which remembers what
-it has compared, calls the library less often than the others. `distinct` (a fifth of the rows): no pair of gold and
+it has compared, compares less often than the others. `distinct` (a fifth of the rows): no pair of gold and
 answer comes twice, so nothing is remembered. Golds are whole numbers in 6 of 10 problems.
 
 The three sides score the same texts in blocks, in an order that rotates, so that a machine whose speed drifts is as

@@ -342,4 +342,5 @@ def _mark(reader: Reader) -> Expr:
         one.kind != "letter" and one.text != "_" and not (one.kind == "number" and at) for at, one in enumerate(tokens)
     ):
         raise Unreadable("a mark on no name")
+    mark = {"overrightarrow": "vec", "widehat": "hat", "bar": "overline"}.get(mark, mark)
     return Symbol(mark + " " + "".join(one.text for one in tokens))

@@ -182,6 +182,9 @@ _NOTHING = re.compile(
 )
 
 
+_SENTENCE = re.compile(r"(?=.*[^\W\d_]{3})(?:[^\W\d_]|[\s.,;:'’!?-])+")
+
+
 def clean(text: str) -> str:
     """The text in the notation that `tokens.tokenize` knows."""
     text = _signed(text)
@@ -322,6 +325,8 @@ def same_words(a: str, b: str) -> bool | None:
     Letters side by side are a word and no product: `no` is not `on`. Without a vowel, and for two of the first letters,
     they may be a product.
     """
+    if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():
+        return True
     x, y = words_of(a), words_of(b)
     if x is None or y is None:
         return None
