@@ -52,11 +52,11 @@ def text(completion):
 
 def talks(completion, prompt):
     print("about", prompt)
-    return 1.0
+    return float(len(completion))
 
 def seen(completion, folder):
     pathlib.Path(folder, "called").touch()
-    return 1.0
+    return float(len(completion))
 """
 
 
