@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,7 @@ import typer
 from posttrain import terminal
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
-from posttrain.errors import UserError, counted
+from posttrain.errors import DataError, UserError, counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,11 +54,22 @@ def inspect(
     if rollouts is not None:
         read_resolved(rollouts, "rl")
     if recipe is not None:
-        _inspect_recipe(recipe, overrides or [], rows, as_json, rollouts, with_model)
+        with _inspecting():
+            _inspect_recipe(recipe, overrides or [], rows, as_json, rollouts, with_model)
     elif rollouts is not None:
         _show_rollouts(rollouts, _tokenizer_of_run(rollouts), rows, as_json)
     else:
         raise UserError("no rows are named", hint="name a recipe, or an rl run behind --rollouts")
+
+
+@contextlib.contextmanager
+def _inspecting() -> Iterator[None]:
+    """Without the hint that names this very command."""
+    try:
+        yield
+    except DataError as error:
+        hints = {p: "" if "posttrain data inspect" in p.hint else p.hint for p in error.problems}
+        raise DataError.of([replace(p, hint=hint) for p, hint in hints.items()]) from error
 
 
 def _inspect_recipe(

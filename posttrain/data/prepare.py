@@ -233,7 +233,7 @@ def _room(uid: str, prompt: int, answer: int, section: Data, into: Prepared[Any]
         raise DataError(
             f"{counted(prompt + answer, 'token')}, over data.max_length {limit}",
             where=whereabouts.row(uid),
-            hint="overlong: drop | truncate_prompt | keep",
+            hint=f"`max_length: {prompt + answer}` takes this row; or overlong: drop | truncate_prompt | keep",
         )
     if section.overlong == "keep":
         into.cut.setdefault(KEPT_LONG, []).append(uid)

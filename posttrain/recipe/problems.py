@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import Problem, counted, did_you_mean, nearest
 from posttrain.recipe import keys
-from posttrain.recipe.removed import sentence
+from posttrain.recipe.removed import REMOVED, sentence
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.slips import form_for
 from posttrain.recipe.stages import TAGS, Stage
@@ -228,18 +228,23 @@ def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) 
 
 def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
     name = stage.model_fields["stage"].default
+    elsewhere = keys.homes(stage).get(key)
     if said := sentence(key, name):
         return said
     if near := nearest(key, known, alike=0.9):  # a slip of the pen, even where it makes a key of another section
         return f"did you mean `{near}`?"
-    if at := keys.homes(stage).get(key):
-        above_it = [path.rpartition(".")[0] for path in at[:2]]
+    if elsewhere:
+        above_it = [path.rpartition(".")[0] for path in elsewhere[:2]]
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
     if said := _other_component(key, keys.section_at(stage, above), parent):
         return said
     users = [other for other, model in keys.BY_NAME.items() if other != name and key in keys.homes(model)]
     if users:
         return f"`{key}` is not used by stage {name}; it is a key of stage {', '.join(users)}"
+    if near := nearest(key, known, alike=0.8):
+        return f"did you mean `{near}`?"
+    if near := nearest(key, REMOVED, alike=0.8):  # a slip in another tool's word
+        return str(sentence(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"
     if near := nearest(key, keys.homes(stage)):

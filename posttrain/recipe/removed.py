@@ -7,6 +7,8 @@ from __future__ import annotations
 
 _BATCH = {
     "rl": "write `batch.micro_tokens` (tokens a forward pass) and `rollout.prompts_per_step` x `rollout.group_size`",
+    "eval": "write `engine.batch_size` (sequences generated together)",
+    "generate": "write `engine.batch_size` (sequences generated together)",
     "": "write `batch.size` (rows an optimiser step) and `batch.micro_size` (rows a forward pass)",
 }
 _LENGTH = {

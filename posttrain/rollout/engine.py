@@ -147,15 +147,15 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limit
     if not over:
         return
     worst = max(over, key=lambda p: len(p.ids))
+    left = window - len(worst.ids)
     raise DataError(
         f"prompt of {counted(len(worst.ids), 'token')} + {sampling.max_new_tokens} new ones exceed the window of "
         f"{counted(window, 'token')}"
         + (f" ({len(over)} rows are too long; this is the longest)" if len(over) > 1 else ""),
         where=whereabouts.row(worst.uid),
         allowed=f"prompts up to {counted(max(room, 0), 'token')}",
-        hint="set data.max_length to drop long prompts, or lower max_new_tokens"
-        if room > 0
-        else "lower max_new_tokens",
+        hint=(f"set data.max_length: {room} to drop longer prompts, or " if room > 0 else "")
+        + (f"write max_new_tokens: {left} or less" if left > 0 else "lower max_new_tokens"),
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -53,6 +54,10 @@ BUILT_INS = (
 
 
 CALL_SECONDS = 10.0
+
+# Column -> what other data sets call it, the likeliest first.
+_GOLD = ("solution", "ground_truth", "final_answer", "output", "response", "target", "gold", "label", "reference")
+MEANT = {"answer": _GOLD, "solution": ("answer", *_GOLD), "ground_truth": ("answer", *_GOLD), "question": ("prompt",)}
 
 # Rewards that are models: they run in the trainer's process.
 MODELS = {
@@ -165,13 +170,31 @@ def _locate_shipped(use: str) -> str:
         return f"{files[script]}:{name}"
     if use.endswith(".py"):
         raise RewardError(f"reward `{use}` names no function", hint=f"write {use}:FUNCTION")
-    near = nearest(script or use, [*files, *MODELS])
+    near = _near(script, name, files)
     raise RewardError(
         f"unknown reward: {use}",
         allowed=f"shipped scripts: {', '.join(sorted(files))}, as script.function; {', '.join(MODELS)}; or "
         "path/file.py:function",
-        hint=f"did you mean `{near}.{name}`?" if near and dot else f"did you mean `{near}`?" if near in MODELS else "",
+        hint=f"did you mean `{near}`?" if near else "",
     )
+
+
+def _near(script: str, name: str, files: Mapping[str, Path]) -> str | None:
+    """The shipped reward that was most likely meant: one of a script of nearly that name, else one of that name."""
+    if not script:
+        return nearest(name, [*MODELS, *files])
+    for path in (files[one] for one in [nearest(script, files)] if one):
+        if found := nearest(name, _functions(path)):
+            return f"{path.stem}.{found}"
+    everywhere = {function: f"{path.stem}.{function}" for path in files.values() for function in _functions(path)}
+    begins = next((function for function in everywhere if len(name) > 2 and function.startswith(name)), None)
+    found = nearest(name, everywhere, alike=0.8) or begins
+    return everywhere[found] if found else None
+
+
+def _functions(path: Path) -> list[str]:
+    """The reward functions of a shipped script, read off its text."""
+    return re.findall(r"^(?:async )?def ([a-z]\w*)\(\s*completions?\b", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def shipped_function(use: str) -> Callable[..., Any]:
@@ -306,7 +329,7 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str])
     for reward in rewards:
         for column in reward.columns:
             if column not in known:
-                near = nearest(column, known)
+                near = nearest(column, known) or next((name for name in MEANT.get(column, ()) if name in known), None)
                 problems.append(
                     Problem(
                         f"reward {reward.name}",
