@@ -33,6 +33,10 @@ from posttrain.run.durable import explain_write_errors, put_in_place, sync_file,
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROBE = "17 + 25 = 42, because 17 + 20 = 37 and 37 + 5 = 42."
 _MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that subtract the adapter from the base
+_NOTHING_MORE: dict[str, Any] = {  # keys of what an adapter may hold beside B A, with the value that says nothing
+    **{"use_dora": False, "bias": "none", "lora_bias": False},
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "layer_replication")),
+}
 _FACTOR = re.compile(r"\.lora_(embedding_)?A(\.weight)?$")
 
 
@@ -124,7 +128,7 @@ def _config(folder: Path) -> dict[str, Any]:
         raise MergeError(f"unreadable: {cause}", where=str(folder / CONFIG)) from cause
     if config.get("peft_type") != "LORA":
         raise MergeError(f"an adapter of the kind {config.get('peft_type')}, and only LORA is B A", where=str(folder))
-    for key, none in (("use_dora", False), ("modules_to_save", None), ("bias", "none")):
+    for key, none in _NOTHING_MORE.items():
         if config.get(key, none) not in (none, None, []):
             raise MergeError(
                 f"{key}: {config[key]} is more than B A, and cannot be combined",
@@ -153,6 +157,13 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: P
             raise MergeError(f"{name} {list(a.shape)} and {list(b.shape)} are not A and B", where=str(folder))
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise MergeError(f"{name} or {other} holds NaN or infinite values", where=str(folder))
+        ranks = config.get("rank_pattern") or {}
+        if a.shape[0] != (rank := ranks.get(_pattern(ranks, module_of(name)), config["r"])):
+            raise MergeError(
+                f"{name} has {a.shape[0]} rows, and the adapter's rank there is {rank}",
+                where=str(folder),
+                hint="adapters on the parameters of experts cannot be combined: merge each into its base, and those",
+            )
         alphas = config.get("alpha_pattern") or {}
         alpha = alphas.get(_pattern(alphas, module_of(name)), config["lora_alpha"])
         found[name] = Factors(a, b, scaling(alpha, a.shape[0], rslora=bool(config.get("use_rslora"))))
@@ -160,7 +171,11 @@ def _factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], folder: P
     if not found or used != tensors.keys():
         rest = sorted(tensors.keys() - used)
         raise MergeError(
-            f"tensors that are neither A nor B: {', '.join(rest[:5]) or 'nothing else'}", where=str(folder)
+            f"tensors that are neither A nor B: {', '.join(rest[:5]) or 'nothing else'}",
+            where=str(folder),
+            hint="save it in PEFT with save_embedding_layers=False"
+            if any("embed" in n or "head" in n for n in rest)
+            else "",
         )
     return found
 

@@ -137,6 +137,12 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         "different targets: only one of them is on model.layers.0.self_attn.q_proj",
     ),
     "another width": (spoil(lambda t: t.update({FIRST: torch.ones(1, 8)})), "do not fit at"),
+    "single tokens": (configured(trainable_token_indices=[3]), "trainable_token_indices"),
+    "parameters of experts": (configured(r=7), "the adapter's rank there is 7"),
+    "weights of the base": (
+        spoil(lambda t: t.update({"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(2)})),
+        "hint: save it in PEFT with save_embedding_layers=False",
+    ),
     "something else": (spoil(lambda t: t.update(x=torch.ones(2))), "neither A nor B: x"),
     "cut short": (lambda root: (root / "b/adapter_model.safetensors").write_bytes(b"12"), "unreadable"),
     "no weights": (lambda root: (root / "b/adapter_model.safetensors").unlink(), r"no adapter_model\.safetensors"),
