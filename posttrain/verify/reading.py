@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
-from sympy import Add, Expr, Mul, Pow, Rational, S, Symbol
+from sympy import Expr, Pow, Rational, S, Symbol
 
 from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
 from posttrain.verify.forms import function_of
 from posttrain.verify.names import read_name, read_subscript
+from posttrain.verify.operations import add, joined, negative, reciprocal, times
 from posttrain.verify.structures import COMMANDS
 from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
 from posttrain.verify.units import read_unit
@@ -22,7 +23,6 @@ from posttrain.verify.values import Chain, Formula, Group, Unreadable, Value, Wi
 
 DEGREE = Symbol("°")
 MOST_NESTED = 5  # functions within each other
-INFINITE = (S.Infinity, S.NegativeInfinity)
 _ENDS = frozenset(["relation", "word", "end"])
 
 
@@ -399,37 +399,3 @@ class Reader(Cursor):
             raise Unreadable("brackets that do not match")
         self.place += 1
         return value
-
-
-def add(left: Any, right: Any) -> Expr:
-    if not (isinstance(left, Expr) and isinstance(right, Expr)):
-        raise Unreadable("a sum of no numbers")
-    if left in INFINITE or right in INFINITE:
-        raise Unreadable("a sum with infinity")
-    return Add(left, right)
-
-
-def times(left: Any, right: Any) -> Expr:
-    if not (isinstance(left, Expr) and isinstance(right, Expr)):
-        raise Unreadable("a product of no numbers")
-    if (left in INFINITE or right in INFINITE) and S.NegativeOne not in (left, right):
-        raise Unreadable("a product with infinity")
-    return Mul(left, right)
-
-
-def negative(value: Any) -> Expr:
-    return times(S.NegativeOne, value)
-
-
-def reciprocal(value: Any) -> Expr:
-    if not isinstance(value, Expr) or value == 0:
-        raise Unreadable("a quotient of no numbers")
-    return Pow(value, -1)
-
-
-def joined(kind: str, left: Any, right: Any) -> Any:
-    if isinstance(left, Symbol) and isinstance(right, Symbol):
-        return Symbol(f"{left.name} {kind} {right.name}")
-    if isinstance(left, Expr) or isinstance(right, Expr):
-        raise Unreadable("a union of no sets")
-    return Group(kind, (*(left.members if isinstance(left, Group) and left.kind == kind else (left,)), right))
