@@ -80,7 +80,14 @@ def continue_from(model: Any, folder: Path) -> Any:
     For a 4-bit base, into which nothing may be merged: the reference policy is the base with the old adapter.
     """
     peft = _load(model, folder, trainable=True)
-    peft.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
+    try:
+        peft.load_adapter(str(folder), adapter_name=REFERENCE, is_trainable=False)
+    except (ValueError, RuntimeError) as cause:  # PEFT holds one adapter with biases at most
+        raise ModelError(
+            f"the adapter cannot be trained on over a 4-bit base: {cause}",
+            where=str(folder),
+            hint="leave model.quantize out: it is merged into the base then",
+        ) from cause
     peft.set_adapter("default")
     for name, parameter in peft.named_parameters():
         if f".{REFERENCE}." in name:

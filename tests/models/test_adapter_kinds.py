@@ -222,6 +222,30 @@ def test_a_prefix_is_refused_before_anything_is_loaded(loaded: Load, base: Path,
         loaded(tmp_path / "prefix", training=False)
 
 
+def test_an_adapter_with_biases_over_four_bits(loaded: Load, base: Path, tmp_path: Path) -> None:
+    """It would be held twice, as what is trained and as the reference."""
+    pytest.importorskip("bitsandbytes")
+    folder = make_adapter(base, tmp_path / "adapter", target_modules=[Q], bias="all")
+    assert loaded(folder, training=False, quantize="nf4").is_lora
+    with pytest.raises(ModelError, match="cannot be trained on over a 4-bit base") as error:
+        loaded(folder, quantize="nf4", lora={})
+    assert "leave model.quantize out" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "saved both", "tokens"])
+def test_an_adapter_on_embeddings_over_four_bits(loaded: Load, base: Path, kind: str, tmp_path: Path) -> None:
+    """Nothing is merged: the adapter is trained on as it is, and PEFT reads what is saved on the same base."""
+    pytest.importorskip("bitsandbytes")
+    model = loaded(make_adapter(base, tmp_path / "adapter", **KINDS[kind]), quantize="nf4", lora={})
+    before = logits(model.model)
+    move(model.model)
+    report = save(model, tmp_path / "out")
+    assert (report["kind"], report["logit_gap"]) == ("adapter", 0.0)
+    assert (logits(model.model) - before).abs().max() > 1e-3
+    again = loaded(tmp_path / "out", training=False, quantize="nf4")
+    assert torch.allclose(logits(again.model), logits(model.model), atol=CLOSE)
+
+
 def test_an_adapter_that_lacks_a_tensor(loaded: Load, base: Path, tmp_path: Path) -> None:
     """PEFT warns and goes on with the fresh factor; what was trained there would be gone."""
     from safetensors.torch import load_file, save_file
