@@ -138,9 +138,9 @@ def check_fits(prompts: Sequence[Prompt], sampling: Sampling, window: int, limit
     limits: new tokens of each prompt instead; they were measured by whoever gives them, and to exceed is our mistake.
     """
     if limits is not None:
-        over = [p.uid for p, new in zip(prompts, limits, strict=True) if len(p.ids) + new > window]
-        if over:
-            raise ValueError(f"turns of rows {over} exceed the window of {window} tokens")
+        too_long = [p.uid for p, new in zip(prompts, limits, strict=True) if len(p.ids) + new > window]
+        if too_long:
+            raise ValueError(f"turns of rows {too_long} exceed the window of {window} tokens")
         return
     room = window - sampling.max_new_tokens
     over = [p for p in prompts if len(p.ids) > room]

@@ -82,7 +82,7 @@ def share_of(p: Pieces, state: checkpoint.State, drawn: Sequence[int], batches: 
             first_group=first_group,
             logprobs="rollout_logp" in p.objective.needs or WATCHED,
             share=distributed.share(len(drawn)),
-            **scored.heard,
+            done=scored.on_complete,
         )
     with p.watchdog.phase("score"):
         calls = [scored.finish(fresh, gathered)] if fresh else []  # a rank without a share has none

@@ -33,9 +33,9 @@ class Scoring:
         self._ends = any("token_ends" in reward.built_ins for reward in p.scorer.rewards)
 
     @property
-    def heard(self) -> dict[str, Callable[[list[Rollout]], None]]:
-        """The argument `done` of `Engine.generate`, if there is one."""
-        return {} if self._early is None else {"done": self._done}
+    def on_complete(self) -> Callable[[list[Rollout]], None] | None:
+        """The callback `done` of `Engine.generate`, None if nothing is scored before all rollouts are there."""
+        return None if self._early is None else self._done
 
     def _done(self, rollouts: list[Rollout]) -> None:
         assert self._early is not None

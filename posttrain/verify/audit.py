@@ -53,7 +53,8 @@ def without_gold(unusable: Mapping[str, str]) -> str:
 def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     """Check that gold is right, and scores above every wrong completion, by the correctness component.
 
-    Up to 64 rows, evenly spaced; each of them counts, also one without a usable gold (`golds.why_unusable`). Raises
+    Up to 64 rows, evenly spaced; each of them counts, also one without a usable gold (`golds.why_unusable`), unless
+    another reward judges it (`judged_elsewhere`). Raises
     RewardError when a column is missing, the contract is broken, the gold column holds dicts that the reward does not
     take, or gold is not best on a larger share of rows than scoring.max_bad_gold. A correctness component that reads no
     data column cannot know gold, and neither can a judge: they are not audited.
@@ -63,7 +64,7 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     if not reward.knows_gold:
         why = "is a judge" if reward.is_judge else "reads no data column"
         return Audit(0, {}, skipped=f"{reward.name} {why}")
-    chosen = spread(rows, AUDITED_ROWS)
+    chosen = spread([row for row in rows if not judged_elsewhere(scorer, row)] or rows, AUDITED_ROWS)
     golds = sort_golds(reward, chosen)
     refuse_slow(scorer, golds.usable)
     name, write = choose_writer(scorer, golds.usable)
@@ -83,6 +84,21 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
         raise _refusal(audit, reward.name, scorer.scoring.max_bad_gold)
     return audit
+
+
+def judged_elsewhere(scorer: Scorer, row: Row) -> bool:
+    """Whether the correctness component does not apply to a row of mixed data: a column that it reads is null there,
+    and another paid reward that knows gold answers finds all of its columns filled."""
+
+    def applies(reward: LoadedReward) -> bool:
+        return all(row.get(column) is not None for column in reward.columns)
+
+    others = [
+        reward
+        for number, reward in enumerate(scorer.rewards)
+        if number != scorer.correctness and reward.columns and reward.knows_gold and scorer.sections[number].weight
+    ]
+    return not applies(scorer.rewards[scorer.correctness]) and any(map(applies, others))
 
 
 class Golds(NamedTuple):

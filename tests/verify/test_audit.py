@@ -127,6 +127,22 @@ def test_golds_that_are_all_unusable_stop_the_run(answers: tuple[Any, ...], scor
     assert f"on {len(answers)} of {len(answers)} row" in str(caught.value)
 
 
+def test_rows_of_mixed_data_are_left_to_the_reward_that_applies(script: Callable[..., Path], scorer: Scorers) -> None:
+    """A null answer beside tests of a program is no missing gold; a row that no reward can judge is."""
+    other = script("def passes(completion, tests): return float(tests in completion)")
+    data = [
+        {"uid": "maths", "prompt": "q", "answer": "7", "tests": None},
+        {"uid": "program", "prompt": "q", "answer": None, "tests": "assert True"},
+        {"uid": "neither", "prompt": "q", "answer": None, "tests": None},
+    ]
+    with scorer("math.accuracy", f"{other}:passes", max_bad_gold=1.0) as s:
+        assert s.rewards[s.correctness].name == "accuracy"
+        audit = audit_gold(s, data)
+    assert (audit.checked, dict(audit.bad)) == (2, {"neither": "no usable gold: null"})
+    with scorer("math.accuracy", {"use": f"{other}:passes", "weight": 0}, max_bad_gold=1.0) as s:
+        assert audit_gold(s, data).checked == 3
+
+
 @pytest.mark.parametrize("extract", ["boxed", "answer_tag", "hash", "anchor", "last_number"])
 def test_the_answer_of_a_reference_solution_is_written(extract: str, scorer: Scorers) -> None:
     """Never the solution itself, which would be compared with itself; a near miss is another answer."""
