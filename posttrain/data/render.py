@@ -34,6 +34,7 @@ _TALK = (
     *("tool_calls", "function_call", "functions"),
 )
 BEHIND = "what follows the last turn that is trained on is left out"
+LONGEST_TEXT = 2_000_000  # characters of one sequence; tokenizers need some 500 bytes for each
 PLAIN_TOOLS = "LOOK: `chat: false` does not write the row's `tools`"
 
 
@@ -165,7 +166,16 @@ def _sides(row: Row, tokenizer: Any, section: Data) -> list[Text]:
 
 def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] = ()) -> list[Text]:
     """The texts with the columns among their losses that look like parts of a conversation and are in no message.
-    beside: columns that nothing reads in a row of messages."""
+    beside: columns that nothing reads in a row of messages. Raises DataError for a text that is too long to tokenize.
+    """
+    longest = max((sum(len(piece.text) for piece in text.pieces) for text in texts), default=0)
+    if longest > LONGEST_TEXT:
+        raise DataError(
+            f"the text has {longest:,} characters",
+            where=whereabouts.row(str(row["uid"])),
+            allowed=f"up to {LONGEST_TEXT:,}, more than any model is trained on in one row",
+            hint="divide the row, or leave it out",
+        )
     used = fields(section.prompt_template) if section.prompt_template else ()
     names = [*_TALK, *(beside if row.get("messages") is not None and not section.prompt_template else ())]
     given = [c for c in names if row.get(c) and isinstance(row[c], str | list | Mapping) and c not in used]
@@ -244,6 +254,8 @@ def prompt_messages(row: Row, section: Data) -> list[dict[str, Any]]:
 def tools(row: Row) -> list[Any] | None:
     """The row's tools for the template, from a list or its JSON text (to which Arrow tables cannot add nulls)."""
     value = row.get("tools")
+    if not value:
+        return None
     where = whereabouts.row(row.get("uid", ""))
     try:
         found = json.loads(value) if isinstance(value, str) and value.strip() else value or None

@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from posttrain.data import files
+from posttrain.data.prepare import prepare_examples
 from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
 
 ROWS = [{"prompt": f"{n} + 1", "answer": str(n + 1)} for n in range(50)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS).encode()
@@ -94,3 +97,12 @@ def test_a_line_without_end_does_not_come_into_memory(packed: bool, tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True)
     assert "long.jsonl:1  the line has more than 32 MB" in done.stdout, done.stderr
     assert int(done.stdout.split()[-1]) < 300 << 10  # KiB
+
+
+def test_a_text_too_long_to_tokenize_is_refused_with_its_line(tiny: Any, tmp_path: Path) -> None:
+    """Ten megabytes in one row took gigabytes of memory behind the last message."""
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": "q", "completion": "a b " * 600_000}
+    path.write_text(json.dumps({"prompt": "q", "completion": "a"}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl:2 .*2,400,\d+ characters"):
+        prepare_examples(Data(source="./rows.jsonl"), tiny, tmp_path)
