@@ -7,20 +7,28 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from posttrain.verify.extract import after_think
+from posttrain.verify.extract import THINK_START, after_think
 from posttrain.verify.sandbox import Limits, run_python
 
 Mode = Literal["partial", "binary", "weighted_sum", "pass_fail"]
 MODES = ("partial", "binary", "weighted_sum", "pass_fail")
 
 _FENCE = re.compile(r"```(?:python3?|py)[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE_OR_THOUGHT = re.compile(rf"{_FENCE.pattern}|{re.escape(THINK_START)}", _FENCE.flags)
 _COMPILES = "import sys\ncompile(sys.stdin.read(), 'main.py', 'exec')\n"
 
 
 def program_in(completion: str) -> str | None:
-    """The last block fenced as Python after the thought; None if there is none that is not blank."""
-    found = _FENCE.findall(after_think(completion))
-    return found[-1] if found and found[-1].strip() else None
+    """The last block fenced as Python after the thought; None if there is none that is not blank.
+
+    Nothing after a `<think>` that never closes counts, but for one within a block: that is the program's text.
+    """
+    last = None
+    for found in _FENCE_OR_THOUGHT.finditer(after_think(completion)):
+        if found[1] is None:
+            break
+        last = found[1]
+    return last if last and last.strip() else None
 
 
 def output_lines(text: str) -> list[str]:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 
 POLL_SECONDS = 0.01
 END_SECONDS = 1.0
+WAITING_SIGNALS = 1000  # that the kernel keeps for the user's processes
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
@@ -132,6 +133,7 @@ def limit(spec: dict) -> None:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, spec["processes"]),
+        (resource.RLIMIT_SIGPENDING, WAITING_SIGNALS),
     ):
         hard = resource.getrlimit(what)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -184,14 +186,34 @@ def usage() -> tuple[int, int]:
     total, count = 0, 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            try:
-                with open(f"/proc/{name}/status") as file:
-                    found = dict(line.split(":", 1) for line in file)
-            except (OSError, ValueError):
-                continue  # it has just ended
-            count += int(found.get("Threads", "1"))
-            total += sum(int(found[key].split()[0]) for key in ("VmRSS", "VmSwap", "VmPTE") if key in found)
+            with contextlib.suppress(OSError, ValueError):  # it has just ended
+                found = status_of(f"/proc/{name}")
+                count += int(found.get("Threads", "1"))
+                memory = memory_of(found)
+                total += memory_of_threads(name) if memory is None else memory
     return count, total << 10
+
+
+def status_of(path: str) -> dict[str, str]:
+    """The lines of a process's or thread's status."""
+    with open(f"{path}/status") as file:
+        return dict(line.split(":", 1) for line in file)
+
+
+def memory_of(status: dict[str, str]) -> int | None:
+    """Kilobytes of the address space that a status describes; None if it has left that."""
+    if "VmRSS" not in status:
+        return None
+    return sum(int(status[key].split()[0]) for key in ("VmRSS", "VmSwap", "VmPTE") if key in status)
+
+
+def memory_of_threads(process: str) -> int:
+    """Kilobytes of a process whose first thread has ended: any other one shows the address space that they share."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with contextlib.suppress(OSError, ValueError):
+            if (memory := memory_of(status_of(f"/proc/{process}/task/{thread}"))) is not None:
+                return memory
+    return 0
 
 
 def supervise(child: int, spec: dict, *, watch: bool) -> str:

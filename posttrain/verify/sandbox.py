@@ -27,7 +27,7 @@ from posttrain.scratch import scratch
 from posttrain.verify import system_calls
 
 Isolation = Literal["namespaces", "limits"]
-Status = Literal["ended", "timeout", "memory", "processes", "output"]
+Status = Literal["ended", "timeout", "memory", "processes", "output", "disk"]
 
 JAIL = Path(__file__).with_name("jail.py")
 GRACE_SECONDS = 2.0  # that the jail itself may take beyond the program's time
@@ -77,14 +77,20 @@ class Finished:
 def run_python(
     code: str, stdin: str = "", *, limits: Limits | None = None, allow_unsandboxed: bool = False
 ) -> Finished:
-    """Run a Python program. Raises SandboxError if this machine offers no isolation and it is not waived."""
+    """Run a Python program; one that is larger than `disk_mb` is not run, its status is `disk`.
+
+    Raises SandboxError if this machine offers no isolation and it is not waived.
+    """
     level = isolation()
     if level == "limits" and not allow_unsandboxed:
         raise SandboxError(
             "this machine offers no namespaces, so a program could read and write the user's files; run where user"
             " namespaces are allowed, or accept that with allow_unsandboxed: true"
         )
-    return _run(code, stdin, limits or Limits(), level)
+    limits = limits or Limits()
+    if len(code.encode(errors="replace")) > limits.disk_mb << 20:
+        return Finished("disk", -1, "", "", 0.0)
+    return _run(code, stdin, limits, level)
 
 
 @functools.cache

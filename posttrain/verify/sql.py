@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.verify.extract import after_think, last_tag
+from posttrain.verify.extract import THINK_START, after_think, last_tag
 from posttrain.verify.read_only_sql import allow_reading_only, only_reading, open_database, run_query
 from posttrain.verify.text import overlap
 
@@ -23,8 +23,11 @@ _TOKEN = re.compile(
 
 
 def query_in(completion: str) -> str:
-    """The SQL of a completion: after the thought, in the last answer block, in the last fence, without a last `;`."""
-    text = after_think(completion)
+    """The SQL of a completion: after the thought, in the last answer block, in the last fence, without a last `;`.
+
+    Nothing after a `<think>` that never closes counts.
+    """
+    text = after_think(completion).partition(THINK_START)[0]
     block = last_tag(text, "answer")
     text = text if block is None else block
     fences = _FENCE.findall(text)

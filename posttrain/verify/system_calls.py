@@ -1,9 +1,11 @@
-"""The seccomp filter for untrusted programs: which system calls are denied, as a BPF program.
+"""The seccomp filter for untrusted programs: the system calls that they may make, as a BPF program.
 
-Denied are calls whose memory no limit of the process bounds (memfds, System V memory, shared anonymous mappings,
-message queues, gifts to pipes), that reach beyond the process (sockets, keyrings, ptrace, other processes' memory), or
-that only serve to change the system (mounts, namespaces, BPF, io_uring). A denied call returns EPERM: the program goes
-on.
+Allowed is what Python, its standard library, numpy and the tools of a shell need: files, memory, threads and processes
+of their own, waiting, pipes, pairs of sockets. All else is denied: memory that no limit of the process bounds (memfds,
+System V memory, shared anonymous mappings, asynchronous I/O, timers, larger buffers), what reaches beyond the process
+(sockets, keyrings, ptrace, other processes' limits and priorities), what only serves to change the system (mounts,
+namespaces, BPF, the clock), and whatever a later kernel adds. A denied call returns EPERM, one that this table does
+not know yet ENOSYS, after which libraries use older calls: the program goes on.
 
 Numbers are those of the kernel's tables (asm/unistd.h); the format is that of linux/filter.h and linux/seccomp.h.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import platform
+from collections.abc import Sequence
 
 Instruction = tuple[int, int, int, int | str]  # code, jump if true, jump if false, constant
 OWN_PROCESS = "own process"  # a constant that the jail replaces with its process id, which only it knows
@@ -19,37 +22,113 @@ OWN_PROCESS = "own process"  # a constant that the jail replaces with its proces
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
-_DENY, _MISSING = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS))
+_DENY, _MISSING, _NO_TERMINAL = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.ENOTTY))
 _X32 = 0x40000000  # numbers of the x32 calls of x86-64 begin here
+_NEWER = 451  # calls from this number on are younger than the headers that this table was made with
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _ARCHITECTURES = ("x86_64", "aarch64")
-_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: cgroup, host name, IPC, user, process, network, mount
-_SHARED, _ANONYMOUS = 0x1, 0x20
 
-_DENIED: dict[str, tuple[int | None, int | None]] = {  # name -> number on x86-64, on arm64; None: not there
-    # memory that no limit of the process counts
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75), "userfaultfd": (323, 282),
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
-    "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "mq_open": (240, 180),
-    "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-    # what reaches other processes, the network, or the user's keys
-    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440), "process_mrelease": (448, 448), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "migrate_pages": (256, 238),
-    "move_pages": (279, 239), "perf_event_open": (298, 241), "syslog": (103, 116),
-    # what changes the system
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "bpf": (321, 280), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "swapon": (167, 224),
-    "acct": (163, 89), "quotactl": (179, 60), "nfsservctl": (180, 42),
+_ALLOWED: dict[str, tuple[int | None, int | None]] = {  # name -> number on x86-64, on arm64; None: not there
+    # files
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
+    "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
+    "open": (2, None), "creat": (85, None), "openat": (257, 56), "close": (3, 57), "close_range": (436, 436),
+    "lseek": (8, 62), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79),
+    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None),
+    "pipe2": (293, 59), "fsync": (74, 82), "fdatasync": (75, 83), "truncate": (76, 45), "ftruncate": (77, 46),
+    "fallocate": (285, 47), "fadvise64": (221, 223), "sendfile": (40, 71), "copy_file_range": (326, 285),
+    "getdents": (78, None), "getdents64": (217, 61), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
+    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None), "mkdirat": (258, 34),
+    "rmdir": (84, None), "link": (86, None), "linkat": (265, 37), "unlink": (87, None), "unlinkat": (263, 35),
+    "symlink": (88, None), "symlinkat": (266, 36), "readlink": (89, None), "readlinkat": (267, 78),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "umask": (95, 166), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "getxattr": (191, 8),
+    "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12),
+    "flistxattr": (196, 13),
+    # waiting
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "epoll_pwait2": (441, 441), "eventfd": (284, None), "eventfd2": (290, 19), "futex": (202, 98),
+    "pause": (34, None), "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "restart_syscall": (219, 128),
+    # memory
+    "brk": (12, 214), "munmap": (11, 215), "mprotect": (10, 226), "mremap": (25, 216), "madvise": (28, 233),
+    "mincore": (27, 232), "msync": (26, 227), "membarrier": (324, 283),
+    # pairs of sockets
+    "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212), "shutdown": (48, 210),
+    "getsockopt": (55, 209), "getsockname": (51, 204), "getpeername": (52, 205),
+    # processes
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "exit": (60, 93), "exit_group": (231, 94),
+    "wait4": (61, 260), "waitid": (247, 95), "set_tid_address": (218, 96), "set_robust_list": (273, 99),
+    "get_robust_list": (274, 100), "rseq": (334, 293), "arch_prctl": (158, None), "pidfd_open": (434, 434),
+    "setsid": (112, 157), "getsid": (124, 156), "setpgid": (109, 154), "getpgid": (121, 155),
+    "getpgrp": (111, None), "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
+    "getresgid": (120, 150), "getgroups": (115, 158), "capget": (125, 90), "getpriority": (140, 141),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120), "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126),
+    "sched_rr_get_interval": (148, 127),
+    # signals
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "alarm": (37, None),
+    "setitimer": (38, 103), "getitimer": (36, 102),
+    # the clock
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None),
+    "times": (100, 153), "getrusage": (98, 165), "getrlimit": (97, 163), "setrlimit": (160, 164),
+    "uname": (63, 160), "sysinfo": (99, 179), "getcpu": (309, 168), "getrandom": (318, 278),
 }  # fmt: skip
+
+
+def _one_of(
+    index: int, values: Sequence[int | str], mask: int = 0xFFFFFFFF, otherwise: int = _DENY
+) -> list[Instruction]:
+    """Go on if the bits of `mask` in an argument of the call are one of these values."""
+    tests: list[Instruction] = [(_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    return [_argument(index), (_AND, 0, 0, mask), *tests, (_RETURN, 0, 0, otherwise)]
+
+
+def _without(index: int, mask: int) -> list[Instruction]:
+    """Go on if no bit of `mask` is set in an argument of the call."""
+    return [_argument(index), (_ANY_BIT, 0, 1, mask), (_RETURN, 0, 0, _DENY)]
+
+
+def _argument(index: int) -> Instruction:
+    """Load the lower half of an argument of the call."""
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * index)
+
+
+_NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: cgroup, host name, IPC, user, process, network, mount
+_SHARED, _ANONYMOUS, _HUGE_PAGES = 0x1, 0x20, 0x40000
+_FILE_KINDS, _DIRECTLY, _FIFO, _REGULAR = 0xF000, 0, 0x1000, 0x8000
+_UNIX, _STREAM, _SOCKET_KINDS = 1, 1, 0xF
+# Duplicates, flags and locks of a descriptor. Not: signals for it (F_SETOWN), leases, notices, larger pipes.
+_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+# TCGETS (both forms), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE
+_IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
+# Its parent's death, whether it may be dumped, names of threads and mappings, reaping, no new privileges
+_PRCTL = (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39, 0x53564D41)
+_CLONE3 = (435, 435)
 _SIGNALS: dict[str, tuple[int, int]] = {  # with the process as their first argument
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
 }  # fmt: skip
-_CLONE, _CLONE3, _MMAP, _PIDFD_SEND_SIGNAL = (56, 220), (435, 435), (9, 222), (424, 424)
+_PIDFD_SEND_SIGNAL = (424, 424)
+_WITH_ARGUMENTS: dict[str, tuple[tuple[int | None, int | None], list[Instruction]]] = {  # what the arguments must be
+    "clone": ((56, 220), _without(0, _NEW_NAMESPACES)),
+    "mmap": ((9, 222), [*_one_of(3, (0, _SHARED, _ANONYMOUS), _SHARED | _ANONYMOUS), *_without(3, _HUGE_PAGES)]),
+    "fcntl": ((72, 25), _one_of(1, _FCNTL)),
+    "ioctl": ((16, 29), _one_of(1, _IOCTL, otherwise=_NO_TERMINAL)),
+    "prctl": ((157, 167), _one_of(0, _PRCTL)),
+    "prlimit64": ((302, 261), _one_of(0, (0,))),  # of the calling process
+    "sched_setaffinity": ((203, 122), _one_of(0, (0,))),
+    "setpriority": ((141, 140), [*_one_of(0, (0,)), *_one_of(1, (0,))]),
+    # Datagrams can be addressed to sockets of others, and any socket's buffers made larger: see docs/sandbox.md.
+    "socketpair": ((53, 199), [*_one_of(0, (_UNIX,)), *_one_of(1, (_STREAM,), _SOCKET_KINDS)]),
+    "sendto": ((44, 206), _one_of(5, (0,))),  # without an address, as `send` calls it
+    "mknod": ((133, None), _one_of(1, (_DIRECTLY, _FIFO, _REGULAR), _FILE_KINDS)),
+    "mknodat": ((259, 33), _one_of(2, (_DIRECTLY, _FIFO, _REGULAR), _FILE_KINDS)),
+}
 
 
 def supported(machine: str | None = None) -> bool:
@@ -73,31 +152,23 @@ def filter_program(machine: str | None = None, *, own_signals_only: bool = False
     ]
     if machine == "x86_64":
         found += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
-    for numbers in _DENIED.values():
-        if (number := numbers[at]) is not None:
-            found += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _DENY)]
-    found += [(_EQUAL, 0, 1, _CLONE3[at]), (_RETURN, 0, 0, _MISSING)]  # its flags are in memory; libc then uses clone
-    found += _when_called(_CLONE[at], _argument(0), [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _DENY)])
-    shared_anonymous: list[Instruction] = [
-        (_AND, 0, 0, _SHARED | _ANONYMOUS),
-        (_EQUAL, 0, 1, _SHARED | _ANONYMOUS),
-        (_RETURN, 0, 0, _DENY),
-    ]
-    found += _when_called(_MMAP[at], _argument(3), shared_anonymous)
-    if own_signals_only:
-        found += [(_EQUAL, 0, 1, _PIDFD_SEND_SIGNAL[at]), (_RETURN, 0, 0, _DENY)]
-        for numbers in _SIGNALS.values():
-            own: list[Instruction] = [(_EQUAL, 1, 0, OWN_PROCESS), (_RETURN, 0, 0, _DENY)]
-            found += _when_called(numbers[at], _argument(0), own)
-    return [*found, (_RETURN, 0, 0, _ALLOW)]
+    for numbers in _ALLOWED.values():
+        found += _when_called(numbers[at], [])
+    for numbers, conditions in _WITH_ARGUMENTS.values():
+        found += _when_called(numbers[at], conditions)
+    own = _one_of(0, (OWN_PROCESS,)) if own_signals_only else []
+    for numbers in _SIGNALS.values():
+        found += _when_called(numbers[at], own)
+    if not own_signals_only:
+        found += _when_called(_PIDFD_SEND_SIGNAL[at], [])
+    # The flags of clone3 are in memory, where a filter cannot read them: libc then uses clone.
+    found += [(_EQUAL, 1, 0, _CLONE3[at]), (_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _MISSING)]
+    return [*found, (_RETURN, 0, 0, _DENY)]
 
 
-def _argument(index: int) -> Instruction:
-    """Load the lower half of an argument of the call."""
-    return (_LOAD, 0, 0, _ARGUMENTS + 8 * index)
-
-
-def _when_called(number: int, load: Instruction, then: list[Instruction]) -> list[Instruction]:
-    """`then` for one system call, whose number is loaded before and after it."""
-    body: list[Instruction] = [load, *then, (_LOAD, 0, 0, _NUMBER)]
+def _when_called(number: int | None, conditions: list[Instruction]) -> list[Instruction]:
+    """Allow a system call, whose number is loaded, if the conditions hold; nothing for one that is not there."""
+    if number is None:
+        return []
+    body: list[Instruction] = [*conditions, (_RETURN, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(body), number), *body]

@@ -95,6 +95,29 @@ PROGRAMS: dict[str, tuple[str, str]] = {  # name -> (how it must end, program)
         time.sleep(9)
         """,
     ),
+    "memory of a thread that outlives the first": (
+        "memory",
+        """
+        def keep(megabytes):
+            time.sleep(0.2); block = touched(megabytes); time.sleep(9)
+        for _ in range(4):
+            if os.fork() == 0:
+                threading.Thread(target=keep, args=(60,)).start()
+                libc.syscall(93 if ARM else 60, 0)  # the first thread alone
+        time.sleep(9)
+        """,
+    ),
+    "memory of a program whose first thread has ended": (
+        "memory",
+        """
+        def keep(megabytes):
+            time.sleep(0.2)
+            children = os.fork() and os.fork()  # three processes
+            block = touched(megabytes); time.sleep(9)
+        threading.Thread(target=keep, args=(60,)).start()
+        libc.syscall(93 if ARM else 60, 0)
+        """,
+    ),
     "one large block": ("failed", "bytearray(1 << 30)"),
     "pipes full of gifts": (
         "fine",

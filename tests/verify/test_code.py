@@ -41,6 +41,23 @@ def test_the_program_is_the_last_python_block_after_the_thought() -> None:
     assert program_in("```python\nunclosed") is None
 
 
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("<think>\n" + written("a"), None),
+        ("<think>b</think>c<think>" + written("a"), None),
+        (written("a") + "\n<think>\n" + written("b"), "a\n"),
+        (written("a") + "\n<think>\n" + written("b") + "</think>", None),
+        (written("print('<think>')"), "print('<think>')\n"),
+        (written("print('<think>')") + "\n" + written("b"), "b\n"),
+        ("so</think>" + written("a"), "a\n"),  # the prompt opened the thought
+        (written("a"), "a\n"),
+    ],
+)
+def test_a_thought_that_never_closes_holds_no_program(completion: str, program: str | None) -> None:
+    assert program_in(completion) == program
+
+
 def test_outputs_differ_by_more_than_blanks_at_the_ends() -> None:
     assert output_lines("a \nb\n\n") == output_lines("a\nb")
     assert output_lines(" a") != output_lines("a")

@@ -188,6 +188,21 @@ def test_it_is_nobody_sees_nobody_and_stays_so() -> None:
     assert done.stdout == f"['{zero}', '{zero}', '1'] -1 -1\nTrue\nTrue True False\n"
 
 
+@pytest.mark.parametrize("level", ["namespaces", "limits"])
+def test_a_program_larger_than_its_disk_hits_a_limit(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "isolation", lambda: level)
+    limits = Limits(disk_mb=1, memory_mb=128)
+    done = run("print(1)\n" + "#" * (1 << 20), limits=limits)
+    assert (done.status, done.ok, done.stdout) == ("disk", False, "")
+    assert run("#" + "é" * (1 << 19), limits=limits).status == "disk"  # its bytes count
+
+
+@namespaces
+def test_a_program_as_large_as_its_disk_runs() -> None:
+    code = "print(1)\n"
+    assert run(code + "#" * ((1 << 20) - len(code)), limits=Limits(disk_mb=1, memory_mb=128)).stdout == "1\n"
+
+
 def test_a_megabyte_of_output_is_cut() -> None:
     done = run("while True: print('x' * 1000)", limits=Limits(seconds=5.0, output_bytes=100_000))
     assert done.status == "output"

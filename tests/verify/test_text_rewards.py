@@ -74,6 +74,8 @@ def test_tokens_and_names() -> None:
     assert sql.ngram_overlap(["a"], ["a"]) == 1.0
     assert sql.ngram_overlap(["a"], ["b"]) == 0.0
     assert sql.query_in("<think>```sql\nno\n```</think><answer>SELECT 1 ;</answer>") == "SELECT 1"
+    assert sql.query_in("<think>so</think>SELECT 1;<think>```sql\nSELECT 2\n```") == "SELECT 1"
+    assert sql.query_in("<think>so: <answer>SELECT 1</answer>") == ""
     assert sql.run_query(sql.database(DB), "-- note\n/* two */ SELECT 1", 1.0).rows == [(1,)]
 
 
