@@ -24,8 +24,20 @@ def says_what_is_false(value: Any) -> bool:
     for relation, side in zip(value.relations, value.sides[1:], strict=True):
         if relation in ("=", "equiv") and _differ(last, side, value.modulus):
             return True
+        if relation == "approx" and is_number(last) and is_number(side) and not _near(last, side):
+            return True
         last = side if is_number(side) or relation not in ("=", "equiv") or not is_number(last) else last
     return False
+
+
+def _near(left: Any, right: Any) -> bool:
+    """Whether one may be the other rounded: within a hundredth, or within half when the right one is whole."""
+    ratio = 1 if left.unit.startswith("%") != right.unit.startswith("%") else ratio_of_units(left.unit, right.unit)
+    x, y = approximate(left.expr), approximate(right.expr * (ratio or 1))
+    if ratio is None or x is None or y is None:
+        return False
+    whole = right.expr.is_Integer and not left.expr.is_Integer
+    return close(x, y, Float("0.01")) or (whole and bool(abs(x - y) <= Float("0.5")))
 
 
 def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
@@ -37,13 +49,23 @@ def _differ(left: Any, right: Any, modulus: Formula | None) -> bool:
         return not same_formula(*turned) and not same_formula(left.expr, right.expr)
     if modulus is not None:
         return not congruent(left, right, modulus)
-    ratio = ratio_of_units(left.unit, right.unit)
+    if left.unit.startswith("%") != right.unit.startswith("%"):
+        ratio: Any = 1
+    else:
+        ratio = ratio_of_units(left.unit, right.unit)
     if ratio is None:
         return True
     if left.approximate or right.approximate:
         x, y = approximate(left.expr), approximate(right.expr * ratio)
         return x is None or y is None or not close(x, y, Float("0.01"))
     return not same_formula(left.expr, right.expr * ratio)
+
+
+def _is_remainder(value: Any, modulus: Any) -> bool:
+    """Whether it is from 0 to the modulus: 42 modulo 5 is still to be worked out."""
+    if not (is_number(value) and is_number(modulus)):
+        return False
+    return bool(value.expr.is_Integer and modulus.expr.is_Integer and 0 <= value.expr < modulus.expr)
 
 
 def congruent(one: Formula, other: Formula, modulus: Formula) -> bool:
@@ -81,10 +103,8 @@ def _of_segments(expr: Expr) -> bool:
 
 def named_value(chain: Chain) -> Any:
     """b of the gold `x = b` whose left side only names it, and of `b mod m`; None for other relations."""
-    if chain.modulus is not None:
+    if chain.modulus is not None or chain.relations == ("in",):
         return said_value(chain)
-    if set(chain.relations) == {"in"} and len(chain.sides) == 2:
-        return chain.sides[1] if is_name(chain.sides[0]) else None
     if not set(chain.relations) <= {"=", "approx", "equiv"} or not is_name(chain.sides[0]):
         return None
     return said_value(chain)
@@ -96,9 +116,10 @@ def said_value(chain: Chain) -> Any:
     The first side must be a name, a number, or a formula of several letters, for `2x = 10` does not say what x is.
     """
     if chain.modulus is not None:
-        return chain.sides[-1] if is_name(chain.sides[0]) or is_number(chain.sides[0]) else None
+        named = is_name(chain.sides[0]) or is_number(chain.sides[0])
+        return chain.sides[-1] if named and _is_remainder(chain.sides[-1], chain.modulus) else None
     if chain.relations == ("in",):
-        return chain.sides[1] if is_name(chain.sides[0]) else None
+        return chain.sides[1] if is_name(chain.sides[0]) and not is_number(chain.sides[1]) else None
     if not set(chain.relations) <= {"=", "approx", "equiv"}:
         return None
     sides = list(chain.sides)

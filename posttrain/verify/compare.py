@@ -39,7 +39,7 @@ def same(gold: Value, candidate: Value, decimals: int) -> bool:
     if forms_of(candidate) - forms_of(gold):
         return False
     gold, candidate = in_one_case(gold, candidate)
-    return Comparison(decimals).same(only_member(gold), only_member(candidate))
+    return Comparison(decimals).same(only_member(gold, gold=True), only_member(candidate))
 
 
 def in_one_case(*values: Any) -> tuple[Any, ...]:
@@ -98,15 +98,20 @@ class Comparison:
 
     def formulas(self, gold: Formula, candidate: Formula) -> bool:
         """The same value in the gold's unit. A percentage is also its number of hundredths, from 1 on."""
-        ratio = ratio_of_units(gold.unit, candidate.unit)
-        if ratio is None:
+        ratio = ratio_of_units(gold.unit.removeprefix("%").strip(), candidate.unit.removeprefix("%").strip())
+        percents = [one.unit.startswith("%") for one in (gold, candidate)]
+        if ratio is None or (percents[0] != percents[1] and gold.unit and candidate.unit):
             return False
         approximately = gold.approximate or candidate.approximate
         pairs = [(gold.expr, candidate.expr * ratio)]
         for one, other in ((gold, candidate), (candidate, gold)):
-            if one.unit == "%" and other.unit != "%" and one.expr.is_number and abs(100 * one.expr) >= 1:
+            if one.unit.startswith("%") and not other.unit and one.expr.is_number and abs(100 * one.expr) >= 1:
                 hundred = tuple(100 * value.expr if value is one else value.expr for value in (gold, candidate))
                 pairs.append(hundred)  # type: ignore[arg-type]
+        for value in (candidate, gold):  # 60 degrees are pi/3, which needs no unit
+            if value.unit == "°" and {gold.unit, candidate.unit} == {"°", ""}:
+                turned = [one.expr * sympy.pi / 180 if one is value else one.expr for one in (gold, candidate)]
+                pairs += [(turned[0], turned[1])] * (gold if value is candidate else candidate).expr.has(sympy.pi)
         return any(self.numbers(*pair, approximately) for pair in pairs)
 
     def numbers(self, gold: Expr, candidate: Expr, approximately: bool) -> bool:
@@ -220,14 +225,18 @@ class Comparison:
         if kinds <= {*PAIRED} or (len(kinds) == 1 and gold.kind in ("[]", "[)", "(]", "time")):
             return self.in_order(gold.members, candidate.members)
         if "list" in kinds and kinds & {*PAIRED}:
+            if any(one.kind == "list" and one.joined == "or" and has_names(one) for one in (gold, candidate)):
+                return False  # x = 1 or y = 2 is no point
             one, other = (as_tuple(group) for group in (gold, candidate))
             return any(self.in_order(a, b) for a in one for b in other)
         if len(kinds) == 1 and gold.kind in ("union", "meet"):
-            return self.without_order(gold.members, candidate.members)
+            return self.without_order(gold.members, candidate.members, counted=False)
         return False
 
     def lists(self, gold: Group, candidate: Group) -> bool:
         """Without order; but values beside values with different names stand in the order of the names."""
+        if not _joined_alike(gold, candidate):
+            return False
         one, other = records(gold), records(candidate)
         if (gold.joined == "or") != (candidate.joined == "or") and (names_of(one) or names_of(other)):
             return False
@@ -235,22 +244,49 @@ class Comparison:
             if has_names(gold) and has_names(candidate):
                 return False  # of different kinds: x_1, x_2 and a, b
             return self.in_order(*(tuple(map(bare_value, side)) for side in (one, other)))
-        return self.without_order(one, other)
+        if _differ_in_units(one) and not any(_unit_of(value) for value in other):
+            return self.in_order(one, other)  # 3 apples, 4 pears
+        numbers = not any(isinstance(value, Group) for value in (*one, *other))  # points are solutions, a set
+        counted = gold.kind == "list" and candidate.kind == "list" and numbers
+        return self.without_order(one, other, counted=counted)
 
     def in_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
         return len(gold) == len(candidate) and all(self.same(*pair) for pair in zip(gold, candidate, strict=True))
 
-    def without_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...]) -> bool:
-        """Whether each member of one is one of the other. What is named twice is named once."""
+    def without_order(self, gold: tuple[Any, ...], candidate: tuple[Any, ...], *, counted: bool) -> bool:
+        """Whether each member of one is one of the other. counted: as often; else what is named twice is named once."""
         if max(len(gold), len(candidate)) > MOST_MEMBERS:
             return self.in_order(gold, candidate)
+        if counted and len(gold) != len(candidate):
+            return False
         left = list(candidate)
         for one in gold:
-            found = [other for other in candidate if self.same(one, other)]
+            found = [other for other in (left if counted else candidate) if self.same(one, other)]
             if not found:
                 return False
-            left = [other for other in left if other not in found]
+            for other in found[:1] if counted else found:
+                left = [kept for kept in left if kept is not other] if counted else [k for k in left if k != other]
         return not left
+
+
+def _joined_alike(gold: Group, candidate: Group) -> bool:
+    """Of statements and of names: whether `and` is `and`, and `or` is `or`. Values are listed with either."""
+    if gold.joined == candidate.joined or "or" not in (gold.joined, candidate.joined):
+        return True
+    members = (*gold.members, *candidate.members)
+    if any(isinstance(one, Formula) and one.expr.is_Symbol for one in members):
+        return False
+    return not any(isinstance(one, Chain) and not set(one.relations) <= {"=", "approx", "equiv"} for one in members)
+
+
+def _unit_of(value: Any) -> str:
+    return value.unit if isinstance(value, Formula) else ""
+
+
+def _differ_in_units(members: tuple[Any, ...]) -> bool:
+    """Whether the members are of different things, which their order tells apart where they are not named."""
+    units = [_unit_of(one) for one in members]
+    return all(units) and len(set(units)) > 1
 
 
 def _is_graph(gold: tuple[Any, ...], name: Any) -> bool:

@@ -12,6 +12,7 @@ import sympy
 from sympy import Expr, Function, Integer, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.names import read_name
+from posttrain.verify.operations import negative, raised_to
 from posttrain.verify.tokens import GREEK, Token
 from posttrain.verify.values import Formula, Group, Unreadable
 
@@ -45,6 +46,8 @@ def function_of(name: str, argument: Any) -> Any:
     """
     if not isinstance(argument, Expr):
         raise Unreadable("a function of no number")
+    if name == "exp":
+        return raised_to(S.Exp1, argument)
     simple = argument.is_Rational or argument.is_Symbol or (argument / sympy.pi).is_Rational
     return getattr(sympy, name)(argument, evaluate=simple)
 
@@ -88,8 +91,8 @@ def _root(reader: Reader) -> Expr:
     if degree == 0:
         raise Unreadable("a root of no degree")
     if degree.is_Integer and degree % 2 and inside.is_number and inside.is_negative:
-        return -Pow(-inside, Rational(1, degree))
-    return Pow(inside, 1 / degree)
+        return negative(raised_to(-inside, Rational(1, degree)))
+    return raised_to(inside, 1 / degree)
 
 
 def _function_argument(reader: Reader) -> Expr:

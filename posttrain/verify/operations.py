@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from sympy import Add, Expr, Mul, Pow, S, Symbol
+from sympy import Add, Expr, Mul, Pow, Rational, S, Symbol
 
-from posttrain.verify.values import Group, Unreadable
+from posttrain.verify.values import Grid, Group, Unreadable
 
 INFINITE = (S.Infinity, S.NegativeInfinity)
+LONGEST_IN_ROOT = 120  # digits of a number whose root is taken, which sympy factors
+LARGEST_EXPONENT = 10**6
 
 
 def add(left: Any, right: Any) -> Expr:
@@ -19,12 +22,33 @@ def add(left: Any, right: Any) -> Expr:
     return Add(left, right)
 
 
-def times(left: Any, right: Any) -> Expr:
+def times(left: Any, right: Any) -> Any:
+    for number, grid in ((left, right), (right, left)):
+        if isinstance(grid, Grid) and isinstance(number, Expr):
+            rows = (tuple(dataclasses.replace(one, expr=Mul(number, one.expr)) for one in row) for row in grid.rows)
+            return Grid(tuple(rows))
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         raise Unreadable("a product of no numbers")
     if (left in INFINITE or right in INFINITE) and S.NegativeOne not in (left, right):
         raise Unreadable("a product with infinity")
     return Mul(left, right)
+
+
+def raised_to(base: Any, exponent: Any) -> Expr:
+    """base ** exponent, if what sympy does with it takes a short time whatever the numbers."""
+    if not (isinstance(base, Expr) and isinstance(exponent, Expr)):
+        raise Unreadable("a power of no number")
+    if base == 0 and exponent.is_nonpositive:
+        raise Unreadable("zero to the power of zero")
+    if not exponent.is_Integer and any(map(_is_long, (*base.atoms(Rational), *exponent.atoms(Rational)))):
+        raise Unreadable("a root of a long number")
+    if exponent.is_Rational and abs(exponent) > LARGEST_EXPONENT and base not in (S.One, S.NegativeOne, S.Zero):
+        raise Unreadable("a power that is too large")
+    return Pow(base, exponent)
+
+
+def _is_long(number: Any) -> bool:
+    return max(abs(int(number.p)), int(number.q)) >= 10**LONGEST_IN_ROOT
 
 
 def negative(value: Any) -> Expr:

@@ -10,13 +10,17 @@ import re
 
 _FONT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|boldsymbol|bm)\s*\{([^{}]*)\}")
 _GAPS = re.compile(r"\\q?quad\b|\\[ ,;:!]|~|\$|\*\*|\\[()\[\]]|\s+")
-_WORD = re.compile(r"(?:the\s+)?(?:(?:correct\s+)?(?:option|choice|answer)s?(?:\s+is\b|\s*:|\s+)\s*)+", re.IGNORECASE)
+_WORD = re.compile(
+    r"故?选[：:]?\s*|(?:the\s+)?(?:(?:correct\s+)?(?:option|choice|answer)s?(?:\s+is\b|\s*:|\s+)\s*)+", re.IGNORECASE
+)
 _ALONE = re.compile(r"(?:\(\s*([A-J])\s*\)|([A-J])\s*\)?)\s*[.:]?", re.IGNORECASE)
 # Behind the label: a blank, or nothing where it has brackets; no operator, or it is a formula with a name in it.
 _NO_LABEL = r"[=+*/^_<>&,;?]|-\s|(?:or|and|is|are|was|not|nor)\b|\\[lc]?dots|\.\."
 _LABEL = re.compile(rf"(?:\(([A-J])\)[.:]?\s*|([A-J])[).:]\s+)(?!{_NO_LABEL})(\S.*)")
-_BETWEEN = re.compile(r"\s*(?:[,;/|&]|\b(?:and|or)\b)\s*|\s+|(?<=\))(?=\()", re.IGNORECASE)
+_BETWEEN = re.compile(r"\s*(?:[,;/|&、，；]|\b(?:and|or)\b)\s*|\s+|(?<=\))(?=\()", re.IGNORECASE)
 _TOGETHER = re.compile(r"[A-J]{2,5}")  # several options of one question: ABD
+_LAST = re.compile(r"(?:,|;|/|\bor|\band)\s*\(?([A-J])\)?\.?$")  # `5 or B` behind the label of A
+_RELATED = re.compile(r"\(?([A-J])\)?\s*=\s*\(?[A-J]\)?", re.IGNORECASE)
 _FURTHER = re.compile(r"(?<![\w\\])\(([A-J])\)|(?<![\w\\(])([A-J])[).:](?=\s)")
 _ABOUT_OPTIONS = re.compile(r"(?:both|neither|either|all|none|only|not|statements?|options?|choices?)\b", re.IGNORECASE)
 
@@ -49,7 +53,11 @@ def named(text: str) -> list[str]:
     if label is None:
         return _listed(text)
     first, said = label
-    others = [] if _ABOUT_OPTIONS.match(said) else _listed(said) or [a or b for a, b in _FURTHER.findall(said)]
+    about = _ABOUT_OPTIONS.match(said)
+    if about is None or re.match(r"(?:all|none)\s+of\s+the\s+above\b", said, re.IGNORECASE):
+        others = _listed(said) or [a or b for a, b in _FURTHER.findall(said)] or _LAST.findall(said)
+    else:
+        others = []
     return list(dict.fromkeys([first, *others]))
 
 
@@ -60,10 +68,17 @@ def same(gold: str, candidate: str) -> bool | None:
     hedge between labels.
     """
     found = named(candidate) or _together(candidate)
-    wanted = _listed(gold) or _together(gold)
+    wanted = ([] if _divided(gold) else _listed(gold)) or _together(gold)
     if found and wanted:
-        return set(found) == set(wanted)
+        return set(found) == set(wanted) and not (len(found) > 1 and _divided(candidate))
+    if letter(gold) and _RELATED.fullmatch(bare(candidate)):
+        return False  # D = C names two
     return False if len(found) > 1 and labelled(candidate) else None
+
+
+def _divided(text: str) -> bool:
+    """Whether it may be a quotient: `a/b` says more than a and b."""
+    return "/" in text or "|" in text
 
 
 def _together(text: str) -> list[str]:

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy
-from sympy import Expr, Pow, Rational, S, Symbol
+from sympy import Expr, Rational, S, Symbol
 
 from posttrain.verify.cursor import CLOSING, END, SEPARATORS, Cursor, closes
 from posttrain.verify.forms import function_of
 from posttrain.verify.names import read_name, read_subscript
-from posttrain.verify.operations import add, joined, negative, reciprocal, times
-from posttrain.verify.structures import COMMANDS
+from posttrain.verify.operations import add, joined, negative, raised_to, reciprocal, times
+from posttrain.verify.structures import COMMANDS, transposed
 from posttrain.verify.tokens import FUNCTIONS, Token, tokenize
-from posttrain.verify.units import read_unit
-from posttrain.verify.values import Chain, Formula, Group, Unreadable, Value, Without
+from posttrain.verify.units import ratio_of_units, read_unit
+from posttrain.verify.values import Chain, Formula, Grid, Group, Unreadable, Value, Without
 
 DEGREE = Symbol("°")
 MOST_NESTED = 5  # functions within each other
@@ -147,8 +147,20 @@ class Reader(Cursor):
         if value.has(S.NaN, S.ComplexInfinity):
             raise Unreadable("no value")
         if self.percent:
-            unit = "%"
-        return Formula(value * scale, self.approximate, unit, frozenset(self.forms))
+            unit = f"% {unit}".strip()
+        value = value * scale
+        while unit and self.peek().kind == "number" and self.tokens[self.place - 1].kind == "word":
+            value = add(value, self.smaller_part(unit))
+        return Formula(value, self.approximate, unit, frozenset(self.forms))
+
+    def smaller_part(self, unit: str) -> Expr:
+        """The 30 minutes of `1 hour 30 minutes`, in hours."""
+        part = self.power()
+        _, smaller = read_unit(self, part)
+        ratio = ratio_of_units(unit, smaller)
+        if not smaller or ratio is None or ratio == 1 or not (part.is_Rational and 0 <= part * ratio < 1):
+            raise Unreadable("two numbers side by side")
+        return times(part, ratio)
 
     def ratio(self, first: Expr, start: int) -> Any:
         """a:b as a quotient, a:b:c as a tuple, and 10:30 as a time: quotients are written in lowest terms."""
@@ -312,11 +324,9 @@ class Reader(Cursor):
             self.expect("}")
             return times(base, DEGREE)
         exponent = self.factor() if not self.at("{") else self.braced()
-        if not (isinstance(base, Expr) and isinstance(exponent, Expr)):
-            raise Unreadable("a power of no number")
-        if base == 0 and exponent.is_nonpositive:
-            raise Unreadable("zero to the power of zero")
-        return Pow(base, exponent)
+        if isinstance(base, Grid | Group) and exponent == Symbol("T"):
+            return transposed(base)
+        return raised_to(base, exponent)
 
     def braced(self) -> Any:
         """What `{...}` holds."""

@@ -97,6 +97,15 @@ def _matrix(reader: Reader) -> Grid:
     return Grid(tuple(rows))
 
 
+def transposed(value: Any) -> Grid:
+    """A matrix with rows for columns; of a tuple, the column."""
+    if isinstance(value, Grid):
+        return Grid(tuple(zip(*value.rows, strict=True)))
+    if value.kind != "()":
+        raise Unreadable("nothing to transpose")
+    return Grid(tuple((one,) for one in value.members))
+
+
 @registered_for("begin:vmatrix", "begin:Vmatrix", "det")
 def _determinant(reader: Reader) -> Expr:
     grid = reader.atom() if reader.tokens[reader.place - 1].text == "det" else _matrix(reader)

@@ -1,48 +1,55 @@
-"""Units behind numbers: which words are one, and what two of them have to do with each other. Pure."""
+"""Units behind numbers: which words are one, and what two of them have to do with each other. Pure.
+
+`measures.py` has the table of units. A word that it does not know (`apples`) is a unit of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from sympy import Rational
-
 from posttrain.verify.cursor import END
+from posttrain.verify.measures import Measure, measure_of
 from posttrain.verify.values import Unreadable
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"hundreds": 100, "thousands": 10**3, "millions": 10**6, "billions": 10**9}
-# Behind a number these say more than what it counts.
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES |= {"quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
+SCALES |= {f"{name}s": size for name, size in SCALES.items()}
+# Behind a number these say more than what it counts: they change it, bound it, deny it or name another.
 _MORE_WORDS = """
 or and not no but is are isn aren plus minus times over squared cubed factorial wrong right maybe possibly
-perhaps probably to through between less more than least most if when where for other another half halves third
-thirds quarter quarters fifth fifths sixth sixths seventh eighth eighths ninth tenth tenths hundredth hundredths
-thousandth thousandths pi sqrt alpha either neither nor except unless mod modulo base instead rather point into
+perhaps probably to through between less more than least most if when where for other another half halves
+quarter quarters pi sqrt alpha either neither nor except unless mod modulo base instead rather point into
 one two three four five six seven eight nine ten eleven twelve zero negative positive false incorrect from below
-above under exceeding divided root power fewer greater smaller too only also false non lower upper up down etc
+above under exceeding divided root power fewer greater smaller too only also false non lower upper etc
 so remainder rem with out
+doubled tripled quadrupled halved twice thrice negated inverted inverse reciprocal reversed conjugate transpose
+complement octal binary hexadecimal hex decimal factorials tens twelves ones zeros zeroes nines digits zillion
+quintillion googol myriad score scores grand couple couples pairs mille millones permille basis kilo mega giga nano
+micro milli nope never untrue mistaken wrongly invalid error rejected impossible unlikely doubtful unsure guess
+guessed perchance conceivably likely hopefully alternatively something excluded excluding exclusive removed missing
+ignoring nicht oder ou keine minimum maximum tops upwards upward downwards onwards onward mindestens unknown among
+truncated
 """
 _MORE = frozenset(_MORE_WORDS.split())
-
-# How many of the smallest unit of a dimension others are, for units that are told apart.
-_DIMENSIONS: dict[str, dict[str, int]] = {
-    "length": {"mm": 1, "millimeter": 1, "cm": 10, "centimeter": 10, "dm": 100, "m": 1000, "meter": 1000}
-    | {"metre": 1000, "km": 10**6, "kilometer": 10**6, "kilometre": 10**6},
-    "english length": {"in": 1, "inch": 1, "inche": 1, "ft": 12, "feet": 12, "foot": 12, "yd": 36, "yard": 36}
-    | {"mi": 63360, "mile": 63360},
-    "mass": {"mg": 1, "g": 1000, "gram": 1000, "kg": 10**6, "kilogram": 10**6},
-    "time": {"s": 1, "sec": 1, "second": 1, "min": 60, "minute": 60, "h": 3600, "hr": 3600, "hour": 3600}
-    | {"day": 86400, "week": 604800},
-    "dollars": {"cent": 1, "dollar": 100},
-    "volume": {"ml": 1, "milliliter": 1, "l": 1000, "liter": 1000, "litre": 1000},
-    "degrees": {"°": 1, "degree": 1},
-    "radians": {"rad": 1, "radian": 1},
-    "half of the day": {"am": 1, "a.m": 1, "pm": 2, "p.m": 2},
-}
-_KNOWN = {name: (dimension, size) for dimension, units in _DIMENSIONS.items() for name, size in units.items()}
+_PART = re.compile(
+    r"(?:\w*(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|twentie|hundred|thousand|illion)th|third)s?"
+)
+# These say nothing about the unit.
+_FILLER_WORDS = "a an the of in total altogether all each exactly approximately approx about roughly such"
+_FILLERS = frozenset(_FILLER_WORDS.split())
+# What may be counted by any other word: 12 ways are 12 arrangements.
+_GENERAL_WORDS = """
+way person people piece item time solution arrangement possibility outcome choice combination
+permutation method object thing element different distinct possible
+"""
+_GENERAL = frozenset(_GENERAL_WORDS.split())
+_NEUTRAL = frozenset(["unit", "number", "value", "answer", "total"])
+_IRREGULAR = {"men": "man", "women": "woman", "children": "child", "feet": "foot", "people": "person", "mice": "mouse"}
 
 
 def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
@@ -50,7 +57,25 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
 
     Words that say more than a unit (`or six`, `at least`) make the answer unreadable.
     """
-    scale, words = 1, []
+    scale, unit = 1, _words(reader)
+    found = re.findall(r"[^\W\d_]+", unit.casefold())
+    while found and found[0] in SCALES:
+        scale *= SCALES[found.pop(0)]
+        unit = " ".join(found)
+    plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
+    said = re.findall(r"[^\W\d_]+", plain)
+    if any(word in _MORE or word in SCALES or _PART.fullmatch(word) for word in said) or re.search(
+        r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)
+    ):
+        raise Unreadable("words that say more than a unit")
+    if unit and value.is_number is False and not value.free_symbols:
+        raise Unreadable("a unit of no number")
+    return scale, unit
+
+
+def _words(reader: Reader) -> str:
+    """The words behind a number, with the powers, dots and slashes between them."""
+    words: list[str] = []
     while (token := reader.peek()) is not END:
         following = reader.peek(1)
         if token.kind == "word":
@@ -59,10 +84,13 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
         elif token.text == "/" and following.kind in (("word", "letter") if words else ("word",)):
             reader.place += 2
             words.append("/" + following.text)
+        elif words and token.text == "*" and following.kind == "word":
+            reader.place += 1
         elif words and token.text == "^":
             reader.place += 1
             braced = reader.take("{")
-            words[-1] += "^" + reader.next().text
+            sign = "-" if reader.take("-") else ""
+            words[-1] += f"^{sign}{reader.next().text}"
             if braced:
                 reader.expect("}")
         elif token.text == "(" and following.kind == "word":
@@ -71,36 +99,49 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
             reader.expect(")")
         else:
             break
-    found = re.findall(r"[^\W\d_]+", " ".join(words).casefold())
-    while found and found[0] in SCALES:
-        scale *= SCALES[found.pop(0)]
-        words = [" ".join(found)]
-    if any(word in _MORE or word in SCALES for word in found) or re.search(
-        r"[0-9]", re.sub(r"\^[23]", "", "".join(words))
-    ):
-        raise Unreadable("words that say more than a unit")
-    if words and value.is_number is False and not value.free_symbols:
-        raise Unreadable("a unit of no number")
-    return scale, " ".join(" ".join(words).split())
+    return " ".join(" ".join(words).split())
 
 
 def ratio_of_units(gold: str, candidate: str) -> Any:
-    """How many of the gold's unit the candidate's is: 1 where a unit is missing or not known, None for other kinds."""
-    one, other = _known(gold), _known(candidate)
-    if one is None or other is None:
+    """How many of the gold's unit the candidate's is: 1 where one is missing, None where they are of unlike kinds.
+
+    Measures of one dimension are converted. Other words must be the same, or those of one among those of the other.
+    """
+    if gold == candidate or not gold or not candidate:
         return 1
-    if one[0] != other[0] or (one != other and one[0].startswith("half of the day")):
-        return None
-    return Rational(other[1], one[1])
+    found = [
+        ratio for one in _meanings(gold) for other in _meanings(candidate) if (ratio := _ratio(one, other)) is not None
+    ]
+    return 1 if 1 in found else found[0] if found else None
 
 
-def _known(unit: str) -> tuple[str, int] | None:
-    """(its dimension, how many of the smallest unit), squares and cubes with a power; None for other words."""
-    name = unit.casefold().strip(". ")
-    power = 1
-    for degree, before, behind in ((2, ("square ", "sq "), "^2"), (3, ("cubic ", "cu "), "^3")):
-        if name.startswith(before) or name.endswith(behind):
-            power = degree
-            name = name.removesuffix(behind).removeprefix(before[0]).removeprefix(before[1])
-    found = _KNOWN.get(name) or _KNOWN.get(name.rstrip("s") if len(name) > 2 else name)
-    return (f"{found[0]} {power}", found[1] ** power) if found else None
+def _ratio(gold: tuple[Measure, frozenset[str]], candidate: tuple[Measure, frozenset[str]]) -> Any:
+    (one, one_words), (other, other_words) = gold, candidate
+    within = one_words <= other_words or other_words <= one_words
+    if not one.dimensions and not other.dimensions:
+        return 1 if within or not one_words - _GENERAL or not other_words - _GENERAL else None
+    if not one.dimensions or not other.dimensions:  # a length against `units`, not against `apples`
+        return 1 if not (other_words if one.dimensions else one_words) else None
+    return other.size / one.size if one.dimensions == other.dimensions and within else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _meanings(unit: str) -> tuple[tuple[Measure, frozenset[str]], ...]:
+    """What words may mean: (the measure, the words that are none). A pound is a mass or money."""
+    found = []
+    for choice in (0, 1):
+        measure, rest = measure_of(unit, choice)
+        words = frozenset(singular(word) for word in rest) - _FILLERS - _NEUTRAL
+        if (measure, words) not in found:
+            found.append((measure, words))
+    return tuple(found)
+
+
+def singular(word: str) -> str:
+    if word in _IRREGULAR:
+        return _IRREGULAR[word]
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    if re.search(r"(?:ch|sh|x|ss|z)es$", word):
+        return word[:-2]
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") and len(word) > 2 else word

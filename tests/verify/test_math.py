@@ -176,7 +176,8 @@ APART = {
     ("1000.99", "the number is not 10 which is 1,000.99€"),
     ("1000.99", "so the number is 10 which is 1,000.99m²"),
     ("1000.99", "not it's not 10 it's 1,000.99m²"),
-    # They say 1/2 = 10/9, 7 = 11, 11 = 1/3 and 6 = 2.
+    # They say 1/2 = 10/9, 7 = 11, 11 = 1/3, 6 = 2 and that 1/3 is about 1.3.
+    ("1/3", r"x=1/3\approx1.3"),
     ("10/9", r"\frac{1}{2} \$ = \frac{10}{9}"),
     ("x = 11", "x = 5+5+1 = 7 =11"),
     ("x = 1/3", r"x = 5+5+1 = 1/3 \approx 11"),

@@ -114,6 +114,13 @@ SINES = "+".join(rf"\sin({i}x)" for i in range(1, 60))
 ROOTS = ",".join(rf"\sqrt{{{i}}}" for i in range(2, 58))
 # Hard for a comparison that rearranges, solves or works out.
 HARD = [
+    (r"\sqrt{10^{9000}+1}", "1"),
+    (r"\sqrt{2024!+1}", "1"),
+    (r"\sqrt{\frac{7^{3000}+1}{3^{3000}+1}}", r"\sqrt[3]{7^{3000}+1}"),
+    (r"(10^{3000}+1)^{0.5}", r"\sqrt{x+10^{3000}}"),
+    (r"e^{10^{9000}}", r"\exp(10^{9000})"),
+    (r"x^{\sqrt{10^{3000}+1}}", r"2^{1/10^{3000}}"),
+    (r"\pi^{10^{9000}}", r"\sqrt{10^{110}+7}\cdot\sqrt{10^{111}+7}"),
     (r"y=\sin t+\cos 2t", r"y=2\sin t+\cos 2t"),
     (
         r"\frac{\sin x}{x}+\frac{\sin y}{y}=\frac{1}{\sqrt{x+y}}",

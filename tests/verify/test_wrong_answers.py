@@ -82,11 +82,9 @@ RIGHT = {
     "(0)",  # of {0}
     "yx",
     "2(0)",
+    "x=2",  # of x=2, x=2
     "-\\sin x=0",
     "(-1)^{n-1}n",
-    "2,1,2",  # of 1, 1, 2: what is named twice counts once
-    "1,2,2",
-    "1+1,1,2",
     "€1.234,560",
     "(A) 987", "\\text{(A)} 987", "\\textbf{(B)} 987",  # an option with what it says
     "1+6.022 \\times 10^{23}", "1+6.022\\times 10^{23}",  # a decimal of four digits
