@@ -298,6 +298,8 @@ def _print_trial(what: str, trial: Trial) -> None:
         terminal.say(f"gold scores best on {best} ({trial.correctness})")
         for uid, wrong in list(trial.bad_gold.items())[:SHOWN_ROWS]:
             terminal.say(f"  {whereabouts.row(uid)}: {wrong}")
+        for doubt in trial.doubts:
+            terminal.say(f"warning: {doubt}")
         tricks = [f"{name} pays on {paid} of {counted(rows, 'row')}" for name, (paid, rows) in trial.paying.items()]
         tried = ", ".join(trial.tricks)
         terminal.say(f"tricks that pay as much as gold: {'; '.join(tricks) or 'none'} (tried: {tried})")

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from posttrain import whereabouts
 from posttrain.errors import Problem, RewardError, counted
 from posttrain.registry import types_of
+from posttrain.verify import math as maths
+from posttrain.verify.gold_doubts import Doubt, doubts, whole
 from posttrain.verify.golds import admits, is_no_answer, why_unusable
 from posttrain.verify.load import LoadedReward, check_columns, load_script
 from posttrain.verify.score import Scorer, score_of
@@ -26,13 +28,15 @@ GOLD_KEYS = ("ground_truth", "answer", "final_answer", "gold", "target", "value"
 @dataclass(frozen=True)
 class Audit:
     """What became of the gold answers. checked: rows that should have one; bad: uid -> what is wrong, also for the rows
-    without a usable gold; unusable: uid -> why; skipped: why nothing was audited."""
+    without a usable gold; unusable: uid -> why; skipped: why nothing was audited; doubts: what is odd about the golds.
+    """
 
     checked: int
     bad: Mapping[str, str]
     writer: str = ""
     skipped: str = ""
     unusable: Mapping[str, str] = field(default_factory=dict)
+    doubts: Sequence[str] = ()
 
     @property
     def summary(self) -> str:
@@ -40,7 +44,8 @@ class Audit:
             return f"gold not audited: {self.skipped}"
         rest = f"; {without_gold(self.unusable)}" if self.unusable else ""
         best = self.checked - len(self.bad)
-        return f"gold scores best on {best} of {counted(self.checked, 'row')} (as {self.writer}){rest}"
+        odd = "".join(f"; {doubt}" for doubt in self.doubts)
+        return f"gold scores best on {best} of {counted(self.checked, 'row')} (as {self.writer}){rest}{odd}"
 
 
 def without_gold(unusable: Mapping[str, str]) -> str:
@@ -54,10 +59,11 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     """Check that gold is right, and scores above every wrong completion, by the correctness component.
 
     Up to 64 rows, evenly spaced; each of them counts, also one without a usable gold (`golds.why_unusable`), unless
-    another reward judges it (`judged_elsewhere`). Raises
-    RewardError when a column is missing, the contract is broken, the gold column holds dicts that the reward does not
-    take, or gold is not best on a larger share of rows than scoring.max_bad_gold. A correctness component that reads no
-    data column cannot know gold, and neither can a judge: they are not audited.
+    another reward judges it (`judged_elsewhere`). What is odd about the golds (`gold_doubts`) is told; golds that are
+    all ids, placeholders or one and the same are bad in every row. Raises RewardError when a column is missing, the
+    contract is broken, the gold column holds dicts that the reward does not take, or gold is bad or not best on a
+    larger share of rows than scoring.max_bad_gold. A correctness component that reads no data column cannot know gold,
+    and neither can a judge: they are not audited.
     """
     check_columns(scorer.rewards, {column for row in rows for column in row})
     reward = scorer.rewards[scorer.correctness]
@@ -80,10 +86,32 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
         elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
             bad[uid] = wrong
     bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
-    audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable)
+    odd = doubted(reward, golds.usable, write)
+    bad = all_doubted(golds.usable, odd) | bad
+    told = [doubt.told(len(golds.usable)) for doubt in odd]
+    audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=told)
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
         raise _refusal(audit, reward.name, scorer.scoring.max_bad_gold)
     return audit
+
+
+def doubted(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Doubt]:
+    """What is odd about the golds that the reward reads."""
+    if write.column not in (*reward.columns, *reward.optional_columns):
+        return []
+    return doubts(rows, write.column, maths=reads_maths(reward))
+
+
+def all_doubted(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
+    """uid -> what is wrong with all golds, {} if that is nothing."""
+    said = whole(odd, len(rows))
+    return {} if said is None else {uid_of(row, i): f"the golds {said.what}" for i, row in enumerate(rows)}
+
+
+def reads_maths(reward: LoadedReward) -> bool:
+    """Whether the script of a reward uses the verifier of maths."""
+    held = getattr(reward.function, "__globals__", {}).values()
+    return any(value is maths or getattr(value, "__module__", "") == maths.__name__ for value in held)
 
 
 def judged_elsewhere(scorer: Scorer, row: Row) -> bool:

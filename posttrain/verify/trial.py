@@ -13,7 +13,9 @@ from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.audit import (
     AUDITED_ROWS,
+    all_doubted,
     choose_writer,
+    doubted,
     sort_golds,
     spread,
     uid_of,
@@ -57,6 +59,8 @@ class Trial:
     """rows: tried, with those that have no usable gold. table: component -> variant -> cell. bad_gold: uid -> what is
     wrong with the correctness component, or with the gold, there.
 
+    doubts: what is odd about the golds (`gold_doubts`).
+
     tricks: name of a probe -> (rows on which it pays, rows on which it was tried), by the correctness component.
     outbid: of several components, rows on which a wrong answer's weighted sum is above gold's; {} with one component,
     or where one is a judge. injected: of each judge, name of an injection -> (rows on which it raises a wrong answer,
@@ -71,6 +75,7 @@ class Trial:
     call_ms: dict[str, float]
     slowest_ms: dict[str, float]
     bad_gold: dict[str, str]
+    doubts: list[str]
     knows_gold: bool  # the correctness component reads a data column
     first_traceback: str | None
     tricks: dict[str, tuple[int, int]]
@@ -119,6 +124,7 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
     kinds = list(next(iter(written.values())))
     columns = {reward.name: column for reward, column in zip(scorer.rewards, results, strict=True)}
     correctness = scorer.rewards[scorer.correctness]
+    odd = doubted(correctness, chosen, write) if correctness.knows_gold else []
     return Trial(
         rows=len(written) + len(golds.unusable),
         writer=name,
@@ -128,8 +134,10 @@ def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | No
         },
         call_ms={n: 1000 * math.fsum(r.seconds for r in column) / len(column) for n, column in columns.items()},
         slowest_ms={n: 1000 * max(r.seconds for r in column) for n, column in columns.items()},
-        bad_gold={uid: f"no usable gold: {why}" for uid, why in golds.unusable.items()}
+        bad_gold=all_doubted(chosen, odd)
+        | {uid: f"no usable gold: {why}" for uid, why in golds.unusable.items()}
         | _bad_gold(chosen, list(written), kinds, columns[correctness.name], scoring.correct_at),
+        doubts=[doubt.told(len(chosen)) for doubt in odd],
         knows_gold=correctness.knows_gold,
         first_traceback=next((r.value for column in results for r in column if r.kind == "error"), None),
         tricks=tricks,
@@ -256,6 +264,7 @@ def as_json(trial: Trial) -> dict[str, Any]:
             for name, cells in trial.table.items()
         },
         "bad_gold": trial.bad_gold if trial.knows_gold else None,
+        "doubts": trial.doubts,
         "tricks": {name: {"pays": paid, "rows": total} for name, (paid, total) in trial.tricks.items()},
         "outbid": {name: {"pays": paid, "rows": total} for name, (paid, total) in trial.outbid.items()},
         "injections": {

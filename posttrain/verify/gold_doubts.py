@@ -1,0 +1,149 @@
+"""Gold answers that can be compared, and are probably not what the questions ask for: ids, placeholders, the prompt."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from posttrain.errors import counted
+from posttrain.verify.golds import gold_text
+
+Row = Mapping[str, Any]
+
+FEWEST_ALIKE = 8  # rows from which on equal or consecutive golds are no coincidence
+SHARE_ALIKE = 0.9
+SHARE_TEXT = 0.5
+_SHOWN = 3
+_LONGEST = 40  # characters of an example
+
+_PLACEHOLDER = re.compile(
+    r"(?:unknown|undefined|placeholder|(?:final[ _]|(?:the |your ))?answer(?: here)?|ground[ _]?truth|gold|target"
+    r"|result|response|solution|label|string|text|foo|bar|test|dummy|x{3,}|\*+"
+    r"|\{+\s*[A-Za-z_]{3,}\s*\}+|\$\{\s*\w+\s*\}|<\s*[A-Za-z_ ]{3,}\s*>|%\(?\w*\)?s"
+    r"|\[\s*(?:answer|solution|result|insert[^\]]*)\s*\])",
+    re.IGNORECASE,
+)
+_ID = re.compile(
+    r"(?:row|id|idx|index|item|sample|example|question|problem|doc|uid|uuid|train|test|dev|val)s?[ _/#-]?\d+"
+    r"|[A-Za-z]{2,}[_#]\d{2,}"
+    r"|(?=[0-9a-f-]*[a-f])(?=[0-9a-f-]*\d)(?:[0-9a-f]{4,}(?:-[0-9a-f]{4,})+|[0-9a-f]{16,})"
+    r"|(?:https?://|www\.)\S+|[\w./-]+\.(?:png|jpe?g|pdf|txt|json|html?)",
+    re.IGNORECASE,
+)
+_MARKUP = re.compile(
+    r"</?(?:p|div|span|br|b|i|u|li|ul|ol|strong|em|td|tr|table|sub|sup|a|h[1-6])\b[^<>]*>", re.IGNORECASE
+)
+_CUT_OFF = re.compile(r".*(?:[:=+,;([{]|(?<![\d.])\.{3}|\b(?:the|is|are|of|so|and|equals))\s*", re.DOTALL)
+_INEXACT = re.compile(
+    r"\b(?:approx(?:imately|\.)?|about|around|roughly|nearly|almost|circa|between|(?:more|less) than|at (?:least|most)"
+    r"|up to|ranges?|estimated?)\b|\\approx\b|≈|^\s*~\s*\d"
+    r"|^\s*-?[\d.,]+\s*(?:-|\N{EN DASH}|\N{EM DASH}|to)\s*[\d.,]+\s*$",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(r"\W*(?:(?i:yes|no|true|false|none)|[A-Z](?:[\W_]*[A-H]){0,5})\W*")
+
+
+class Doubt(NamedTuple):
+    """what: is said of the golds of `rows` (their numbers). wrong: no such gold can be right, if all are like that."""
+
+    what: str
+    rows: tuple[int, ...]
+    examples: tuple[str, ...]
+    wrong: bool = True
+    hint: str = ""
+
+    def told(self, total: int) -> str:
+        """`3 of 8 golds are placeholders (`xxx`, `unknown`)`."""
+        shown = ", ".join(f"`{_short(example)}`" for example in self.examples)
+        return (
+            f"{len(self.rows)} of {counted(total, 'gold')} {self.what}: {shown}{f' ({self.hint})' if self.hint else ''}"
+        )
+
+
+def doubts(rows: Sequence[Row], column: str, *, maths: bool) -> list[Doubt]:
+    """What is odd about the golds of some rows, the most frequent first. [] where nothing is.
+
+    column: where gold is. maths: the reward reads golds as maths, which says what an id, a range or words are.
+    """
+    golds = {i: text for i, row in enumerate(rows) if (text := _text(row.get(column))) is not None}
+    found = [_of("are the prompt itself", {i: g for i, g in golds.items() if _is_prompt(g, rows[i])})]
+    for what, test, only_maths, wrong in _TESTS:
+        if maths or not only_maths:
+            found.append(_of(what, {i: g for i, g in golds.items() if test(g)}, wrong))
+    found += [_all_the_same(golds, rows), _counting(golds), _only_text(golds) if maths else None]
+    return sorted((doubt for doubt in found if doubt is not None), key=lambda doubt: -len(doubt.rows))
+
+
+_TESTS: tuple[
+    tuple[str, Callable[[str], Any], bool, bool], ...
+] = (  # what, how it is seen, of maths alone, never right
+    ("are placeholders", _PLACEHOLDER.fullmatch, False, True),
+    ("look like ids, hashes, links or file names", _ID.fullmatch, True, True),
+    ("hold HTML", _MARKUP.search, True, True),
+    ("are cut off", lambda gold: _CUT_OFF.fullmatch(gold) and not _PLACEHOLDER.fullmatch(gold), True, True),
+    ("name a range or an approximation, which only the same text equals", _INEXACT.search, True, True),
+)
+
+
+def whole(found: Sequence[Doubt], total: int) -> Doubt | None:
+    """The doubt that makes a column unusable: all of its golds are something that is never right."""
+    return next((doubt for doubt in found if doubt.wrong and total > 1 and len(doubt.rows) == total), None)
+
+
+def _of(what: str, golds: Mapping[int, str], wrong: bool = True, hint: str = "") -> Doubt | None:
+    return Doubt(what, tuple(golds), tuple(dict.fromkeys(golds.values()))[:_SHOWN], wrong, hint) if golds else None
+
+
+def _text(answer: Any) -> str | None:
+    return None if isinstance(answer, Mapping | list | tuple) else gold_text(answer)
+
+
+def _is_prompt(gold: str, row: Row) -> bool:
+    return " ".join(gold.split()) == " ".join(_asked(row).split())
+
+
+def _asked(row: Row) -> str:
+    """The text of the prompt: of a conversation its last message."""
+    asked = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+    if isinstance(asked, list | tuple) and asked and isinstance(asked[-1], Mapping):
+        asked = asked[-1].get("content")
+    return asked if isinstance(asked, str) else ""
+
+
+def _all_the_same(golds: Mapping[int, str], rows: Sequence[Row]) -> Doubt | None:
+    """One gold in nearly all rows, whose prompts differ: a policy that always writes it earns everything."""
+    if len(golds) < FEWEST_ALIKE or len({_asked(rows[i]) for i in golds}) < FEWEST_ALIKE:
+        return None
+    most, count = Counter(golds.values()).most_common(1)[0]
+    same = {i: gold for i, gold in golds.items() if gold == most}
+    return _of("are the same", same) if count >= SHARE_ALIKE * len(golds) else None
+
+
+def _counting(golds: Mapping[int, str]) -> Doubt | None:
+    if len(golds) < FEWEST_ALIKE or not all(re.fullmatch(r"\d{1,9}", gold) for gold in golds.values()):
+        return None
+    numbers = [int(gold) for gold in golds.values()]
+    counting = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] in (0, 1)
+    return _of("count the rows", golds, False, "row numbers?") if counting else None
+
+
+def _only_text(golds: Mapping[int, str]) -> Doubt | None:
+    words = {i: gold for i, gold in golds.items() if is_only_text(gold)}
+    hint = "only the same text is right; qa.search_r1 compares words"
+    return _of("can be compared only as text", words, False, hint) if len(words) > SHARE_TEXT * len(golds) else None
+
+
+def is_only_text(gold: str) -> bool:
+    """Whether a gold has no value in maths, so that only its own text equals it; no label of a choice is meant."""
+    from posttrain.verify.math import parsed
+
+    if _CHOICE.fullmatch(gold) or re.fullmatch(r"-?[\d.,/]+", gold):
+        return False
+    return parsed(gold) is None
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"

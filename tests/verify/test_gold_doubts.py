@@ -1,0 +1,108 @@
+"""Gold columns that can be compared, and are not what the questions ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RewardError
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.verify.audit import audit_gold
+from posttrain.verify.gold_doubts import doubts, is_only_text
+from posttrain.verify.score import Scorer
+from posttrain.verify.trial import try_rewards
+
+MIXED = ["12", "-3", "1/2", "40", "7", "x+1", "95", "8"]
+
+
+def rows(golds: list[Any]) -> list[dict[str, Any]]:
+    return [{"uid": f"r{i}", "prompt": f"What is question {i}?", "answer": gold} for i, gold in enumerate(golds)]
+
+
+@pytest.mark.parametrize(
+    ("gold", "what"),
+    [
+        ("What is question {i}?", "are the prompt itself"),
+        *(
+            (gold, "are placeholders")
+            for gold in ("unknown", "xxx", "{answer}", "<answer>", "answer", "your answer", "%s")
+        ),
+        *(
+            (gold, "look like ids")
+            for gold in ("row_00{i}", "id-{i}", "a8f3-1b2{i}", "https://a.org/{i}", "img_{i}.png")
+        ),
+        *((gold, "hold HTML") for gold in ("<p>{i}5</p>", "{i}2<br>", "<b>{i}4</b>")),
+        *((gold, "are cut off") for gold in ("Step 1: 2+2={i}. Step 2: ", "So {i}+1 =", "the sum of {i} and")),
+        *((gold, "name a range") for gold in ("approximately {i}5", "between {i} and 90", "{i} to 12", "about {i}")),
+    ],
+)
+def test_what_is_odd_is_told_with_its_count(gold: str, what: str) -> None:
+    odd = [*MIXED, *(gold.replace("{i}", str(i)) for i in range(8, 11))]
+    found = [doubt.told(11) for doubt in doubts(rows(odd), "answer", maths=True)]
+    assert any(told.startswith(f"3 of 11 golds {what}") for told in found), found
+
+
+@pytest.mark.parametrize(
+    "golds",
+    [
+        MIXED,
+        ["A", "B", "C", "AC", "(D)", "B, D", "A", "C"],
+        ["True", "False", "yes", "No", "True", "False", "Yes", "no"],
+        [r"\frac{1}{2}", r"x_1 = 3", r"a_{12}", r"\{1, 2\}", "[1, 2)", r"1 < x < 2", r"\text{(C)}", "2:3"],
+        ["2a", "abc", "x_{12}", r"\emptyset", "5 apples", "10 m/s", "3 + 4i", "2^{10}"],
+        [r"... so it is \boxed{5}.", "#### 72", "The answer is 4.", r"\boxed{9}", "1", "2", "6", "8"],
+        [None, [1, 2], {"a": 1}, "5"],
+    ],
+)
+def test_usual_golds_raise_no_doubt(golds: list[Any]) -> None:
+    assert doubts(rows(golds), "answer", maths=True) == []
+
+
+def test_one_gold_in_nearly_all_rows() -> None:
+    (doubt,) = doubts(rows(["7"] * 15 + ["8"]), "answer", maths=True)
+    assert doubt.told(16) == "15 of 16 golds are the same: `7`"
+    same_prompt = [{"prompt": "What?", "answer": "7"}] * 16
+    assert doubts(same_prompt, "answer", maths=True) == []  # one question, one answer
+    assert doubts(rows(["7"] * 4), "answer", maths=True) == []
+
+
+def test_row_numbers_and_words() -> None:
+    assert doubts(rows([str(i) for i in range(9)]), "answer", maths=True)[0].what == "count the rows"
+    assert not doubts(rows([str(3 * i) for i in range(9)]), "answer", maths=True)
+    words = ["Paris is nice", "seven apples we get", "Nile", "photosynthesis"]
+    assert doubts(rows(words), "answer", maths=True)[0].what == "can be compared only as text"
+    assert doubts(rows(words), "answer", maths=False) == []
+    assert not is_only_text("5 apples")
+
+
+def test_a_chat_prompt_as_its_own_answer() -> None:
+    row = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 2+3?"}]}
+    assert doubts([{**row, "answer": " What is\n2+3?"}], "answer", maths=False)[0].what == "are the prompt itself"
+
+
+@pytest.mark.parametrize(
+    "gold", ["What is question {i}?", "xxx", "{answer}", "row_00{i}", "7", "<p>{i}</p>", "approximately {i}"]
+)
+def test_a_column_of_nothing_else_is_refused(gold: str, scorer: Callable[..., Scorer]) -> None:
+    bad = rows([gold.replace("{i}", str(i)) for i in range(8)])
+    trial = try_rewards([Reward(use="math.accuracy")], Scoring(workers=1), None, bad)
+    assert len(trial.bad_gold) == 8
+    assert any("8 of 8 golds" in doubt for doubt in trial.doubts)
+    with scorer("math.accuracy") as s, pytest.raises(RewardError, match="the golds "):
+        audit_gold(s, bad)
+    with scorer("math.accuracy", max_bad_gold=1.0) as s:
+        assert "8 of 8 golds" in audit_gold(s, bad).summary
+
+
+def test_some_are_told_and_stop_nothing(scorer: Callable[..., Scorer]) -> None:
+    with scorer("math.accuracy") as s:
+        audit = audit_gold(s, rows([*MIXED, "xxx"]))
+    assert audit.summary.endswith("(as boxed); 1 of 9 golds are placeholders: `xxx`")
+    assert audit.bad == {}
+
+
+def test_words_are_no_doubt_where_words_are_compared(scorer: Callable[..., Scorer]) -> None:
+    with scorer("qa.search_r1") as s:
+        assert audit_gold(s, rows(["Paris", "row 7", "about a boy", "Nile", "between"])).doubts == []
