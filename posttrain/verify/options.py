@@ -65,12 +65,14 @@ def same(gold: str, candidate: str) -> bool | None:
     """Whether an answer chooses the options of the gold, and no others; None where that does not decide.
 
     A gold of letters alone is equal to the same letters, whatever is said behind one. Any other gold is not equal to a
-    hedge between labels.
+    hedge between labels. `A/C` is a quotient, and names two options only where the gold is a list such as `A, C`.
     """
     found = named(candidate) or _together(candidate)
-    wanted = ([] if _divided(gold) else _listed(gold)) or _together(gold)
+    listed = [] if _divided(gold) else _listed(gold)
+    wanted = listed or _together(gold)
     if found and wanted:
-        return set(found) == set(wanted) and not (len(found) > 1 and _divided(candidate))
+        quotient = len(found) > 1 and len(listed) < 2 and _divided(candidate)
+        return set(found) == set(wanted) and not quotient
     if letter(gold) and _RELATED.fullmatch(bare(candidate)):
         return False  # D = C names two
     return False if len(found) > 1 and labelled(candidate) else None

@@ -89,3 +89,54 @@ def test_what_is_no_choice_is_compared_as_it_was(gold: str, candidate: str, expe
 @pytest.mark.parametrize("text", ["", "x", "AB", "A = 5", "f(A)", "A + B", "(A, B)", "K", "12", "A-B", "[A, B]"])
 def test_what_names_no_option(text: str) -> None:
     assert named(text) == [] and letter(text) is None and labelled(text) is None
+
+
+QUOTIENTS = [
+    ("a/b", "b/a"),
+    ("a/c", "c/a"),
+    ("b/a", "a/b"),
+    ("A/B", "B/A"),
+    ("a/e", "e/a"),
+    ("f/a", "a/f"),
+    ("a / b", "b / a"),
+    ("$a/d$", "$d/a$"),
+    ("a/b/c", "c/b/a"),
+    ("a|b", "b|a"),
+    ("A|B", "B|A"),
+    ("a/b", "AB"),
+    ("a/b", "a,b"),
+    ("a/b", "b, a"),
+    ("a/b", "a and b"),
+    ("a/b", "(A)(B)"),
+    ("a/b", "(A), (B)"),
+    ("A/B", "A or B"),
+    ("AB", "B/A"),
+    ("AC", "a/c"),
+    ("ABD", "A/B/D"),
+    ("ab", "a/b"),
+    ("C", "C/D"),
+    ("(C) 5", "C/D"),
+]
+
+
+@pytest.mark.parametrize(("gold", "candidate"), QUOTIENTS)
+def test_letters_around_a_slash_are_a_quotient(gold: str, candidate: str) -> None:
+    assert equal(gold, candidate) is False
+    assert equal(gold, gold + " ") is True
+
+
+@pytest.mark.parametrize(
+    ("gold", "candidate", "expected"),
+    [
+        ("a/c", r"\frac{a}{c}", True),
+        (r"\frac{a}{c}", "a/c", True),
+        ("a/c", "ac^{-1}", True),
+        ("a/b/c", r"\frac{a}{bc}", True),
+        ("A, C", "A/C", True),
+        ("A and C", "C / A", True),
+        ("A, C", "A/B", False),
+        ("(A), (C)", "(A)/(C)", True),
+    ],
+)
+def test_a_slash_divides_options_only_of_a_list(gold: str, candidate: str, expected: bool) -> None:
+    assert equal(gold, candidate) is expected
