@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from posttrain.verify.numerals import says_more, value_of
+
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -14,10 +16,13 @@ MOST_BOXES = 50  # of one list answer
 _BRACES = re.compile(r"(?P<box>\\(?:boxed|fbox)\{)|\\(?=\\(?:boxed|fbox)\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 # What may stand between two boxes of one answer: `$\boxed{1}$ and $x_2 = \boxed{-2}$`; never a blank line or a word.
 _BETWEEN_BOXES = re.compile(
-    r"(?!\s*\n\s*\n)(?:[\s$,;.&*~{}]|\\[ ,;!]|\\[()\[\]]|\\q?quad\b|\b(?:and|or)\b"
-    r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:and|or)?[\s,;]*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
+    r"(?!\s*\n\s*\n)(?:[\s$,;.&*~{}/|()]|\\[ ,;!]|\\[()\[\]]|\\(?:q?quad|lor|vee|land|wedge)\b"
+    r"|\b(?:and|or|else|also|oder|maybe|perhaps|possibly|otherwise|alternatively|if\s+not)\b"
+    r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:(?:and|or|else|also)[\s,;]*)*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
 _BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as old data sets write it
+# `x = -\boxed{5}`; a hyphen with a blank behind it begins an item of a list.
+_SIGN_BEFORE = re.compile(r"((?:^|(?<=[\s=$(\[{]))(?:-|−)(?=\\)|\\pm|\\neq?|\\neg|≠|±)\s*\\+(?:boxed|fbox)\{$")
 _LONGEST_BETWEEN = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
 # `the answer is x`, `Answer: x` with what marks it as bold or as a heading, or a heading alone with x below it.
@@ -27,16 +32,31 @@ _ANCHOR = re.compile(
     rf"{_NAMED}(?:\s+is\b(?:{_COLON})?|{_COLON})|^[ \t#*_>]*(?:the\s+)?(?:final\s+)?answers?[ \t*_]*\n\s*(?=\S)",
     re.IGNORECASE | re.MULTILINE,
 )
+# Before it in its clause: what takes it back. `The wrong answer is 5`, `I doubt that the answer is 5`.
+_DENIED = re.compile(
+    r"\b(?:no(?!\s+doubt)|not|never|wrong|incorrect|false|untrue|(?<!no )doubt\w*|deny|denies|unlikely|impossible"
+    r"|if|unless|whether"
+    r"|isn['’]?t|don['’]?t|doesn['’]?t|can['’]?t|cannot)\b",
+    re.IGNORECASE,
+)
+_CLAUSE = re.compile(r"[.,;:!?\n]|\b(?:then|so|thus|hence|therefore|but|because)\b", re.IGNORECASE)
+_JOINING = re.compile(r"\b(?:or|and)(?:\s+(?:maybe|perhaps|possibly|else|also|the|final|my))*[\s,*_$]*$", re.IGNORECASE)
+_GOING_ON = re.compile(
+    r"[ \t]*\n[ \t]*(?:or|and)\b[^\n]*|[ \t]*\n[ \t$]*[-+]?[0-9][0-9.,/]*[ \t$]*(?=\n|$)", re.IGNORECASE
+)
 _DISPLAYED = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\\((.*?)\\\))", re.DOTALL)
 _MARKUP = " \t\r*_`$"
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 # Behind the answer, a remark that says nothing else: `72 (seventy-two)`, `12. I hope it is correct.`
-_HEDGE = r"(?!.*\b(?:or|not|and|but|nor|wrong|maybe|perhaps|possibly|alternatively|wait|actually)\b)"
+_HEDGE = (
+    r"(?!.*\b(?i:or|not|and|but|nor|wrong|maybe|perhaps|possibly|alternatively|wait|actually|might|may|could|instead|too"
+    r"|either|equally|although|though|however|unless|unsure|doubt|incorrect|false|guess\w*)\b)"
+)
 _LONGEST_LINE = 500  # characters; in longer ones no remark is looked for
 _IN_WORDS = re.compile(rf"(?<=\S)\s+{_HEDGE}\([A-Za-z]{{2,}}(?:[\s,-]+[A-Za-z]{{2,}})*\)[.!]?$", re.IGNORECASE)
 _REASON = re.compile(rf",?\s+{_HEDGE}(?:since|because)\b.*$", re.IGNORECASE)
 _SENTENCE = re.compile(rf"[.!][*$]*\s+{_HEDGE}[A-Z][a-z']*(?:,?\s+[A-Za-z'-]+){{2,}}[.!]?$")
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[-+])?\.\d+")
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+−–])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?:(?<![\w.)])[-+−–])?\.\d+")
 
 
 def after_think(text: str, delimiter: str = THINK_END) -> str:
@@ -101,7 +121,10 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
         if taken and len(_contents(text, taken)) >= count and not _together(text, end + 1, taken[-1][0]):
             break
         taken.append((start, end))
-    return ", ".join(_contents(text, taken[::-1])) if taken else None
+    found = _contents(text, taken[::-1])
+    if len(found) == 1 and (sign := _SIGN_BEFORE.search(text, max(0, taken[-1][0] - 40), taken[-1][0])):
+        return f"{sign[1]} {found[0]}"
+    return ", ".join(found) if taken else None
 
 
 def _together(text: str, end: int, start: int) -> bool:
@@ -185,15 +208,25 @@ def anchor(text: str) -> str | None:
 
     x ends with its line. Bold, a heading (`### Final Answer:`) and a line break behind the colon are no part of it.
     """
-    found = list(_ANCHOR.finditer(text))
+    found = [match for match in _ANCHOR.finditer(text) if not _denied(text, match.start())]
     if not found:
         return None
-    rest = text[found[-1].end() :]
+    last = len(found) - 1
+    while last and _JOINING.search(text, found[last - 1].end(), found[last].start()):
+        last -= 1  # `Answer: 6 or Answer: 5` is two answers
+    rest = text[found[last].end() :]
     displayed = _DISPLAYED.match(rest)
-    line = (
-        rest[: displayed.end()] + rest[displayed.end() :].partition("\n")[0] if displayed else rest.partition("\n")[0]
+    end = len(rest[: displayed.end() if displayed else 0]) + len(
+        rest[displayed.end() if displayed else 0 :].partition("\n")[0]
     )
-    return answer_alone(line)
+    further = _GOING_ON.match(rest, end)
+    return answer_alone(rest[:end] + (" , " + further[0].strip() if further else ""))
+
+
+def _denied(text: str, start: int) -> bool:
+    """Whether the clause up to there takes back what follows. The clause's last 100 characters are looked at."""
+    before = text[max(0, start - 100) : start]
+    return _DENIED.search(_CLAUSE.split(before)[-1]) is not None
 
 
 def answer_alone(line: str) -> str:
@@ -202,9 +235,23 @@ def answer_alone(line: str) -> str:
     What may be a second answer stays, so that it is wrong: `5 (or 6)`, `5. Not 6`.
     """
     text = _unmarked(line)
-    for pattern in (_REASON, _SENTENCE, _IN_WORDS) if len(text) <= _LONGEST_LINE else ():
+    if len(text) > _LONGEST_LINE:
+        return text
+    for pattern in (_REASON, _SENTENCE):
         text = _unmarked(pattern.sub("", text))
+    remark = _IN_WORDS.search(text)
+    if remark and _adds_nothing(remark[0].strip(" ().!"), text[: remark.start()]):
+        text = _unmarked(text[: remark.start()])
     return text
+
+
+def _adds_nothing(remark: str, answer: str) -> bool:
+    """Whether a remark in brackets is the number in words, or words that do not change it."""
+    words = remark.casefold().split()
+    named = next((count for count in range(len(words), 0, -1) if value_of(" ".join(words[:count])) is not None), 0)
+    if named and re.sub(r"[^0-9-]", "", answer) != str(value_of(" ".join(words[:named]))):
+        return False
+    return not any(says_more(word) for word in re.findall(r"[a-z]+", " ".join(words[named:])))
 
 
 def _unmarked(text: str) -> str:
@@ -219,7 +266,7 @@ def _unmarked(text: str) -> str:
 def last_number(text: str) -> str | None:
     """The last integer or decimal, with its sign and thousands commas: `cost 1,234.50 in all` -> `1,234.50`."""
     found = _NUMBER.findall(text)
-    return found[-1] if found else None
+    return found[-1].replace("−", "-").replace("–", "-") if found else None
 
 
 EXTRACTORS: dict[str, Callable[[str], str | None]] = {

@@ -42,7 +42,7 @@ _SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|s
 _COLOUR = r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
 _SPACE = (
     r"(?<!\\)\\(?:[,;:> ]|q?quad|(?:enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
-    r"|[hv]space\*?\s*\{[^{}]*\})|~"
+    r"|[hv]space\*?\s*\{[^{}]*\})|(?<!~)~(?!~)"
 )
 
 Replacement = str | Callable[[re.Match[str]], str]

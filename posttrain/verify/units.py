@@ -11,34 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.verify.cursor import END
 from posttrain.verify.measures import Measure, measure_of
+from posttrain.verify.numerals import SCALES, says_more
 from posttrain.verify.values import Unreadable
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-SCALES |= {"quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
-SCALES |= {f"{name}s": size for name, size in SCALES.items()}
-# Behind a number these say more than what it counts: they change it, bound it, deny it or name another.
-_MORE_WORDS = """
-or and not no but is are isn aren plus minus times over squared cubed factorial wrong right maybe possibly
-perhaps probably to through between less more than least most if when where for other another half halves
-quarter quarters pi sqrt alpha either neither nor except unless mod modulo base instead rather point into
-one two three four five six seven eight nine ten eleven twelve zero negative positive false incorrect from below
-above under exceeding divided root power fewer greater smaller too only also false non lower upper etc
-so remainder rem with out
-doubled tripled quadrupled halved twice thrice negated inverted inverse reciprocal reversed conjugate transpose
-complement octal binary hexadecimal hex decimal factorials tens twelves ones zeros zeroes nines digits zillion
-quintillion googol myriad score scores grand couple couples pairs mille millones permille basis kilo mega giga nano
-micro milli nope never untrue mistaken wrongly invalid error rejected impossible unlikely doubtful unsure guess
-guessed perchance conceivably likely hopefully alternatively something excluded excluding exclusive removed missing
-ignoring nicht oder ou keine minimum maximum tops upwards upward downwards onwards onward mindestens unknown among
-truncated
-"""
-_MORE = frozenset(_MORE_WORDS.split())
-_PART = re.compile(
-    r"(?:\w*(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|twentie|hundred|thousand|illion)th|third)s?"
-)
 # These say nothing about the unit.
 _FILLER_WORDS = "a an the of in total altogether all each exactly approximately approx about roughly such"
 _FILLERS = frozenset(_FILLER_WORDS.split())
@@ -64,9 +42,7 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
         unit = " ".join(found)
     plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
     said = re.findall(r"[^\W\d_]+", plain)
-    if any(word in _MORE or word in SCALES or _PART.fullmatch(word) for word in said) or re.search(
-        r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)
-    ):
+    if any(map(says_more, said)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
         raise Unreadable("words that say more than a unit")
     if unit and value.is_number is False and not value.free_symbols:
         raise Unreadable("a unit of no number")

@@ -18,6 +18,7 @@ from posttrain.verify.extract import (
     last_tag,
     outside_thoughts,
 )
+from posttrain.verify.numerals import value_of
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,35 @@ def test_hash_line(text: str, expected: str | None) -> None:
         ("Answer: 12 (not 13)", "12 (not 13)"),
         ("The answers to both are hard", None),
         ("answered: 12", None),
+        ("Final Answer: The final answer is $10,455$. I hope it is correct.", "10,455"),
+        # What is taken back is no answer.
+        ("The wrong answer is 5", None),
+        ("Incorrect answer: 42", None),
+        ("Not the final answer: 42", None),
+        ("No answer is 5", None),
+        ("If the answer is 5", None),
+        ("I doubt that the answer is 42.", None),
+        ("It is false that the answer is 42.", None),
+        ("The answer is 7.\nIt is not true that the answer is 8.", "7"),
+        ("There is no doubt that the answer is 42.", "42"),
+        ("Since x is not 0, the answer is 5.", "5"),
+        ("If x = 3 then the answer is 5", "5"),
+        # Several answers stay several.
+        ("Answer: 6 or Answer: 5", "6 or Answer: 5"),
+        ("The answer is 6, or maybe the answer is 5", "6, or maybe the answer is 5"),
+        ("The answer is 6. The answer is 5.", "5"),
+        ("Answer: 5\nor 6", "5 , or 6"),
+        ("### Answer\n5\n6", "5 , 6"),
+        ("Answer: 5\n\nAnd now a check.", "5"),
+        # Remarks that change the number stay.
+        ("Answer: 5 (minus five)", "5 (minus five)"),
+        ("Answer: 5 (six)", "5 (six)"),
+        ("Answer: 5 (thousand)", "5 (thousand)"),
+        ("Answer: 5 (at least)", "5 (at least)"),
+        ("Answer: -5 (minus five)", "-5"),
+        ("Answer: 105 (one hundred five apples)", "105"),
+        ("The answer is 5. It might be six instead.", "5. It might be six instead"),
+        ("Answer: 5. But it can be six.", "5. But it can be six"),
     ],
 )
 def test_anchor(text: str, expected: str | None) -> None:
@@ -255,10 +285,48 @@ def test_anchor(text: str, expected: str | None) -> None:
         ("about .5", ".5"),
         ("3, 4,", "4"),
         ("none", None),
+        ("it is −7.", "-7"),
+        ("it is –7.5", "-7.5"),
+        ("3–5", "5"),
+        ("8−5", "5"),
     ],
 )
 def test_last_number(text: str, expected: str | None) -> None:
     assert last_number(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"\boxed{6} or else \boxed{5}", "6, 5"),
+        (r"\boxed{6}, or perhaps \boxed{5}", "6, 5"),
+        (r"\boxed{6} (or \boxed{5})", "6, 5"),
+        (r"\boxed{6} / \boxed{5}", "6, 5"),
+        (r"\boxed{6} \lor \boxed{5}", "6, 5"),
+        (r"\boxed{6}; if not, \boxed{5}", "6, 5"),
+        (r"\boxed{6}. So it is \boxed{5}", "5"),
+        (r"$-\boxed{5}$", "- 5"),
+        (r"x = -\boxed{5}", "- 5"),
+        (r"x = \pm\boxed{5}", r"\pm 5"),
+        (r"x\ne\boxed{5}", r"\ne 5"),
+        (r"- \boxed{5}", "5"),  # an item of a list
+        (r"x-\boxed{5}", "5"),
+    ],
+)
+def test_boxes_with_what_joins_and_signs_them(text: str, expected: str) -> None:
+    assert boxed_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(("five", 5), ("forty-two", 42), ("one hundred and five", 105), ("two thousand three", 2003)),
+        *(("minus three", -3), ("three hundred", 300), ("seventeen million two hundred thousand", 17_200_000)),
+        *(("ten four", None), ("five apples", None), ("", None), ("thirty ten", None), ("hundred", None)),
+    ],
+)
+def test_numbers_in_words(text: str, value: int | None) -> None:
+    assert value_of(text) == value
 
 
 def test_the_first_extractor_that_finds_something_decides() -> None:

@@ -1,0 +1,60 @@
+"""Numbers in words, and words that change or deny the number that they stand behind. Pure functions of text."""
+
+from __future__ import annotations
+
+import re
+
+_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_ONES += " seventeen eighteen nineteen"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_VALUES = {word: value for value, word in enumerate(_ONES.split())}
+_VALUES |= {word: 10 * (place + 2) for place, word in enumerate(_TENS.split())}
+_LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+SCALES = {**_LARGE, "quadrillion": 10**15, "dozen": 12, "gross": 144, "lakh": 10**5, "crore": 10**7}
+SCALES |= {f"{name}s": size for name, size in SCALES.items()}
+# Behind a number these say more than what it counts: they change it, bound it, deny it or name another.
+_MORE_WORDS = """
+or and not no but is are isn aren plus minus times over squared cubed factorial wrong right maybe possibly
+perhaps probably to through between less more than least most if when where for other another half halves
+quarter quarters pi sqrt alpha either neither nor except unless mod modulo base instead rather point into
+one two three four five six seven eight nine ten eleven twelve zero negative positive false incorrect from below
+above under exceeding divided root power fewer greater smaller too only also false non lower upper etc
+so remainder rem with out
+doubled tripled quadrupled halved twice thrice negated inverted inverse reciprocal reversed conjugate transpose
+complement octal binary hexadecimal hex decimal factorials tens twelves ones zeros zeroes nines digits zillion
+quintillion googol myriad score scores grand couple couples pairs mille millones permille basis kilo mega giga nano
+micro milli nope never untrue mistaken wrongly invalid error rejected impossible unlikely doubtful unsure guess
+guessed perchance conceivably likely hopefully alternatively something excluded excluding exclusive removed missing
+ignoring nicht oder ou keine minimum maximum tops upwards upward downwards onwards onward mindestens unknown among
+truncated
+"""
+_MORE = frozenset(_MORE_WORDS.split())
+_PART = re.compile(
+    r"(?:\w*(?:thir|four|fif|six|seven|eigh|nin|ten|eleven|twelf|twentie|hundred|thousand|illion)th|third)s?"
+)
+
+
+def says_more(word: str) -> bool:
+    """Whether a word in lower case behind a number changes, bounds or denies it: `sevenths`, `halved`, `or`."""
+    return word in _MORE or word in SCALES or word in _VALUES or _PART.fullmatch(word) is not None
+
+
+def value_of(text: str) -> int | None:
+    """The number that English words name: `forty-two`, `one hundred and five`, `minus three`; None for other words."""
+    words = text.casefold().replace("-", " ").split()
+    negative = words[:1] in (["minus"], ["negative"])
+    words = [word for word in words[negative:] if word != "and"]
+    if not words or len(words) > 12 or not all(word in _VALUES or word in _LARGE for word in words):
+        return None
+    total, part, last = 0, 0, None
+    for word in words:
+        if word == "hundred" and last is not None and 0 < last < 10:
+            part, last = part - last + 100 * last, None
+        elif word in _LARGE and word != "hundred" and part:
+            total, part, last = total + part * _LARGE[word], 0, None
+        elif word in _VALUES and (last is None or (last >= 20 and last % 10 == 0 and 0 < _VALUES[word] < 10)):
+            part, last = part + _VALUES[word], (last or 0) + _VALUES[word]
+        else:
+            return None
+    return -(total + part) if negative else total + part
