@@ -5,8 +5,8 @@
 Level `namespaces`: user, network, process, IPC, host name and mount namespaces of its own; a file system of read-only
 mounts of the interpreter and the system's libraries, and one small tmpfs that can be written; no capabilities, no new
 privileges. The first process of the process namespace watches the memory of all others and the clock; when it ends,
-the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel. Both: a session
-keyring of its own, and the filter of system calls that `system_calls.py` builds.
+the kernel ends everything in the namespace. Level `limits`: only a session and limits of the kernel, and Landlock where
+it is offered. Both: a session keyring of its own, and the filter of system calls that `system_calls.py` builds.
 
 It writes `ended CODE` (of the program, 128 + n for signal n), `timeout`, `memory`, `processes`, or `failed WHY` into
 REPORT_FD. The program does not have that: it cannot say that the sandbox failed. When the caller is killed, the jail
@@ -39,6 +39,9 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_
 _PR_SET_CHILD_SUBREAPER = 36
 _SECCOMP_MODE_FILTER, _KEYCTL_JOIN_SESSION_KEYRING = 2, 1
 _SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
+_LANDLOCK_RIGHTS = {1: 13, 2: 14}  # version -> number of rights to files; 15 in later ones: truncating
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
 _FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user that owns nothing and nobody else has
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -140,6 +143,37 @@ def limit(spec: dict) -> None:
         resource.setrlimit(what, (value, value))
 
 
+class _PathRule(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("rights", ctypes.c_uint64), ("folder", ctypes.c_int32))
+
+
+def restrict_files(spec: dict) -> None:
+    """Open nothing but what is readable under namespaces, and write below the scratch folder alone; for good.
+
+    The kernel then also denies memory, environment and descriptors of processes that are not so restricted. Without
+    Landlock (Linux before 5.13, some containers) nothing happens.
+    """
+    version = libc.syscall(_SYS_LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return
+    every = (1 << _LANDLOCK_RIGHTS.get(version, 15)) - 1
+    rules = libc.syscall(_SYS_LANDLOCK_CREATE, ctypes.byref(ctypes.c_uint64(every)), 8, 0)
+    check(rules, "Landlock")
+    wanted = dict.fromkeys(spec["readable"], _EXECUTE | _READ_FILE | _READ_DIR)
+    wanted |= {"/proc": _READ_FILE | _READ_DIR, "/sys/devices/system/cpu": _READ_FILE | _READ_DIR, spec["root"]: every}
+    wanted |= dict.fromkeys(("/dev/null", "/dev/random", "/dev/urandom"), _READ_FILE | _WRITE_FILE | _TRUNCATE)
+    for path, rights in wanted.items():
+        if os.path.exists(path):
+            folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            of_files = every if os.path.isdir(path) else _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
+            rule = _PathRule(rights & every & of_files, folder)
+            check(libc.syscall(_SYS_LANDLOCK_ADD, rules, 1, ctypes.byref(rule), 0), f"Landlock {path}")
+            os.close(folder)
+    check(libc.syscall(_SYS_LANDLOCK_RESTRICT, rules, 0), "Landlock")
+    os.close(rules)
+
+
 class _Instruction(ctypes.Structure):
     _fields_ = (("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("k", ctypes.c_uint32))
 
@@ -166,7 +200,7 @@ def become_program(spec: dict, uid: int | None) -> None:
     os.setsid()  # its process group is its own: what it signals there does not reach the jail
     own_keyring()
     limit(spec)
-    for capability in range(64) if uid is not None else ():
+    for capability in range(64):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     if uid is not None and os.getuid() == 0:
         os.setgroups([])
@@ -175,6 +209,8 @@ def become_program(spec: dict, uid: int | None) -> None:
     check(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    if uid is None:
+        restrict_files(spec)
     if spec["filter"]:
         filter_calls(spec["filter"])
     os.execve(spec["command"][0], spec["command"], spec["environment"])

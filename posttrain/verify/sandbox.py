@@ -2,8 +2,8 @@
 
 `isolation()` names what this machine offers. With `namespaces` the program sees no network, no file but those of the
 interpreter and the system's libraries, and no other process. Where that is not offered (many containers), a program is
-not run unless the caller says `allow_unsandboxed`: then only limits and the filter of system calls hold, and it can
-read and write what the user can. docs/sandbox.md says more.
+not run unless the caller says `allow_unsandboxed`: then only limits, the filter of system calls and Landlock hold, and
+without Landlock it can read and write what the user can. docs/sandbox.md says more.
 """
 
 from __future__ import annotations

@@ -36,13 +36,14 @@ def left_running(mark: str = "hostile-mark") -> list[str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_hostile_program_is_held(name: str) -> None:
+def test_a_hostile_program_is_held(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     done = sandbox.run_python(source(name), limits=LIMITS)
     assert "escaped" not in done.stdout + done.stderr
     assert ended(done.status, done.exit_code) in expected(name).split("|"), done
     assert done.seconds < LIMITS.seconds + sandbox.GRACE_SECONDS
     assert left_running() == []
-    assert list(Path(tempfile.gettempdir()).glob(f"posttrain-{os.getuid()}-sandbox-*")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 _AS_USER = """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -224,6 +226,55 @@ def test_without_isolation_nothing_runs_unless_it_is_accepted(monkeypatch: pytes
     assert done.stdout == "print(open('main.py').read(), end='')"
     assert run("while True: pass").status == "timeout"
     assert "MemoryError" in run("x = bytearray(4 << 30)").stderr
+
+
+def offers_landlock() -> bool:
+    return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+
+
+@pytest.mark.skipif(not offers_landlock(), reason="this kernel offers no Landlock")
+def test_with_limits_alone_files_and_processes_of_the_user_are_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
+    secret = tmp_path / "secret"
+    secret.write_text("kept")
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], env={"KEPT": "1"})
+    try:
+        done = run(
+            f"""
+            import errno, os
+            def tried(what, work):
+                try:
+                    print("escaped", what, work())
+                except OSError as error:
+                    if error.errno not in (errno.EPERM, errno.EACCES, errno.EXDEV):
+                        raise
+            tried("read", lambda: open({str(secret)!r}).read())
+            tried("write", lambda: open({str(secret)!r}, "w"))
+            tried("truncate", lambda: os.truncate({str(secret)!r}, 0))
+            tried("remove", lambda: os.remove({str(secret)!r}))
+            tried("create", lambda: open({str(tmp_path / "new")!r}, "w"))
+            tried("link", lambda: os.link({str(secret)!r}, "link"))
+            tried("list", lambda: os.listdir({str(tmp_path)!r}))
+            tried("shared memory", lambda: open("/dev/shm/posttrain-test", "w"))
+            for victim in ({victim.pid}, os.getppid()):
+                folder = f"/proc/{{victim}}/"
+                tried("memory", lambda: open(folder + "mem", "rb"))
+                tried("writing memory", lambda: open(folder + "mem", "r+b"))
+                tried("environment", lambda: open(folder + "environ").read())
+                tried("descriptors", lambda: os.readlink(folder + "fd/2"))
+                tried("root", lambda: os.listdir(folder + "root/home"))
+                tried("score", lambda: open(folder + "oom_score_adj", "w"))
+            os.mkdir("a"); open("a/b", "w").write("x"); os.rename("a/b", "c"); os.truncate("c", 0); os.remove("c")
+            print(sorted(os.listdir(".")), open("/dev/null", "w").write("x"), len(open("/proc/self/status").read()) > 0)
+            """
+        )
+    finally:
+        victim.kill()
+        victim.wait()
+    assert (done.stdout, done.stderr) == ("['a', 'main.py'] 1 True\n", "")
+    assert secret.read_text() == "kept" and not (tmp_path / "new").exists()
 
 
 def test_the_isolation_is_named() -> None:
