@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # all of C0 but tab and line feed, DEL, all of C1
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that change the direction of text
+    "\xad\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # what takes no room
     "\ud800-\udfff]"  # halves of characters: they cannot be printed at all
 )
 
@@ -25,9 +26,16 @@ _CONTROLS = re.compile(
 def escape_control_characters(text: str) -> str:
     """The text with control characters as `\\u001b`; tabs and line feeds stay.
 
-    Also escaped: marks that change the direction of text, and halves of characters.
+    Also escaped: marks that change the direction of text, characters without a width that no script or emoji needs
+    (text can be hidden in them), and halves of characters.
     """
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _CONTROLS.sub(lambda found: _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    """As in JSON: four digits, two times four beyond the first plane."""
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def say(text: object = "", *, end: str = "\n") -> None:

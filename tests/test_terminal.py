@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ HOSTILE = {
     "isolated text": "\u2066a\u2069\u2067b\u2069\u200f\u200e\u061c",
     "vertical moves": "a\x0bb\x0cc",
     "half of a character": "\ud800",
+    "no width": "pass\u200bword\ufeff\u2060\u00ad\u180e\u206f",
+    "notes": "\ufff9a\ufffab\ufffb",
+    "tags": "a\U000e0068\U000e0069\U000e007f",
 }
 
 
@@ -39,7 +43,11 @@ def raw(text: str) -> list[str]:
     return [
         c
         for c in text
-        if (ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or c in bidi or 0xD800 <= ord(c) < 0xE000
+        if (ord(c) < 32 and c not in "\n\t")
+        or 127 <= ord(c) < 160
+        or c in bidi
+        or 0xD800 <= ord(c) < 0xE000
+        or (unicodedata.category(c) == "Cf" and c not in "\u200c\u200d")  # those join letters and emoji
     ]
 
 
@@ -62,9 +70,10 @@ def test_control_characters_are_escaped_everywhere(name: str, capsys: pytest.Cap
     terminal.note(text)
     printed = capsys.readouterr()
     assert raw(plain) == [], plain  # some of them rich itself leaves out
+    first = ord(raw(text)[0])
     for output in (printed.out, printed.err, terminal.bold(text)):
         assert raw(output) == [], output
-        assert f"\\u{ord(raw(text)[0]):04x}" in output
+        assert (f"\\u{first:04x}" if first < 1 << 16 else json.dumps(chr(first))[1:-1]) in output
 
 
 @pytest.mark.parametrize("text", ["plain", "two\nlines\tand a tab", "Zürich 東京 🦊 e\u0301 👩\u200d🚀", "שלום", ""])
@@ -142,3 +151,14 @@ def test_commands_show_no_control_characters(
     for output in (done.stdout, done.stderr, beside.out, beside.err):
         assert raw(output) == [], output
     assert "\\u" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("text", ["\U0001f468‍\U0001f469‍\U0001f467", "می‌خواهم", "❤️", "日本語 é ﷽"])
+def test_what_scripts_and_emoji_need_stays(text: str) -> None:
+    assert escape_control_characters(text) == text
+
+
+def test_escapes_are_those_of_json() -> None:
+    text = "\x1b\u200b\U000e0041\ud800"
+    assert escape_control_characters(text) == "\\u001b\\u200b\\udb40\\udc41\\ud800"
+    assert json.loads(f'"{escape_control_characters(text)}"') == text
