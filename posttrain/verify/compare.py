@@ -140,7 +140,7 @@ class Comparison:
                 return self.equations(gold.sides, candidate.sides)
             if all(self.same(*pair) for pair in zip(gold.sides, candidate.sides, strict=True)):
                 return True
-        if set(gold.relations) | set(candidate.relations) <= {"=", "approx"}:
+        if set(gold.relations) | set(candidate.relations) <= {"=", "approx", "equiv"}:
             left = gold.sides[0]
             named = is_name(left) and is_name(candidate.sides[0]) and self.same(left, candidate.sides[0])
             values = (said_value(gold), said_value(candidate))
@@ -212,6 +212,8 @@ class Comparison:
             shape = [tuple(map(len, one.rows)) for one in (gold, candidate)]
             cells = zip(sum(gold.rows, ()), sum(candidate.rows, ()), strict=False)
             return shape[0] == shape[1] and all(self.same(*pair) for pair in cells)
+        if all(isinstance(one, Grid) or _is_grid(one) for one in (gold, candidate)):
+            return self.grids(*(one if isinstance(one, Grid) else _grid(one) for one in (gold, candidate)))
         grid, group = (gold, candidate) if isinstance(gold, Grid) else (candidate, gold)
         if not isinstance(group, Group) or group.kind not in PAIRED or any(len(row) != 1 for row in grid.rows):
             return False
@@ -267,6 +269,16 @@ class Comparison:
             for other in found[:1] if counted else found:
                 left = [kept for kept in left if kept is not other] if counted else [k for k in left if k != other]
         return not left
+
+
+def _is_grid(value: Any) -> bool:
+    """Whether it is a matrix by rows in brackets: [[1, 2], [3, 4]]."""
+    rows = value.members if isinstance(value, Group) and value.kind == "[]" else ()
+    return len(rows) > 1 and all(isinstance(row, Group) and row.kind == "[]" for row in rows)
+
+
+def _grid(value: Group) -> Grid:
+    return Grid(tuple(row.members for row in value.members))
 
 
 def _joined_alike(gold: Group, candidate: Group) -> bool:

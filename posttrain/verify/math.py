@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import options
+from posttrain.verify.conditions import without_conditions
 from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.golds import gold_text, is_no_answer
@@ -23,6 +24,7 @@ from posttrain.verify.notation import (
     other_readings,
     plain,
     same_bases,
+    same_dates,
     same_words,
     says_all_reals,
     says_nothing,
@@ -87,10 +89,14 @@ def _same(gold: str, candidate: str, decimals: int) -> bool:
         return True
     if (said := options.same(gold, candidate)) is not None:
         return said
+    if (dates := same_dates(gold, candidate)) is not None:
+        return dates
     if not same_bases(based(gold)[1], based(candidate.rpartition("=")[2])[1]):
         return False
     pairs = [(gold, candidate), *((gold, other) for other in other_readings(candidate, gold=False))]
     pairs += [(other, candidate) for other in other_readings(gold, gold=True)]
+    if (unconditioned := without_conditions(gold, candidate)) is not None:
+        pairs.append(unconditioned)
     return any(_equal_readings(*pair, decimals) for pair in pairs)
 
 

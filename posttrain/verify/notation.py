@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from posttrain.verify.numerals import value_of
 from posttrain.verify.options import labelled
 from posttrain.verify.tokens import FUNCTIONS, GREEK
 
@@ -32,6 +33,8 @@ _SIGNS = str.maketrans(
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "0123456789-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _CURRENCY = "€£¥₹"
+_MONEY = {"$": "dollars", "US$": "dollars", "USD": "dollars", "€": "euros", "EUR": "euros", "£": "gbp", "GBP": "gbp"}
+_MONEY |= {"¥": "yen", "₹": "rupees", "Rs": "rupees", "Rs.": "rupees", "INR": "rupees", "¢": "cents"}
 
 _UPRIGHT = r"\\(?:mathrm|operatorname\*?|text|textrm|textnormal|textup|mbox|hbox|mathop|rm)"
 _FONT = (
@@ -73,6 +76,14 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{below}}}"
 
 
+def _chosen(match: re.Match[str]) -> str:
+    """C_5^2 of Chinese text books as a binomial coefficient; C_1^2 is a letter with an index."""
+    above, below = match["n"] or match["n2"] or match["n3"], match["k"] or match["k2"] or match["k3"]
+    if above.isdecimal() and below.isdecimal() and not 2 < int(above) >= int(below):
+        return match[0]
+    return rf"\binom{{{above}}}{{{below}}}"
+
+
 def _ungrouped(match: re.Match[str]) -> str:
     return re.sub(r"[^0-9]", "", match[0])
 
@@ -85,6 +96,31 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (_COLOUR, ""),
         (r"\\!\s*|\\null(?![a-z])|\\m?kern\s*-?[0-9.]+[a-z]{2}|(?<=[0-9)}])\{\}", ""),
         (r"\{\s*,\s*\}", ","),
+        (r"\{\s*:\s*\}", ":"),
+        (r"\\(?:sfrac|nicefrac)(?![a-z])", r"\\frac"),
+        (r"^([^{}\\=,;]+)\\over(?![a-z])([^{}\\=,;]+)$", r"\\frac{\1}{\2}"),
+        (
+            r"∛\s*\{?([0-9]+|[a-z](?![a-z]))\}?|(?<![a-z\\])cbrt\s*\(([^()]*)\)",
+            lambda m: rf"\sqrt[3]{{{m[1] or m[2]}}}",
+        ),
+        (r"^\\text\s*\{\s*(?i:(?:the\s+)?(?:final\s+)?(?:answer|ans))\.?\s*(?:is|:|=)?\s*:?\s*\}", ""),
+        (r"\^\s*\{?\\circ\s*\}?\s*(?:\\text\s*\{\s*)?([CF])(?![A-Za-z])\s*\}?", r" \\text{°\1}"),
+        (r"(?<=[0-9}])(?:\s|~|\\[,;: ])*(k|M|m|)\s*\\Omega\s*$", r" \\text{\1Ω}"),
+        (
+            r"(?<![A-Za-z0-9\\}])C_\{?(?P<n>[0-9]+|n)\}?\^\{?(?P<k>[0-9]+|[km])\}?"
+            r"|(?<![A-Za-z0-9\\}])C\^\{?(?P<k2>[0-9]+)\}?_\{?(?P<n2>[0-9]+)\}?"
+            r"|(?:\{\})?[_^]\{?(?P<n3>[0-9]+)\}?\s*C_\{?(?P<k3>[0-9]+)\}?",
+            lambda m: _chosen(m),
+        ),
+        (
+            r"(?<![A-Za-z0-9\\}])A_\{?(?P<n>[0-9]+)\}?\^\{?(?P<k>[0-9]+)\}?",
+            lambda m: rf"\frac{{{m['n']}!}}{{({m['n']}-{m['k']})!}}" if 2 < int(m["n"]) >= int(m["k"]) else m[0],
+        ),
+        (r"(?<![\w.])([0-9]+)\.([0-9]*)\(([0-9]{1,6})\)(?![0-9.])", r"\1.\2\\overline{\3}"),
+        (
+            r"(?<![\w.])([0-9]+\.[0-9]*)\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?",
+            r"\1\\overline{\2\3\4}",
+        ),
         (r"^\*\*(.*)\*\*$", r"\1"),
         (r"^\"(.*)\"$", r"\1"),
         (r"\\\\(?=\s*$)", ""),
@@ -126,7 +162,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"\\not\s*=|\\not\s*\\eq", r"\\ne "),
         (r"\\operatorname\s*\{\s*\\", r"{\\"),
         (r"(?<=[\])}])\s*\\backslash", r"\\setminus"),
-        (r"\](?=[^\[\]()]*,)([^\[\]()]*)\[", r"(\1)"),
+        (r"\](?=[^\[\](),]*[^\s\[\](),][^\[\]()]*,)([^\[\]()]*)\[", r"(\1)"),
         (r"(^|\\cup|=|\\in\b)\s*\]([^\[\]()]*,[^\[\]()]*\])", r"\1(\2"),
         (r"(\[[^\[\]()]*,[^\[\]()]*)\[(?=\s*(?:$|\\cup))", r"\1)"),
     )
@@ -161,10 +197,15 @@ _DECIMAL_COMMA = re.compile(
     re.DOTALL,
 )
 _GROUPED = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0-9])")
+_DATE = re.compile(r"[12][0-9]{3}-[0-9]{1,2}-[0-9]{1,2}")
+_RANGE = re.compile(r"[0-9]+-[0-9]+")
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
 _TEXT = r"\{\s*\\(?:text|mathrm)\s*\{\s*([a-z]+)\s*\}\s*\}"
 _QUOTIENT = re.compile(rf"\\[dtc]?frac\s*{_TEXT}\s*{_TEXT}")  # of units
-_PRICE = re.compile(r"^\s*\\?\$\s*([-+]?[0-9][0-9.,{}\\! ]*)$")
+_PRICE = re.compile(
+    r"^\s*(?:\\text\s*\{\s*)?(?:\\?(?P<before>\$|US\\?\$|USD|EUR|GBP|INR|Rs\.?|[€£¥₹])(?:\s*\})?\s*"
+    r"(?P<price>[-+]?[0-9][0-9.,{}\\! ]*)|(?P<number>[-+]?[0-9][0-9.,{}\\! ]*?)\s*(?P<behind>[€£¥₹¢]))\s*\$?$"
+)
 _DOUBLED = re.compile(
     r"\\\\(?=(?:[dt]?frac|left|right|pi|sqrt|text|infty|cup|cap|leq?|geq?|neq?|in|pm|cdot|times|boxed|mathrm|circ)"
     r"(?![a-z]))"
@@ -219,9 +260,12 @@ def _closes_at_the_end(text: str) -> bool:
 def _signed(text: str) -> str:
     """The text with signs as commands, without mathematics marks, currencies and switches of the font."""
     text = _QUOTIENT.sub(r"\\text{\1/\2}", text)
-    text = _PRICE.sub(r"\1 \\text{dollars}", text)
+    if price := _PRICE.match(text):
+        money = _MONEY[(price["before"] or price["behind"]).replace("\\", "")]
+        text = rf"{price['price'] or price['number']} \text{{{money}}}"
     text = _DOUBLED.sub(r"\\", text) if "begin" not in text else text
     text = text.replace("\\$", "").replace("$", "").translate(_SIGNS)
+    text = re.sub(r"(?<=\\\\)\s*\[\s*-?[0-9.]+\s*(?:pt|em|ex|mm|cm)\s*\]", " ", text)
     text = re.sub(r"\\[()\[\]]", "", text) if not re.search(r"\\left\s*\\[\[(]", text) else text
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
     text = re.sub(r"[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
@@ -258,6 +302,13 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
         if counted or (not gold and comma[2].strip("0")):
             whole = re.sub(r"[ .]", "", comma[1])
             found.append(f"{whole}.{comma[2]} {comma[3]}")
+    if (value := value_of(_LETTERS.sub(r"\1", text.strip("$ ")))) is not None:
+        found.append(str(value))
+    if not gold and (ratio := re.fullmatch(r"\s*([0-9]+)\s*(?:\\text\{\s*to\s*\}|to)\s*([0-9]+)\s*", text)):
+        found.append(f"{ratio[1]}:{ratio[2]}")
+    chosen = re.sub(r"(?<![A-Za-z\\])C\s*\(\s*([0-9]+)\s*,\s*([0-9]+)\s*\)", r"\\binom{\1}{\2}", text)
+    if chosen != text and not (gold and chosen.startswith("\\binom") and chosen.endswith("}")):
+        found.append(chosen)  # all of a gold `C(5, 2)` is a point
     if power := _POWER_OF_TEN.fullmatch(text):
         found.append(rf"{power[1]} \cdot 10^{{{power[2]}}}")
     if (unit := _UNIT_LETTER.search(text)) and (unit["blank"] or not gold):
@@ -295,9 +346,26 @@ def in_base_ten(text: str) -> str:
     return text
 
 
+def same_dates(gold: str, candidate: str) -> bool | None:
+    """Of a date in digits, or a gold that is a range or a score (`3-4`): whether the other is the same; else None."""
+    one, other = (
+        re.sub(r"\s*(?:[-–—]|\bto\b|\\text\{ ?to ?\})\s*", "-", text.strip("$ ")) for text in (gold, candidate)
+    )
+    dates = [_DATE.fullmatch(text) for text in (one, other)]
+    if not any(dates) and not _RANGE.fullmatch(one):
+        return None
+    return [int(part) for part in one.split("-")] == [int(part) for part in other.split("-") if part.isdecimal()] and (
+        one.count("-") == other.count("-")
+    )
+
+
 def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) -> bool:
     """Whether each number with a base stands in the gold with that base. Base ten needs no saying there."""
     return all(one in gold or (one[1] == "10" and not gold) for one in candidate)
+
+
+_SYNONYMS = {"dne": "doesnotexist", "infinitelymanysolutions": "infinitelymany", "infinite": "infinitelymany"}
+_SYNONYMS |= {"infinite solutions".replace(" ", ""): "infinitelymany"}
 
 
 def words_of(text: str) -> str | None:
@@ -327,7 +395,7 @@ def same_words(a: str, b: str) -> bool | None:
     """
     if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():
         return True
-    x, y = words_of(a), words_of(b)
+    x, y = (_SYNONYMS.get(found, found) if (found := words_of(text)) else None for text in (a, b))
     if x is None or y is None:
         return None
     if x == y or (says_nothing(a) and says_nothing(b)) or (says_all_reals(a) and says_all_reals(b)):

@@ -63,7 +63,8 @@ def reciprocal(value: Any) -> Expr:
 
 def joined(kind: str, left: Any, right: Any) -> Any:
     if isinstance(left, Symbol) and isinstance(right, Symbol):
-        return Symbol(f"{left.name} {kind} {right.name}")
+        mark = f" {kind} "
+        return Symbol(mark.join(sorted((*left.name.split(mark), right.name))))
     if isinstance(left, Expr) or isinstance(right, Expr):
         raise Unreadable("a union of no sets")
     return Group(kind, (*(left.members if isinstance(left, Group) and left.kind == kind else (left,)), right))

@@ -84,8 +84,10 @@ def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
         return None
     sets = [one[0] for one in found if one is not None]
     names = {one[1] for one in found if one is not None}
-    if len(names) != 1 or (group.kind == "list" and names == {None}):
+    if len(names) != 1 or (group.kind == "list" and names == {None} and not _are_intervals(group)):
         return None
+    if group.kind == "list" and names == {None}:
+        return union(tuple(piece for one in sets for piece in one)), None
     together = sets[0]
     for one in sets[1:]:
         together = meet(together, one)
@@ -95,6 +97,13 @@ def _of_group(group: Group) -> tuple[Pieces, str | None] | None:
     ):
         return either, names.pop()
     return (together, names.pop()) if group.kind in ("meet", "list") else None
+
+
+def _are_intervals(group: Group) -> bool:
+    """Whether a list can be no list of points, as one of its intervals has no end: `(-\\infty, 0), (1, \\infty)`."""
+    members = [one.members for one in group.members if isinstance(one, Group) and one.kind in ("()", "[]", "[)", "(]")]
+    ends = [end.expr for pair in members for end in pair if isinstance(end, Formula)]
+    return len(members) == len(group.members) and (S.Infinity in ends or S.NegativeInfinity in ends)
 
 
 def _of_chain(chain: Chain) -> tuple[Pieces, str | None] | None:
