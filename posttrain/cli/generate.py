@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,8 +60,7 @@ def generate(
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     if prompt:
-        if resume:
-            raise UserError("--resume is for recipes; completions of --prompt are not kept")
+        _refuse_with_prompt({"--resume": resume, "--output": output, "--dry-run": dry_run})
         if samples > 1 and temperature == 0:
             raise UserError("-n above 1 needs a --temperature above 0: greedy completions are all the same")
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -77,6 +76,13 @@ def generate(
     typed = ["posttrain", "generate", source, *(overrides or [])]
     summary, path = execute(ctx, loaded, output, resume, typed)
     report(summary, path, as_json)
+
+
+def _refuse_with_prompt(given: Mapping[str, object]) -> None:
+    """Raise UserError for options that only a recipe takes. given: option -> its value."""
+    for option in (name for name, value in given.items() if value):
+        keep = "; to keep them, redirect the output: > FILE (with --json, a line each)" if option == "--output" else ""
+        raise UserError(f"{option} is for recipes; completions of --prompt are printed and not kept{keep}")
 
 
 def _refuse_without_prompt(ctx: typer.Context, source: str) -> None:

@@ -229,7 +229,7 @@ def _given_means(data: np.ndarray, indices: Sequence[Sequence[int]]) -> np.ndarr
 
 
 def _drawn_means(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed % 2**64)  # numpy takes no negative seed
     rows = max(1, _BLOCK // data.size)
     blocks = [min(rows, resamples - start) for start in range(0, resamples, rows)]
     return np.concatenate([data[generator.integers(0, data.size, (block, data.size))].mean(axis=1) for block in blocks])

@@ -63,7 +63,7 @@ def calibration(gap: np.ndarray, seed: int = 0) -> dict[str, Any]:
         return {"ece": None, "low": None, "high": None, "expected_if_calibrated": None, "bins": []}
     confidence = 1 / (1 + np.exp(-np.abs(gap)))
     right = _wins(gap)
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(seed % 2**64)  # numpy takes no negative seed
     rows = draw.integers(0, len(gap), (RESAMPLES, len(gap)))
     resampled = [_ece(confidence[row], right[row]) for row in rows]
     ideal = [_ece(confidence, draw.random(len(gap)) < confidence) for _ in range(RESAMPLES // 10)]

@@ -6,14 +6,14 @@ Later wins: defaults <- preset (`algorithm:`) <- extended recipes <- the file <-
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.places import known_files, refuse_special, refuse_strange_name
-from posttrain.recipe import idle, keys, layers, pipeline
+from posttrain.recipe import idle, keys, layers, pipeline, presets, removed
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
 from posttrain.recipe.tree import Node, Origin, from_plain
 from posttrain.recipe.validate import check, origins, resolved, with_preset
@@ -114,18 +114,13 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
         if found is None and "merge_method" in tree.mapping:
             found = STAGES["merge"]  # mergekit's files say no stage
         if found is None:
-            problem = Problem(where, "stage: is missing", f"allowed: {', '.join(keys.BY_NAME)}", "write `stage: rl`")
-            raise RecipeError.of([problem, *problems])
+            raise RecipeError.of([_without_stage(tree, where), *_foreign(tree), *problems])
         return found
     found = keys.BY_NAME.get(str(node.value))
     if found is None:
         allowed = f"allowed: {', '.join(keys.BY_NAME)}"
-        problem = Problem(
-            node.origin.mark,
-            f"stage: unknown stage `{node.value}`",
-            allowed,
-            did_you_mean(str(node.value), keys.BY_NAME),
-        )
+        what = f"stage: unknown stage `{node.value}`"
+        problem = Problem(node.origin.mark, what, allowed, _meant_stage(str(node.value)))
         raise RecipeError.of([problem, *problems])
     if wanted and found is not wanted:
         problem = Problem(
@@ -135,6 +130,44 @@ def _stage_of(tree: Node, verb: str | None, where: str, problems: list[Problem])
         )
         raise RecipeError.of([problem, *problems])
     return found
+
+
+def _meant_stage(name: str) -> str:
+    """The hint for a stage that does not exist: the stage of the preset of that name, else the nearest stage."""
+    algorithm = name.lower().replace("-", "_")
+    if algorithm in presets.names():
+        stage = presets.preset(algorithm).stage
+        return f"it is an algorithm: write `stage: {stage}` and `algorithm: {algorithm}`"
+    return did_you_mean(name, keys.BY_NAME)
+
+
+def _without_stage(tree: Node, where: str) -> Problem:
+    """What is said of a recipe that names no stage, with the stages that have all of its keys, if any have."""
+    allowed = f"allowed: {', '.join(keys.BY_NAME)}"
+    if not tree.mapping:
+        return Problem(where, "the recipe is empty: it has no key", allowed, "`posttrain recipe list` shows examples")
+    able = set.intersection(*(set(_stages_with(key)) for key in tree.mapping))
+    some = [name for name in keys.BY_NAME if name in able]
+    hint = f"its keys are those of {' or '.join(some)}: write e.g. `stage: {some[0]}`" if some else ""
+    return Problem(where, "stage: is missing", allowed, hint or "write what the recipe does, e.g. `stage: sft`")
+
+
+def _stages_with(key: str) -> list[str]:
+    """The stages that have a key at their top."""
+    return [name for name, model in keys.BY_NAME.items() if key in keys.own_keys(model) and key not in model.unused]
+
+
+def _foreign(tree: Node) -> Iterator[Problem]:
+    """The keys of a recipe without a stage that no stage has, with those beside them that other toolkits have too, and
+    what to write instead."""
+    if all(map(_stages_with, tree.mapping)):
+        return
+    known = {key for model in keys.BY_NAME.values() for key in keys.own_keys(model)}
+    for key, node in tree.mapping.items():
+        able, instead = _stages_with(key), removed.sentence(key, "")
+        if instead or not able:
+            what = f"only {' and '.join(able)} has this key" if able else "no stage has this key"
+            yield Problem(node.at_key.mark, f"{key}: {what}", hint=instead or did_you_mean(key, known))
 
 
 def _finish(tree: Node, model: type[Stage], document: Document, problems: list[Problem], path: Path) -> Loaded:

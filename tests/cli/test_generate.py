@@ -70,6 +70,16 @@ def test_greedy_samples_are_refused(call: Call) -> None:
     assert (result.exit_code, "--temperature above 0" in result.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("option", [["--resume"], ["--output", "kept"], ["--dry-run"]])
+def test_options_of_a_run_are_refused_beside_a_prompt(
+    option: list[str], call: Call, asked: list[Any], folder: Path
+) -> None:
+    """They were taken and had no effect."""
+    result = call("generate", "m", "-p", "x", *option)
+    assert (result.exit_code, f"{option[0]} is for recipes" in result.stderr) == (2, True)
+    assert not asked and not (folder / "kept").exists()
+
+
 def test_a_recipe(call: Call, asked: list[Any], folder: Path) -> None:
     (folder / "p.jsonl").write_text('{"prompt": "x"}\n')
     (folder / "g.yaml").write_text("stage: generate\nmodel: {path: tiny}\ndata: {source: p.jsonl}\n")

@@ -140,6 +140,13 @@ def test_bootstrap_laws() -> None:
     assert bootstrap_ci(values, seed=3).low != bootstrap_ci(values, seed=4).low
 
 
+def test_bootstrap_takes_every_seed_of_a_recipe() -> None:
+    """`run.seed: -1` is a seed like others for everything but numpy."""
+    data = [0.0, 1.0, 1.0, 0.0, 1.0]
+    for seed in (-1, -(2**63), 2**63 - 1):
+        assert bootstrap_ci(data, resamples=200, seed=seed).low == bootstrap_ci(data, resamples=200, seed=seed).low
+
+
 def test_bootstrap_says_when_it_says_nothing() -> None:
     one, constant, few = bootstrap_ci([0.3]), bootstrap_ci([1.0] * 30), bootstrap_ci([0.0, 1.0, 1.0])
     assert not one.informative and (one.low, one.high) == (0.3, 0.3)

@@ -46,3 +46,8 @@ def test_labels():
     assert found["labels"]["a"]["mse"]["mean"] == pytest.approx(1 / 3) and found["labels"]["b"]["rows"] == 0
     assert "b: no held-out row has this label" in found["findings"]
     assert correlation(np.ones(3), np.arange(3.0)) is None
+
+
+def test_a_negative_seed_is_a_seed() -> None:
+    gap = np.array([0.5, -0.2, 1.5, 0.1])
+    assert calibration(gap, seed=-1)["ece"] == calibration(gap, seed=0)["ece"]

@@ -173,6 +173,36 @@ def test_the_stage_must_fit_the_verb(errors: Errors) -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "{}\n"])
+def test_an_empty_recipe_is_called_empty(text: str, errors: Errors) -> None:
+    assert errors(text).startswith("r.yaml  the recipe is empty: it has no key\n  allowed: sft, dpo, reward_model, rl")
+
+
+def test_a_recipe_of_another_toolkit_is_told_what_to_write_for_each_key(errors: Errors) -> None:
+    told = errors("base_model: tiny\ndatasets: [{path: x.jsonl, type: alpaca}]\nmicro_batch_size: 2\nfoo: 1\n")
+    assert told.startswith("r.yaml  stage: is missing\n")
+    assert "r.yaml:1:1  base_model: only merge has this key\n  hint: write `model.path`" in told
+    assert "r.yaml:2:1  datasets: no stage has this key\n  hint: write `data.source`" in told
+    assert "r.yaml:3:1  micro_batch_size: no stage has this key\n  hint: write `batch.size`" in told
+    assert "r.yaml:4:1  foo: no stage has this key" in told
+    assert "stage: rl" not in told and "stage: merge" not in told
+
+
+@pytest.mark.parametrize(("text", "stage"), [(SFT, "sft"), (RL, "rl")])
+def test_a_missing_stage_is_guessed_from_the_keys(text: str, stage: str, errors: Errors) -> None:
+    found = re.search(r"its keys are those of (.*): write e.g. `stage: (\w+)`", errors(re.sub("stage: .*\n", "", text)))
+    assert found and stage in found[1].split(" or ") and found[2] in found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "algorithm"),
+    [("grpo", "rl", "grpo"), ("GRPO", "rl", "grpo"), ("simpo", "dpo", "simpo"), ("dr-grpo", "rl", "dr_grpo")],
+)
+def test_an_algorithm_in_the_place_of_the_stage(name: str, stage: str, algorithm: str, errors: Errors) -> None:
+    told = errors(RL.replace("stage: rl", f"stage: {name}"))
+    assert f"hint: it is an algorithm: write `stage: {stage}` and `algorithm: {algorithm}`" in told
+
+
 def test_the_verb_says_the_stage_where_the_recipe_does_not(loads: Callable[..., Loaded]) -> None:
     assert loads(SFT.replace("stage: sft\n", ""), stage="sft").resolved["stage"] == "sft"
 
