@@ -12,6 +12,8 @@ from typing import Any
 from posttrain.verify.boxes import box_reward
 from posttrain.verify.structured import from_json
 
+_BOXES = "a list of [x1, y1, x2, y2]"
+
 
 def visual_rft_iou(
     completion: str, answer: Sequence[Any] | str | None, *, threshold: float = 0.5
@@ -21,7 +23,9 @@ def visual_rft_iou(
     threshold: a box is matched if its IoU with a gold box is above it. None if the row has no list of boxes; with an
     empty one, finding nothing is right.
     """
-    return None if answer is None else box_reward(completion, from_json(answer), threshold=threshold)
+    if answer is None:
+        return None
+    return box_reward(completion, from_json(answer, (list, tuple), _BOXES), threshold=threshold)
 
 
 _ONE = "<think>see</think>\n<answer>[{'Position': [0, 0, 10, 10], 'Confidence': 0.9}%s]</answer>"
@@ -45,7 +49,7 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     """A completion that earns full marks on this row."""
     if row.get("answer") is None:
         return None
-    boxes = [{"Position": box, "Confidence": 1.0} for box in from_json(row["answer"])]
+    boxes = [{"Position": box, "Confidence": 1.0} for box in from_json(row["answer"], (list, tuple), _BOXES)]
     return f"<think>see</think>\n<answer>{boxes}</answer>"
 
 

@@ -39,7 +39,7 @@ def code_exec(
     """
     found = code_reward(
         completion,
-        from_json(tests),
+        None if tests is None else from_json(tests, (list, tuple), "a list of tests", "tests"),
         mode=mode,
         timeout_s=timeout_s,
         budget_s=budget_s,

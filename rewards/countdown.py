@@ -5,6 +5,7 @@ rewards:
 """
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Sequence
@@ -18,24 +19,56 @@ _LONGEST = 1000  # characters; the parser is recursive
 
 
 def expression(
-    completion: str, target: float, numbers: Sequence[int], *, score: float = 1.0, format_score: float = 0.1
-) -> float:
+    completion: str,
+    target: float | str | None,
+    numbers: Sequence[int | str] | str | None,
+    *,
+    score: float = 1.0,
+    format_score: float = 0.1,
+) -> float | None:
     """`score` if the last answer is right, 0 without an answer, `format_score` for any other answer.
 
     One in the thought is none. Right: only digits, + - * / ( ) and blanks, so that 3 and 5 do not become 3.5; its
     integers are exactly the given ones; value within 1e-5 of the target. It is read by a small parser, never evaluated
-    as code.
+    as code. target and numbers may be texts (`"16"`, `["3", "5"]`, `"[3, 5]"`); null: no score.
     """
+    if target is None or numbers is None:
+        return None
+    wanted, given = read_target(target), read_numbers(numbers)
     answer = last_tag(outside_thoughts(completion), "answer")
     if answer is None:
         return 0.0
     text = answer.strip()
     if not _ALLOWED.fullmatch(text) or len(text) > _LONGEST:
         return format_score
-    if sorted(map(int, re.findall(r"[0-9]+", text))) != sorted(numbers):
+    if sorted(map(int, re.findall(r"[0-9]+", text))) != given:
         return format_score
     value = evaluate(text)
-    return score if value is not None and abs(value - target) < _CLOSE else format_score
+    return score if value is not None and abs(value - wanted) < _CLOSE else format_score
+
+
+def read_target(target: float | str) -> float:
+    """The target as a number. Raises ValueError if it is none."""
+    try:
+        value = float(target)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"`target` must be a number, not {target!r:.80}")
+    return value
+
+
+def read_numbers(numbers: Sequence[int | str] | str) -> list[int]:
+    """The given numbers, sorted. Raises ValueError if they are no whole numbers from 0 on."""
+    try:
+        listed = re.split(r"[\s,]+", numbers.strip(" []()")) if isinstance(numbers, str) else list(numbers)
+        found = sorted(int(float(number)) for number in listed)
+        whole = sorted(map(float, listed)) == found and found and found[0] >= 0
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise ValueError(f"`numbers` must be a list of whole numbers, not {numbers!r:.80}")
+    return found
 
 
 def evaluate(text: str) -> float | None:
@@ -63,6 +96,9 @@ EXAMPLES = [
     ("x <answer>(3+5)*2</answer>", _TASK, 1.0),
     ("<answer>3+5+2</answer>", _TASK, 0.1),
     ("<answer>3+5</answer>", _TASK, 0.1),
+    ("<answer>(3+5)*2</answer>", {"target": "16", "numbers": ["3", "5", "2"]}, 1.0),
+    ("<answer>(3+5)*2</answer>", {"target": 16.0, "numbers": "[3, 5, 2]"}, 1.0),
+    ("<answer>(3+5)*2</answer>", {"target": None, "numbers": [3, 5, 2]}, None),
     ("no answer", _TASK, 0.0),
     ("", _TASK, 0.0),
     ("<answer>(3+5)*2 = 16</answer>", _TASK, 0.1),

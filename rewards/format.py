@@ -14,6 +14,7 @@ from posttrain.verify.extract import after_think, last_boxed
 R1 = re.compile(r"<think>(.*)</think>\s*<answer>(.*)</answer>", re.DOTALL)
 OPEN_R1 = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
 THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
+_BLANK = re.compile(r"(?:[\s.,;:!?~$]|\\[ ,;:!]|\\q?quad\b|\\(?:text|mbox|phantom)\{\s*\})*")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
@@ -30,7 +31,8 @@ def structure(
     r1: `<think>T</think> <answer>A</answer>` and nothing else, each tag once, A not blank (T only with
     allow_empty_think false). open_r1: the same with newlines around T and A, as open-r1 matches it (further lines may
     follow). think: starts with a thought and opens no second one (TRL). tag_count: a quarter for each of the four tags
-    that stands exactly once on its line (open-r1). boxed: a box that is not blank stands after the thought.
+    that stands exactly once on its line (open-r1). In both, blank blocks count, as they do there: pair them with a
+    reward that knows the answer. boxed: a box after the thought holds more than blanks and full stops.
     prefilled_think: the prompt already ends in `<think>`; posttrain fills it in.
     """
     text = "<think>" + completion if prefilled_think else completion
@@ -43,7 +45,7 @@ def structure(
     if mode == "tag_count":
         return 0.25 * sum(text.count(tag) == 1 for tag in TAG_LINES)
     if mode == "boxed":
-        return float(bool((last_boxed(after_think(text)) or "").strip()))
+        return float(_BLANK.fullmatch(last_boxed(after_think(text)) or "") is None)
     raise ValueError(f"unknown mode {mode!r}")
 
 
@@ -70,6 +72,9 @@ EXAMPLES = [
     ("<think>a<think>b</think> 7", {}, 0.0, {"mode": "think"}),
     ("<think>\nx\n</think>\n<answer>\n3", {}, 0.75, {"mode": "tag_count"}),
     (r"<think>a</think> \boxed{7}", {}, 1.0, {"mode": "boxed"}),
+    (r"<think>a</think> \boxed{\ }", {}, 0.0, {"mode": "boxed"}),
+    (r"<think>a</think> \boxed{.\,}", {}, 0.0, {"mode": "boxed"}),
+    (r"<think>a</think> \boxed{\emptyset}", {}, 1.0, {"mode": "boxed"}),
     (r"<think>\boxed{7}</think> seven", {}, 0.0, {"mode": "boxed"}),
 ]
 

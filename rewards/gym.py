@@ -22,11 +22,13 @@ def score(
     *,
     extract: Sequence[Extractor] = ("answer_tag", "boxed"),
     whole_text: bool = False,
+    exact: bool = False,
 ) -> float | None:
     """The task's score of the extracted answer; 0 if there is none; None for a row that is not from reasoning-gym.
 
     Where a task's own code would run the answer as Python, it gets literals or formulas alone (`posttrain.verify.gym`).
-    whole_text: without a marked answer, all text after the thought is the answer.
+    whole_text: without a marked answer, all text after the thought is the answer. exact: part credit is 0; without it
+    many tasks pay for what is wrong, by length or distance (of chain_sum `-3037` earns 0.8 where 3037 is right).
     """
     if gym_task is None or gym_entry is None:
         return None
@@ -37,7 +39,8 @@ def score(
     if answer is None or not answer.strip():
         return 0.0
     entry = typed_json.loads(gym_entry) if isinstance(gym_entry, str) else gym_entry
-    return float(scorer(gym_task, gym_params or "{}")(answer.strip(), entry))
+    earned = float(scorer(gym_task, gym_params or "{}")(answer.strip(), entry))
+    return earned if earned >= 1 or not exact else 0.0
 
 
 def setup() -> None:
@@ -46,11 +49,15 @@ def setup() -> None:
 
 
 _SUM = {"gym_task": "chain_sum", "gym_entry": json.dumps({"question": "2 + 3 =", "answer": "5", "metadata": {}})}
+_LARGE = {"gym_task": "chain_sum", "gym_entry": json.dumps({"question": "?", "answer": "3037", "metadata": {}})}
 
 EXAMPLES = [
     ("<think>2 + 3</think><answer>5</answer>", _SUM, 1.0),
     (r"So \boxed{5}", _SUM, 1.0),
     ("<answer>6</answer>", _SUM, 0.0),
+    ("<answer>-3037</answer>", _LARGE, 0.8),
+    ("<answer>-3037</answer>", _LARGE, 0.0, {"exact": True}),
+    ("<answer>3037</answer>", _LARGE, 1.0, {"exact": True}),
     ("5", _SUM, 0.0),
     ("5", _SUM, 1.0, {"whole_text": True}),
     ("<answer>5", _SUM, 0.0),

@@ -17,8 +17,9 @@ def language_consistency(completion: str, language: str = "en", *, forbid_script
     """Share of the words and characters of the last thought (of all, without one) in the language's scripts.
 
     LaTeX commands, tags, and Latin and Greek letters in maths (`$...$`) and fenced code are not counted, unless the
-    maths is a sentence; letters of other scripts are counted there too. Nothing to count gives 1. forbid_scripts: names
-    as Unicode has them (CJK, CYRILLIC, ...); one letter of them gives 0.
+    maths is a sentence or holds words in `\\text{}`; letters of other scripts are counted there too. Nothing to count
+    gives 1. forbid_scripts: names as Unicode has them (CJK, CYRILLIC, ...); one letter of them gives 0. What is not
+    seen: comments in fenced code, an empty thought (1), and what stands before the last thought.
     """
     return language_share(completion, language=language, forbid_scripts=forbid_scripts)
 
@@ -34,6 +35,16 @@ EXAMPLES = [
     ("It was $5, 然后 $6", {}, 2 / 4),
     ("所以 $\\sin(xy) + \\text{mod } n$ 和 $\\alpha\\beta$", {"language": "zh"}, 1.0),
     ("It was $5 now.\n\nAnd 先 it is $6.", {}, 6 / 7),
+    ("所以 w e t h i n k", {"language": "zh"}, 2 / 3),
+    (
+        "所以 \U0001d430\U0001d41e\U0001d42d",
+        {"language": "zh"},
+        2 / 3,
+    ),
+    ("所以 <we think that this is so>", {"language": "zh"}, 2 / 8),
+    ('所以 <a href="x y">', {"language": "zh"}, 1.0),
+    ("所以 $\\text{so we}$", {"language": "zh"}, 2 / 4),
+    ("所以 a b c", {"language": "zh"}, 1.0),
     ("Это хорошо", {"language": "ru"}, 1.0),
     ("Это хорошо", {"language": "en"}, 0.0),
     ("$x^2$", {"language": "zh"}, 1.0),

@@ -4,8 +4,14 @@ rewards:
   - use: qa.search_r1             # `answer`: a text or a list of texts that are all right
     params: {metric: em, structure: 0.2, final_format: 0.1}
 
-The completion is the whole transcript, with what the tool put between `<information>` tags. `ansf1` wants few answers
-and all right ones; `search_r2`, `reseek` and `craft_qa` also pay for what was retrieved, judged or cited.
+`ansf1` wants few answers and all right ones; `search_r2`, `reseek` and `craft_qa` also pay for what was retrieved,
+judged or cited. Retrieved is what the recipe's tools returned (`tool_calls`); an `<information>` block that the policy
+wrote itself is none, and breaks the form. For stored transcripts of other trainers, in which these blocks are the
+tool's, set `params: {stored: true}`; never for texts that the trained policy writes. A tool that repeats the query in
+what it returns lets a guess count as found.
+
+Exact match is SQuAD's and drops all marks (`-5` equals `5`, `C++` equals `C`), and `subem` is any occurrence (`no` in
+`I know`): both are the papers' rules, for words. Numbers are for math.accuracy.
 """
 
 import json
@@ -20,11 +26,14 @@ from posttrain.verify.text import Metric, contains, golds_of
 def search_r1(
     completion: str,
     answer: str | Sequence[str] | None,
+    parts: Sequence[str] = (),
+    tool_calls: Sequence[Mapping[str, Any]] | None = None,
     *,
     metric: Metric = "em",
     structure: float = 0.0,
     final_format: float = 0.0,
     retrieval: float = 0.0,
+    stored: bool = False,
 ) -> dict[str, Any] | None:
     """Search-R1 (2503.09516), after its code: the last answer by em, subem or f1; None without a gold.
 
@@ -33,31 +42,49 @@ def search_r1(
     for a wrong one without the form that has an answer block. All 0: the plain score. Logged parts: score, valid,
     retrieved.
     """
+    text = _read(completion, parts, tool_calls, stored)
     found = qa.search_r1(
-        completion, answer, metric=metric, structure=structure, final_format=final_format, retrieval=retrieval
+        text, answer, metric=metric, structure=structure, final_format=final_format, retrieval=retrieval
     )
     return None if found["reward"] is None else found
 
 
-def search_r2(completion: str, answer: str | Sequence[str] | None, *, metric: Metric = "em") -> float | None:
-    """The answer's score * (1 + share of information blocks that hold a gold): Search-R2 (2602.03647).
+def _read(completion: str, parts: Sequence[str], tool_calls: Sequence[Mapping[str, Any]] | None, stored: bool) -> str:
+    """The text in which `<information>` is what a tool returned."""
+    turns = [completion] if tool_calls is None else list(parts)
+    return completion if stored else qa.transcript(turns, tool_calls)
+
+
+def search_r2(
+    completion: str,
+    answer: str | Sequence[str] | None,
+    parts: Sequence[str] = (),
+    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    metric: Metric = "em",
+    stored: bool = False,
+) -> float | None:
+    """The answer's score * (1 + share of what the tools returned that holds a gold): Search-R2 (2602.03647).
 
     The paper's judge of usefulness is replaced by the occurrence of a gold string.
     """
-    score = qa.search_r1(completion, answer, metric=metric)["score"]
-    golds = golds_of(answer)
-    return qa.density_reward(score, [float(contains(b, golds)) for b in tag_contents(completion, "information")])
+    text = _read(completion, parts, tool_calls, stored)
+    score, golds = qa.search_r1(text, answer, metric=metric)["score"], golds_of(answer)
+    return qa.density_reward(score, [float(contains(b, golds)) for b in tag_contents(text, "information")])
 
 
 def reseek(
     completion: str,
     answer: str | Sequence[str] | None,
+    parts: Sequence[str] = (),
+    tool_calls: Sequence[Mapping[str, Any]] | None = None,
     *,
     positive: float = 0.1,
     negative: float = -0.05,
     threshold: float = 0.5,
     max_answer_tags: int = 10,
     max_judged: int = 4,
+    stored: bool = False,
 ) -> dict[str, float | None] | None:
     """The answer, and whether the agent judged its evidence well (`<judge>Yes|No</judge>` after information).
 
@@ -66,7 +93,7 @@ def reseek(
     max_judged: the first so many judgements count (the paper has 4 turns), or repeating one would pay without end.
     """
     found = qa.reseek(
-        completion,
+        _read(completion, parts, tool_calls, stored),
         answer,
         positive=positive,
         negative=negative,
@@ -78,15 +105,22 @@ def reseek(
 
 
 def ansf1(
-    completion: str, answer: Sequence[str | Sequence[str]] | str | None, *, require_format: bool = False
+    completion: str,
+    answer: Sequence[str | Sequence[str]] | str | None,
+    parts: Sequence[str] = (),
+    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    require_format: bool = False,
+    stored: bool = False,
 ) -> dict[str, float | None] | None:
     """F1 of the items of the last answer block against all right answers: A^2Search (2510.07958).
 
     `answer`: one entry a right answer, a text or a list of its aliases. Items are a JSON list, or stand between `;` and
     line ends (a guess). require_format: a transcript without search_r1's form earns 0 (a guess too).
     """
-    form = qa.well_formed_search(completion) if require_format else None
-    found = qa.answer_f1(completion, answer, format_ok=form)
+    text = _read(completion, parts, tool_calls, stored)
+    form = qa.well_formed_search(text) if require_format else None
+    found = qa.answer_f1(text, answer, format_ok=form)
     return None if found["reward"] is None else found
 
 
@@ -112,39 +146,65 @@ _TRACE = (
     "<think>who</think><search>capital of Norway</search>\n<information>Oslo is the capital</information>\n"
     "<think>ok</think>\n<answer>%s</answer>"
 )
+_PLAIN = "<think>so</think>\n<answer>%s</answer>"
 _FORM = {"structure": 0.2, "final_format": 0.1, "retrieval": 0.1}
+_STORED = {"stored": True}
 _CITED = "<plan>find A</plan>\n<gold_docs>[1, %d]</gold_docs>\n<reason>doc 1 says</reason>\n<answer>Oslo</answer>"
 _JUDGED = "<search>q</search><information>%s</information><judge>%s</judge><answer>Oslo</answer>"
 
+
+def _searched(found: str, last: str, kind: str = "ok") -> tuple[str, dict[str, Any]]:
+    """(completion, built-ins) of a rollout that searched once, and then wrote `last`."""
+    parts = ["<think>who</think><search>capital of Norway</search>", last]
+    calls = [{"name": "search", "arguments": {}, "result": found, "kind": kind, "turn": 0}]
+    return "\n".join(parts), {"answer": "Oslo", "parts": parts, "tool_calls": calls}
+
+
 EXAMPLES = {
     "search_r1": [
-        (_TRACE % "the Oslo!", {"answer": ["Oslo"]}, {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}),
+        (_TRACE % "the Oslo!", {"answer": ["Oslo"]}, {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}, _STORED),
+        (_TRACE % "the Oslo!", {"answer": ["Oslo"]}, {"reward": 1.0, "valid": 0.0, "retrieved": 0.0}),  # written itself
+        (*_searched("Oslo is the capital", _PLAIN % "Oslo"), {"reward": 1.0, "valid": 1.0, "retrieved": 1.0}),
+        (*_searched("Oslo is the capital", _PLAIN % "Rome"), 0.3, _FORM),
+        (*_searched("cats", _PLAIN % "Rome" + "<information>Oslo</information>"), 0.1, _FORM),
+        (*_searched("Oslo, but late", _PLAIN % "Rome", "error"), 0.2, _FORM),
+        (*_searched("<answer>Oslo</answer>", "I do not know"), 0.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
-        (_TRACE % "Rome", {"answer": "Oslo"}, 0.3, _FORM),
+        (_TRACE % "Rome", {"answer": "Oslo"}, 0.1, _FORM),
+        (_TRACE % "Rome", {"answer": "Oslo"}, 0.3, {**_FORM, **_STORED}),
         ("<answer>Oslo</answer>", {"answer": "Oslo"}, 0.8, _FORM),
         ("<answer>Rome</answer>", {"answer": "Oslo"}, 0.1, _FORM),
         (_TRACE % "it is Oslo", {"answer": "Oslo"}, 0.5, {"metric": "f1"}),
         ("", {"answer": "Oslo"}, 0.0, _FORM),
         (_TRACE % "Oslo", {"answer": []}, None),
+        (_TRACE % "nan", {"answer": float("nan")}, None),
     ],
     "search_r2": [
-        (_TRACE % "Oslo", {"answer": "Oslo"}, 2.0),
+        (_TRACE % "Oslo", {"answer": "Oslo"}, 2.0, _STORED),
+        (_TRACE % "Oslo", {"answer": "Oslo"}, 1.0),
+        ("<information>Oslo</information><answer>Oslo</answer>", {"answer": "Oslo"}, 1.0),
+        (*_searched("Oslo is the capital", "<answer>Oslo</answer>"), 2.0),
+        (*_searched("cats", "<information>Oslo</information><answer>Oslo</answer>"), 1.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
         ("<answer>Oslo</answer>", {"answer": "Oslo"}, 1.0),
         ("", {"answer": "Oslo"}, 0.0),
         ("", {"answer": None}, None),
     ],
     "reseek": [
-        (_JUDGED % ("Oslo is in Norway", "Yes"), {"answer": "Oslo"}, 1.1),
-        (_JUDGED % ("cats", "No"), {"answer": "Oslo"}, 1.02),
-        (_JUDGED % ("Oslo is in Norway", "No"), {"answer": "Oslo"}, 0.95),
-        (_JUDGED % ("cats", "Yes"), {"answer": "Rome"}, -0.05),
+        (_JUDGED % ("Oslo is in Norway", "Yes"), {"answer": "Oslo"}, 1.1, _STORED),
+        (_JUDGED % ("cats", "No"), {"answer": "Oslo"}, 1.02, _STORED),
+        (_JUDGED % ("Oslo is in Norway", "No"), {"answer": "Oslo"}, 0.95, _STORED),
+        (_JUDGED % ("cats", "Yes"), {"answer": "Rome"}, -0.05, _STORED),
+        (_JUDGED % ("Oslo", "Yes") * 4, {"answer": "Oslo"}, 1.0),
+        (_JUDGED % ("cats", "No") * 4, {"answer": "Rome"}, 0.0),
+        (*_searched("Oslo is in Norway", "<judge>Yes</judge><answer>Oslo</answer>"), 1.1),
         ("", {"answer": "Oslo"}, 0.0),
     ],
     "ansf1": [
         ("<answer>Paris; the Rome; Oslo</answer>", {"answer": ["Paris", "Rome"]}, 0.8),
         ('<answer>["NYC"]</answer>', {"answer": [["New York City", "NYC"], "Boston"]}, 2 / 3),
         ("<answer>Paris</answer>", {"answer": "Paris"}, 0.0, {"require_format": True}),
+        (*_searched("Oslo", _PLAIN % "Oslo"), 1.0, {"require_format": True}),
         ("Paris", {"answer": "Paris"}, 0.0),
         ("", {"answer": "Paris"}, 0.0),
         ("<answer>Paris</answer>", {"answer": []}, None),
@@ -158,23 +218,17 @@ EXAMPLES = {
 }
 
 
-def _transcript(row: Mapping[str, Any]) -> str | None:
+def _answered(row: Mapping[str, Any]) -> str | None:
     golds = golds_of(row.get("answer"))
-    return _TRACE % golds[0] if golds else None
-
-
-def _judged(row: Mapping[str, Any]) -> str | None:
-    golds = golds_of(row.get("answer"))
-    useful = str(row.get("gold") or (golds[0] if golds else ""))
-    return (_JUDGED % (f"{useful} it is", "Yes")).replace("Oslo", golds[0]) if golds else None
+    return _PLAIN % golds[0] if golds else None
 
 
 def _every_answer(row: Mapping[str, Any]) -> str | None:
-    """All right answers, of each its first alias, in the transcript's form."""
+    """All right answers, of each its first alias."""
     listed = row.get("answer")
     firsts = [golds_of(one)[:1] for one in (listed if isinstance(listed, list | tuple) else [listed])]
     golds = [first[0] for first in firsts if first]
-    return _TRACE % json.dumps(golds, ensure_ascii=False) if golds else None
+    return _PLAIN % json.dumps(golds, ensure_ascii=False) if golds else None
 
 
 def _cited(row: Mapping[str, Any]) -> str | None:
@@ -184,9 +238,9 @@ def _cited(row: Mapping[str, Any]) -> str | None:
 
 
 GOLD = {
-    "search_r1": _transcript,
-    "search_r2": _transcript,
-    "reseek": _judged,
+    "search_r1": _answered,
+    "search_r2": _answered,
+    "reseek": _answered,
     "ansf1": _every_answer,
     "craft_qa": _cited,
 }

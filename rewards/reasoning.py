@@ -55,10 +55,10 @@ def srpo_reflection(
 
     The text is thought, answer, reflection, thought, answer. With fix above keep a policy can earn by being wrong
     first: watch the first answers, or set fix to 0.75. Lengths are tokens, or words where tokens have no places.
-    compare: maths is math.accuracy for answers with a digit; words is the exact match of all, which knows no minus.
+    compare: maths is math.accuracy, with exact match for words; words is the exact match of all, which knows no minus.
+    An answer block inside a thought is none.
     """
-    cut = completion.find("</answer>")
-    first_part = completion[: cut + len("</answer>")] if cut >= 0 else ""
+    first_part = pure.first_part(completion)
     if token_ends:
         total, first = float(token_count or len(token_ends)), float(bisect_right(token_ends, len(first_part)))
     else:
@@ -80,15 +80,15 @@ def srpo_reflection(
     return None if found["reward"] is None else found
 
 
-def critique_rl(completion: str, original_correct: float | None) -> float | None:
+def critique_rl(completion: str, original_correct: float | bool | str | None) -> float | None:
     """1 if the critique's "Correctness of the final answer: Correct|Wrong" is true, else -1: Critique-RL, stage 1.
 
-    Column `original_correct`: whether the answer that the prompt shows is right. Stage 2 needs the answer that an actor
+    Column `original_correct`: whether the answer that the prompt shows is right (1, true, correct, or 0, false, wrong;
+    null and NaN: no score; anything else is an error). Stage 2 needs the answer that an actor
     gives after the critique: `posttrain.verify.reasoning.critique`.
     """
-    if original_correct is None:
-        return None
-    return float(pure.critique(completion, original_correct, stage=1)["reward"])
+    truth = pure.truth_of(original_correct)
+    return None if truth is None else float(pure.critique(completion, truth, stage=1)["reward"])
 
 
 def setup() -> None:
@@ -117,6 +117,9 @@ EXAMPLES = {
         ("<think>so the answer is 5.</think><answer>4</answer>", {"answer": "4"}, {"reward": 0.5, "consistent": 0.0}),
         ("<think>hm</think><answer>4</answer>", {"answer": "4"}, {"reward": 1.0, "consistent": None}),
         ("<think>so the answer is 5.</think><answer>5</answer>", {"answer": "4"}, 0.0),
+        (r"<think>the answer is 5 \boxed{}</think><answer>4</answer>", {"answer": "4"}, 0.5),
+        ("<think>the answer is 5. The answer is ...</think><answer>4</answer>", {"answer": "4"}, 0.5),
+        ("<answer>4</answer>", {"answer": {"value": "4"}}, None),
         ("", {"answer": "4"}, 0.0),
         ("<answer>4</answer>", {"answer": ""}, None),
     ],
@@ -125,6 +128,10 @@ EXAMPLES = {
         (_TWICE % (4, 4), {"answer": "4"}, {"reward": 1.25 + _LONGER, "accuracy": 0.75}),
         (_TWICE % (4, 3), {"answer": "4"}, {"reward": 0.75 + _LONGER, "accuracy": 0.25}),
         ("<think>x</think><answer>4</answer>", {"answer": "4"}, {"reward": 0.5, "length": 0.0}),
+        ("<think><answer>3</answer></think><answer>4</answer>", {"answer": "4"}, {"accuracy": 0.5}),
+        (_TWICE % ("x", "x"), {"answer": "-x"}, {"accuracy": 0.0}),
+        (_TWICE % ("-x", "-x"), {"answer": "-x"}, {"accuracy": 0.75}),
+        (_TWICE % ("y=x", "the Oslo!"), {"answer": "Oslo"}, {"accuracy": 1.0}),
         ("", {"answer": "4"}, 0.0),
         ("", {"answer": None}, None),
     ],
@@ -132,6 +139,9 @@ EXAMPLES = {
         ("Step 2 is off.\nCorrectness of the final answer: Wrong", {"original_correct": 0}, 1.0),
         ("**Correctness of the final answer:** Correct", {"original_correct": 0}, -1.0),
         ("Looks good.", {"original_correct": 1}, -1.0),
+        ("Correctness of the final answer: Wrong", {"original_correct": "false"}, 1.0),
+        ("Correctness of the final answer: Wrong", {"original_correct": "0"}, 1.0),
+        ("Correctness of the final answer: Wrong", {"original_correct": float("nan")}, None),
         ("", {"original_correct": 1}, -1.0),
         ("", {"original_correct": None}, None),
     ],

@@ -34,7 +34,7 @@ def rl_struct(
         return None
     return json_reward(
         completion,
-        from_json(answer),
+        from_json(answer, Mapping, "an object"),
         required=required,
         weights=weights,
         decimals=decimals,
@@ -54,6 +54,8 @@ EXAMPLES = [
     ('{"title": "Soup", "minutes": 20, "vegan": 1}', {"answer": _GOLD}, {"reward": 11 / 12, "content": 2 / 3}),
     ('{"title": "Soup", "minutes": 20', {"answer": _GOLD}, 0.0),
     ('{"title": "Soup", "title": "Stew"}', {"answer": _GOLD}, 0.0),
+    ('{"title": null, "minutes": null, "vegan": null}', {"answer": _GOLD}, {"reward": 0.5, "structure": 0.0}),
+    ("{}", {"answer": _GOLD}, 0.5),
     ("[1]", {"answer": _GOLD}, 0.0),
     ("", {"answer": _GOLD}, 0.0),
     ("{}", {"answer": None}, None),

@@ -13,8 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from posttrain.verify.extract import outside_thoughts
+from posttrain.verify.structured import from_json
 from posttrain.verify.structured import same_json as same
 
+_GOLD_FORM = 'an object {"tools": [...], "response": bool}'
 Schedule = Literal["none", "two_stage", "smooth"]
 
 # (has calls, has a reply) -> pattern, and the tags that must each occur once
@@ -50,7 +53,7 @@ def toolrl(
     """
     if answer is None:
         return None
-    gold = json.loads(answer) if isinstance(answer, str) else answer
+    gold = from_json(answer, Mapping, _GOLD_FORM)
     tools, reply = list(gold.get("tools") or []), bool(gold.get("response"))
     limits = toolrl_scale(step, schedule=schedule, smooth_steps=smooth_steps, stage_step=stage_step)
     low, high = limits["correct_min"], limits["correct_max"]
@@ -144,10 +147,14 @@ def credit(
 
 
 def read_calls(completion: str) -> list[dict[str, Any]] | None:
-    """The calls in the first tool_call block, a JSON object a line; None without a block or if a line is no call."""
-    if "<tool_call>" not in completion or "</tool_call>" not in completion:
+    """The calls in the first tool_call block, a JSON object a line; None without a block or if a line is no call.
+
+    A block in a closed thought is no call.
+    """
+    text = outside_thoughts(completion)
+    if "<tool_call>" not in text or "</tool_call>" not in text:
         return None
-    block = completion.partition("<tool_call>")[2].partition("</tool_call>")[0]
+    block = text.partition("<tool_call>")[2].partition("</tool_call>")[0]
     calls = []
     for line in block.split("\n"):
         if not line.strip():
@@ -188,7 +195,7 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     answer = row.get("answer")
     if answer is None:
         return None
-    gold = json.loads(answer) if isinstance(answer, str) else answer
+    gold = from_json(answer, Mapping, _GOLD_FORM)
     blocks = ["<think>so</think>"]
     if gold.get("tools"):
         blocks += ["<tool_call>", *(json.dumps(call) for call in gold["tools"]), "</tool_call>"]
@@ -219,6 +226,7 @@ EXAMPLES = {
         ("<think>a</think>\n<response>Hi</response>", {"answer": {"tools": [], "response": True}}, 1.0),
         ("", {"answer": _GOLD}, -3.0),
         ((_CALL % "Paris")[:-20], {"answer": _GOLD}, -3.0),
+        ((_CALL % "Paris").replace("</think>", "") + "</think>", {"answer": _GOLD}, {"reward": -3.0, "format": 0.0}),
         (_CALL % "Paris", {"answer": None}, None),
     ],
 }

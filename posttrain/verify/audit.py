@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections import Counter
@@ -230,10 +231,16 @@ def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
     """
     left, _, name = reward.target.rpartition(":")
     module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
-    write = module.get("GOLD")
-    write = write.get(name) if isinstance(write, Mapping) else write
-    if not callable(write):
+    given = module.get("GOLD")
+    written = given.get(name) if isinstance(given, Mapping) else given
+    if not callable(written):
         return None
+
+    def write(row: Row) -> str | None:
+        with contextlib.suppress(ValueError):  # the row's gold is of another kind: it has none
+            return written(row)  # type: ignore[no-any-return]
+        return None
+
     columns = ("answer", *reward.columns, *reward.optional_columns)
     row = next((row for row in rows if write(row) is not None), {})
     column = next((name for name in columns if name in row and _follows(write, row, name)), "answer")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from posttrain.verify.extract import outside_thoughts
+from posttrain.verify.text import golds_of
 
 MAX_ORDER = 4
 _ENTITIES = (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">"))
@@ -69,9 +70,11 @@ def open_answer(completion: str) -> str:
 
 
 def reference_bleu(completion: str, answer: Sequence[str] | str | None) -> float | None:
-    """BLEU of the answer against its reference or references; None if there is none that is not blank (BLEUBERI)."""
-    listed = [answer] if isinstance(answer, str) else list(answer or [])
-    references = [reference for reference in listed if reference and reference.strip()]
+    """BLEU of the answer against its reference or references; None if there is none that is not blank (BLEUBERI).
+
+    Raises ValueError for a dict.
+    """
+    references = golds_of(answer)
     return bleu(open_answer(completion), references) if references else None
 
 

@@ -27,7 +27,13 @@ _SYMBOLS = frozenset({"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER",
 _JOINERS = frozenset("'’-‐‑")
 # Code and maths; no paragraph ends within `$...$`, so that prices are not taken for it.
 _SPANS = re.compile(r"(?P<code>```.*?```)|\$\$.*?\$\$|\$(?:[^$\n]|\n(?!\s*\n))*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
-_COMMANDS = re.compile(r"\\[A-Za-z]+|</?[A-Za-z][^<>]*>")
+_COMMANDS = re.compile(r"\\[A-Za-z]+|</?[A-Za-z][\w-]*(?:\s+[\w-]+=(?:\"[^\"<>]*\"|'[^'<>]*'|[^\s<>]+))*\s*/?>")
+# Letters of maths and in circles or squares, as words: three in a row are no formula.
+_DRESSED = re.compile("[\U0001d400-\U0001d7ff\u24b6-\u24e9\U0001f110-\U0001f189]{3,}")
+_SPACED = re.compile(r"(?<![^\s])(?:[^\W\d_][ \t]+){4,}[^\W\d_](?![^\s.,;:!?])")  # `w e t h i n k`
+_TEXT_IN_MATHS = re.compile(
+    r"\\(?:text|mbox|textbf|textit|mathrm)\s*\{\s*[^\W\d_]{2,}(?:[\s,;:'’-]+[^\W\d_]{2,})+\W*\}"
+)
 _SENTENCE = re.compile(r"(?:[^\W\d_]{2,}[\s,;:'’-]+){3,}[^\W\d_]{2,}")  # four words in a row are no formula
 
 
@@ -68,16 +74,19 @@ def units(text: str) -> Iterator[str]:
 def prose(text: str) -> str:
     """The text without LaTeX commands, tags, and the Latin and Greek letters of code and maths.
 
-    Letters of other scripts stay, and so does maths that holds a sentence: a thought cannot hide there.
+    Letters of other scripts stay, and so does maths that holds a sentence, or words in `\\text{}`: a thought cannot
+    hide there. Words in letters of maths or in circles, and words with a blank behind each letter, are words.
     """
+    text = _DRESSED.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
 
     def left(span: re.Match[str]) -> str:
         inside = _COMMANDS.sub(" ", span[0])
-        if span["code"] is None and _SENTENCE.search(inside):
+        if span["code"] is None and (_SENTENCE.search(inside) or _TEXT_IN_MATHS.search(span[0])):
             return inside
         return "".join(c if script_of(c) not in (None, "LATIN", "GREEK") else " " for c in inside)
 
-    return _COMMANDS.sub(" ", _SPANS.sub(left, text))
+    text = _COMMANDS.sub(" ", _SPANS.sub(left, text))
+    return _SPACED.sub(lambda found: "".join(found[0].split()), text)
 
 
 def language_share(completion: str, *, language: str = "en", forbid_scripts: Sequence[str] = ()) -> float:

@@ -30,8 +30,28 @@ _FOLLOWS = {
     "informed": {"think": "thought"},
     "end": {},
 }
+_NUMBER = re.compile(r"(?<!\d)(?:(?<!\w)-)?\d{1,18}(?:\.\d+)?(?!\d)", re.ASCII)
+_OWN_INFORMATION = re.compile(r"<(/?)information>")
+_CALL = re.compile(r"<(/?)tool_call>")
+_TAGS = re.compile(r"</?(?:think|search|information|answer|judge|tool_call)>")
 _JUDGED = re.compile(r"<information>((?:(?!<information>).)*?)</information>"
                      r"(?:(?!<information>).)*?<judge>(.*?)</judge>", re.DOTALL)  # fmt: skip
+
+
+def transcript(turns: Sequence[str], calls: Sequence[Mapping[str, Any]] | None) -> str:
+    """The turns of a model with what its tools returned in `<information>` blocks, and no such block of its own.
+
+    calls: {"result", "kind", "turn"} each, None where no tool was offered. A block that the model wrote becomes
+    `<written>`, which no form allows. A call that failed leaves an empty block. A call in `<tool_call>` is a search;
+    tags in what a tool returned are dropped.
+    """
+    text = ""
+    for number, turn in enumerate(turns):
+        text += _OWN_INFORMATION.sub(r"<\1written>", turn)
+        mine = [call for call in calls or () if call["turn"] == number]
+        results = [str(call["result"]) for call in mine if call["kind"] == "ok"]
+        text += f"\n<information>{_TAGS.sub(' ', chr(10).join(results))}</information>\n" if mine else "\n"
+    return text if calls is None else _CALL.sub(r"<\1search>", text)
 
 
 def well_formed_search(text: str) -> bool:
@@ -163,7 +183,7 @@ def answer_f1(
     answer: one entry a right answer, each a text or a list of its aliases. precision: items that are an alias of any /
     items; recall: right answers that were named / right answers. format_ok False, no block or no item: 0.
     """
-    listed = [answer] if isinstance(answer, str) else list(answer or [])
+    listed = list(answer) if isinstance(answer, list | tuple) else [answer]
     groups = [{qa_norm(alias) for alias in golds_of(entry)} - {""} for entry in listed]
     groups = [group for group in groups if group]
     if not groups:
@@ -211,10 +231,13 @@ def traced_answer(
 
 
 def cited(block: str, gold: Sequence[int], how: Literal["f1", "exact"]) -> float:
-    """F1 of the numbers in the text against the gold ones, as sets, or 1 if the sets are equal; 0 if none is cited."""
+    """F1 of the numbers in the text against the gold ones, as sets, or 1 if the sets are equal; 0 if none is cited.
+
+    Negative numbers and decimals cite nothing.
+    """
     if how not in ("f1", "exact"):
         raise ValueError(f"unknown citation {how!r}; known: f1, exact")
-    found, wanted = {int(n) for n in re.findall(r"\d{1,18}", block)}, {int(n) for n in gold}
+    found, wanted = {int(n) for n in _NUMBER.findall(block) if n.isdigit()}, {int(n) for n in gold}
     if not found:
         return 0.0
     return float(found == wanted) if how == "exact" else 2 * len(found & wanted) / (len(found) + len(wanted))

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from posttrain.verify.extract import after_think, answer_tag, last_boxed, outside_thoughts, tag_contents, thought_of
-from posttrain.verify.golds import gold_text
+from posttrain.verify.extract import (
+    THINK_END,
+    THINK_START,
+    after_think,
+    answer_tag,
+    last_boxed,
+    outside_thoughts,
+    tag_contents,
+    thought_of,
+)
+from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.math import equal
 from posttrain.verify.math import grade as grade_maths
 from posttrain.verify.text import exact_blocks, exact_match, golds_of, qa_norm
 
 _CONCLUSION = re.compile(r"answer\s+is[ \t]*:?([^.,;\n]*)", re.IGNORECASE)
 _VERDICT = re.compile(r"correctness of the final answer[\s*]*:[\s*]*(correct|wrong)\b", re.IGNORECASE)
+_NO_CONCLUSION = re.compile(r"\\(?:boxed|fbox)\{(?:[\s.,;:?!~$]|\\[ ,;:!])*\}")
+_WORD = r"(?:[^\W\d_]{2,}(?:['’-][^\W\d_]+)*|[aAI]\b)"
+_WORDS_ONLY = re.compile(rf"\s*{_WORD}(?:[\s,;:.?!]+{_WORD})*[\s.?!]*")
+_TRUTHS = {"1": True, "true": True, "yes": True, "correct": True, "right": True}
+_TRUTHS |= {"0": False, "false": False, "no": False, "wrong": False, "incorrect": False}
 _LETTER = re.compile(r"\W*([A-Za-z])\W*")
 
 
@@ -30,12 +44,15 @@ def format_and_accuracy(completion: str, answer: Any) -> dict[str, float | None]
 
 
 def conclusion(thought: str) -> str | None:
-    """Where a thought arrives: its last box, else what follows its last "answer is", up to a mark or the line end."""
-    box = last_boxed(thought)
-    if box is None:
-        found = _CONCLUSION.findall(thought)
-        box = found[-1] if found else None
-    return box.strip() or None if box is not None else None
+    """Where a thought arrives: its last box, else what follows its last "answer is", up to a mark or the line end.
+
+    An empty box, or nothing behind "answer is", is no conclusion: those before it count.
+    """
+    box = last_boxed(_NO_CONCLUSION.sub(" ", thought))
+    if box is not None and box.strip():
+        return box.strip()
+    found = [said for one in _CONCLUSION.findall(_NO_CONCLUSION.sub(" ", thought)) if (said := one.strip())]
+    return found[-1] if found else None
 
 
 def think_answer_consistency(
@@ -45,9 +62,11 @@ def think_answer_consistency(
 
     values: for a right answer that the thought arrives at (or a thought without a `conclusion`), for a right one that
     contradicts it, for a wrong or missing one; guesses, the paper's are not known. Equality is the verifier's. reward
-    None without a gold; consistent None where there is nothing to compare.
+    None without a gold that maths can compare with (no dict, list or prose); consistent None where there is nothing to
+    compare.
     """
-    gold = gold_text(answer)
+    gold = None if isinstance(answer, Mapping | list | tuple) else gold_text(answer)
+    gold = None if gold is None or is_no_answer(gold) else gold
     found = answer_tag(after_think(completion))
     arrived = conclusion(thought_of(completion) or "")
     consistent = None if found is None or arrived is None else _agree(arrived, found)
@@ -113,11 +132,11 @@ def reflection(
     still_wrong; an only answer earns `single` if right. length: length_weight * exp(-((L - 2 F) / (0.5 F))^2) for L
     tokens in all and F in the first thought and answer; 0 with fewer than two answers or F = 0. With fix above keep a
     policy can earn by being wrong first: watch the first answer, or set fix to keep. All but format is None without a
-    gold.
+    gold. An answer block inside a thought is no answer.
     """
     blocks = ("think", "answer", "reflection", "think", "answer")
     form = format_weight if exact_blocks(completion, blocks) is not None else 0.0
-    golds, answers = golds_of(answer), tag_contents(completion, "answer")
+    golds, answers = golds_of(answer), tag_contents(outside_thoughts(completion), "answer")
     if not golds:
         return {"reward": None, "format": form, "accuracy": None, "length": None}
     right = [same(text, golds) for text in answers]
@@ -131,13 +150,42 @@ def reflection(
 
 
 def same_maths(text: str, golds: Sequence[str]) -> bool:
-    """Whether an answer is one of the golds: those with a digit as the maths verifier sees them, others by exact match.
+    """Whether an answer is one of the golds, as the maths verifier sees it; words also by exact match.
 
-    Exact match drops every mark, also a minus.
+    Exact match drops every mark, a minus too, so it is for texts of words of two letters and more on both sides. A gold
+    that the verifier cannot read is equal to its own text.
     """
-    numbers = [gold for gold in golds if any(map(str.isdigit, gold))]
-    words = [gold for gold in golds if gold not in numbers]
-    return exact_match(text, words) > 0 or any(equal(gold, text) for gold in numbers)
+    words = [gold for gold in golds if _WORDS_ONLY.fullmatch(gold)] if _WORDS_ONLY.fullmatch(text) else []
+    return exact_match(text, words) > 0 or any(_same_or_written(gold, text) for gold in golds)
+
+
+def _same_or_written(gold: str, text: str) -> bool:
+    same = equal(gold, text)
+    return " ".join(gold.split()) == " ".join(text.split()) if same is None else same
+
+
+def first_part(completion: str) -> str:
+    """The text up to the end of its first answer block outside of thoughts; "" without one."""
+    end = 0
+    while (end := completion.find("</answer>", end)) >= 0:
+        end += len("</answer>")
+        opens, closes = completion.find(THINK_START, end), completion.find(THINK_END, end)
+        if closes < 0 or 0 <= opens < closes:
+            return completion[:end]
+    return ""
+
+
+def truth_of(label: Any) -> bool | None:
+    """What a label of the data says: 1, true, yes, correct or their opposites, as value or text; None for null or NaN.
+
+    Raises ValueError for anything else.
+    """
+    if label is None or label != label or (isinstance(label, str) and not label.strip()):
+        return None
+    said = _TRUTHS.get(str(int(label) if isinstance(label, float) and label in (0, 1) else label).strip().lower())
+    if said is None and str(label).strip().lower() not in ("nan", "none", "null"):
+        raise ValueError(f"`original_correct` is {label!r}; allowed: 0, 1, true, false, correct, wrong")
+    return said
 
 
 def verdict(completion: str) -> bool | None:

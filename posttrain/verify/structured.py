@@ -83,7 +83,8 @@ def json_reward(
     """{"reward", "validity", "format", "structure", "content"} of the text after the thought, each in [0, 1].
 
     validity: there is an object, see `object_in`; if not, all parts are 0. format: how it stands. structure: overlap
-    of its keys with the required ones (default: the gold's), or 0 / 1 by a JSON schema. content: share of the gold's
+    of its keys with the required ones (default: the gold's; a key
+    without a value that has one in the gold is missing), or 0 / 1 by a JSON schema. content: share of the gold's
     keys whose value is `alike`. With a budget a part `length` = 1 - min(1, tokens / budget), whose weight is 0 unless
     given. reward: the mean by `weights`. Every formula here is a guess: the source states none.
     """
@@ -95,7 +96,7 @@ def json_reward(
         parts |= {
             "validity": 1.0,
             "format": form,
-            "structure": overlap(wanted, set(found)) if schema is None else float(fits(found, schema)),
+            "structure": overlap(wanted, _held(found, answer)) if schema is None else float(fits(found, schema)),
             "content": sum(k in found and alike(found[k], v, decimals) for k, v in answer.items()) / len(answer)
             if answer
             else 1.0,
@@ -103,6 +104,10 @@ def json_reward(
         if budget:
             parts["length"] = 1 - min(1.0, (tokens or 0) / budget)
     return {"reward": weighted_mean(parts, {"length": 0.0, **(weights or {})}, PARTS), **parts}
+
+
+def _held(found: Mapping[str, Any], answer: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in found.items() if not is_blank(value) or is_blank(answer.get(key))}
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -114,6 +119,20 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     return bool(validator(schema).is_valid(value))
 
 
-def from_json(value: Any) -> Any:
-    """A column of the data that may be kept as JSON text, as the value that it is."""
-    return json.loads(value) if isinstance(value, str) else value
+def from_json(value: Any, kind: type | tuple[type, ...], what: str, column: str = "answer") -> Any:
+    """A column of the data that may be kept as JSON text, as the value that it is.
+
+    kind: what it must be; what: says it in words. Raises ValueError for anything else.
+    """
+    try:
+        held = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        held = None
+    if not isinstance(held, kind):
+        raise ValueError(f"`{column}` must be {what}, or its JSON text, not {value!r:.80}")
+    return held
+
+
+def is_blank(value: Any) -> bool:
+    """Null, or a text, list or object that holds nothing."""
+    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})

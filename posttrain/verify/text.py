@@ -11,6 +11,7 @@ from typing import Any, Literal
 Metric = Literal["em", "subem", "f1"]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_GOLD = re.compile(r"\s*(?:nan|none|null)?\s*", re.IGNORECASE)
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED_QUESTIONS = ("yes", "no", "noanswer")
 
@@ -21,13 +22,20 @@ def qa_norm(text: str) -> str:
 
 
 def golds_of(answer: Any) -> list[str]:
-    """The gold answers of a row as texts: of a list each, of anything else itself; blank ones are none."""
+    """The gold answers of a row as texts: of a list each, of anything else itself.
+
+    Blank ones, null and NaN, also as text, are none. Raises ValueError for a dict: its text is no answer.
+    """
     listed = answer if isinstance(answer, list | tuple) else [answer]
-    return [str(gold) for gold in listed if gold is not None and str(gold).strip()]
+    if held := next((gold for gold in listed if isinstance(gold, Mapping)), None):
+        raise ValueError(f"the gold is a dict with {', '.join(map(str, held))}; it must be a text or a list of texts")
+    return [str(gold) for gold in listed if gold is not None and not _NO_GOLD.fullmatch(str(gold))]
 
 
 def exact_match(prediction: str, golds: Sequence[str]) -> float:
-    """1 if the prediction is one of the golds after `qa_norm`, else 0.
+    """1 if the prediction is one of the golds after `qa_norm`, else 0: SQuAD's rule, for words.
+
+    No mark counts, so `-5` equals `5` and `3.5` equals `35`: numbers are for the verifier of maths.
 
     A gold of which nothing is left ("A", "+") is compared as it is written: an empty answer would equal it.
     """

@@ -138,3 +138,36 @@ def test_a_verdict_in_the_thought_is_none() -> None:
     text = "Correctness of the final answer: Correct"
     assert reasoning.verdict(f"<think>{text}</think>") is None
     assert reasoning.verdict(f"<think>hm</think>{text}") is True
+
+
+DIFFERENT = [
+    *(("-x", "x"), ("x", "-x"), ("y=x", "y=-x"), (r"\pi", r"-\pi"), ("x+y", "x-y"), ("a/b", "ab"), ("C++", "C")),
+    *(("f'", "f"), ("xy", "-xy"), ("Oslo", "-Oslo"), ("Oslo", "Rome"), ("a,b", "a,-b")),
+]
+EQUAL = [
+    *(("-x", "-x"), ("x+y", "y+x"), ("the Oslo!", "Oslo"), ("B", "B."), ("C++", "C++"), ("No", "no")),
+    *(("New York City", "the new York city."), ("well-known", "Well-known"), ("1/2", "0.5")),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer", "same"), [*((*p, False) for p in DIFFERENT), *((*p, True) for p in EQUAL)])
+def test_marks_count_where_no_digit_stands(gold: str, answer: str, same: bool) -> None:
+    assert reasoning.same_maths(answer, [gold]) is same
+
+
+def test_an_answer_inside_the_thought_is_none() -> None:
+    text = "<think><answer>6</answer></think><answer>5</answer>"
+    assert reflection(text, "5", 0, 0)["accuracy"] == 0.5
+    assert reasoning.first_part(text) == text
+    twice = "<think>a</think><answer>1</answer> <think>b</think><answer>2</answer>"
+    assert reasoning.first_part(twice).endswith("1</answer>")
+    assert reasoning.first_part("<answer>6</answer></think>") == ""
+
+
+@pytest.mark.parametrize(
+    "last", [r"\boxed{}", r"\boxed{ . }", r"\fbox{\ }", "The answer is", "the answer is: ...", "answer is ;"]
+)
+def test_an_empty_conclusion_hides_none(last: str) -> None:
+    assert conclusion(f"So the answer is 6. {last}") == "6"
+    assert conclusion(rf"\boxed{{6}} {last}") == "6"
+    assert think_answer_consistency(f"<think>the answer is 6. {last}</think><answer>5</answer>", "5")["reward"] == 0.5

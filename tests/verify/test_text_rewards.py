@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from posttrain.verify import agents, bleu, boxes, language, sql, structured
+from rewards import format
 
 DB = ["CREATE TABLE emp (id INTEGER, name TEXT, pay INTEGER)", "INSERT INTO emp VALUES (1, 'Ann', 10), (2, 'Bo', 20)"]
 GOLD = "SELECT name FROM emp WHERE pay > 15"
@@ -199,3 +201,34 @@ def test_programs_and_personas() -> None:
         agents.persona_faithfulness([1.5], [0.5], [0.0])
     assert agents.turn_score([], []) == 0.0
     assert math.isclose(agents.turn_score([[0, 1], []], [1, 3]), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("所以 w e t h i n k s o", 2 / 3),
+        ("所以 \U0001d430\U0001d41e\U0001d42d \u24e6\u24d4\u24e3", 2 / 4),
+        ("所以 <we think about it>", 2 / 6),
+        (r"所以 $\text{so we}$ $\mbox{now add}$", 2 / 6),
+        ("所以 x y z <b> </b> \U0001d465\U0001d466", 1.0),
+        (r"所以 $\text{mod }n$ $\sin x$ <img src='a b.png'/>", 1.0),
+    ],
+)
+def test_words_in_another_dress_are_words(text: str, share: float) -> None:
+    assert language.language_share(text, language="zh") == pytest.approx(share)
+
+
+@pytest.mark.parametrize("box", ["", " ", r"\ ", ".", r"\,\;", "~", r"\quad", r"\text{ }", "...", "?"])
+def test_a_blank_box_is_no_answer(box: str) -> None:
+    assert format.structure(rf"<think>a</think> \boxed{{{box}}}", mode="boxed") == 0.0
+
+
+@pytest.mark.parametrize("box", ["7", r"\emptyset", "A", r"\text{no}", "-", "+"])
+def test_a_box_with_something_in_it_is_one(box: str) -> None:
+    assert format.structure(rf"<think>a</think> \boxed{{{box}}}", mode="boxed") == 1.0
+
+
+@pytest.mark.parametrize("nothing", [None, "", " ", [], {}])
+def test_keys_without_values_are_missing(nothing: object) -> None:
+    assert structured.json_reward(json.dumps({"a": nothing, "b": 1}), {"a": "x", "b": 1})["structure"] == 0.5
+    assert structured.json_reward(json.dumps({"a": nothing, "b": 1}), {"a": nothing, "b": 1})["reward"] == 1.0
