@@ -24,10 +24,11 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 POLL_SECONDS = 0.01
 END_SECONDS = 1.0
+SURE_LOOKS = 3
 WAITING_SIGNALS = 1000  # that the kernel keeps for the user's processes
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -42,6 +43,8 @@ _SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
 _SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
 _LANDLOCK_RIGHTS = {1: 13, 2: 14}  # version -> number of rights to files; 15 in later ones: truncating
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 2, 4, 8, 1 << 14
+_SYS_KCMP, _KCMP_VM = {"x86_64": 312, "aarch64": 272}, 1
+_TAKEN = ("VmRSS", "VmSwap", "VmPTE")
 _FIRST_FREE_UID = 1_000_000_000  # plus a process id: a user that owns nothing and nobody else has
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -216,18 +219,28 @@ def become_program(spec: dict, uid: int | None) -> None:
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 
-def usage() -> tuple[int, int]:
-    """(processes and threads, bytes of memory) of this namespace but for its first process: in memory, swapped out,
-    and in page tables."""
-    total, count = 0, 0
+def usage() -> tuple[int, dict[int, int]]:
+    """(processes and threads, kilobytes by process) of this namespace but for its first process: what is in memory,
+    swapped out, and in page tables. One whose first thread has ended, which shows nothing, goes by another's number."""
+    spaces: dict[int, int] = {}
+    count = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
-            with contextlib.suppress(OSError, ValueError):  # it has just ended
+            with contextlib.suppress(OSError):  # it has just ended
                 found = status_of(f"/proc/{name}")
                 count += int(found.get("Threads", "1"))
-                memory = memory_of(found)
-                total += memory_of_threads(name) if memory is None else memory
-    return count, total << 10
+                spaces |= address_space(name, (name,) if "VmRSS" in found else os.listdir(f"/proc/{name}/task"))
+    return count, spaces
+
+
+def address_space(process: str, threads: Iterable[str]) -> dict[int, int]:
+    """{thread: kilobytes} of the first of the threads, which share them, that has not ended; {} if all have."""
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            found = status_of(f"/proc/{process}/task/{thread}")
+            if "VmRSS" in found:
+                return {int(thread): sum(int(found[key].split()[0]) for key in _TAKEN if key in found)}
+    return {}
 
 
 def status_of(path: str) -> dict[str, str]:
@@ -236,20 +249,20 @@ def status_of(path: str) -> dict[str, str]:
         return dict(line.split(":", 1) for line in file)
 
 
-def memory_of(status: dict[str, str]) -> int | None:
-    """Kilobytes of the address space that a status describes; None if it has left that."""
-    if "VmRSS" not in status:
-        return None
-    return sum(int(status[key].split()[0]) for key in ("VmRSS", "VmSwap", "VmPTE") if key in status)
+def distinct(spaces: dict[int, int]) -> int:
+    """Kilobytes of all, an address space that several processes share once: a child of vfork has its parent's."""
+    call = _SYS_KCMP.get(platform.machine(), -1)
+    kept: list[int] = []
+    for process in spaces:
+        if not any(libc.syscall(call, process, other, _KCMP_VM, 0, 0) == 0 for other in kept):
+            kept.append(process)
+    return sum(spaces[process] for process in kept)
 
 
-def memory_of_threads(process: str) -> int:
-    """Kilobytes of a process whose first thread has ended: any other one shows the address space that they share."""
-    for thread in os.listdir(f"/proc/{process}/task"):
-        with contextlib.suppress(OSError, ValueError):
-            if (memory := memory_of(status_of(f"/proc/{process}/task/{thread}"))) is not None:
-                return memory
-    return 0
+def takes_more_than(kilobytes: int, spaces: dict[int, int]) -> bool:
+    """Whether the address spaces do, and also when they are looked at again: one may have been left meanwhile."""
+    over = sum(spaces.values()) > kilobytes
+    return over and all(distinct(usage()[1]) > kilobytes for _ in range(SURE_LOOKS))
 
 
 def supervise(child: int, spec: dict, *, watch: bool) -> str:
@@ -264,8 +277,8 @@ def supervise(child: int, spec: dict, *, watch: bool) -> str:
             return f"ended {code if code >= 0 else 128 - code}"
         if time.monotonic() > give_up:
             return "timeout"
-        count, memory = usage() if watch else (0, 0)
-        if memory > spec["memory_mb"] << 20:
+        count, spaces = usage() if watch else (0, {})
+        if takes_more_than(spec["memory_mb"] << 10, spaces):
             return "memory"
         if count > spec["processes"]:  # the kernel does not count those of the machine's root
             return "processes"

@@ -80,6 +80,22 @@ def test_memory_of_all_processes_together_is_bounded() -> None:
 
 
 @namespaces
+def test_memory_that_a_starting_child_shares_counts_once() -> None:
+    done = run(
+        """
+        import subprocess
+        block = bytearray(130 << 20)
+        block[::4096] = b"1" * len(block[::4096])
+        for _ in range(1500):
+            subprocess.run(["/bin/true"])
+        print("all")
+        """,
+        limits=Limits(seconds=20.0, memory_mb=200),
+    )
+    assert (done.status, done.stdout) == ("ended", "all\n")
+
+
+@namespaces
 def test_a_fork_bomb_is_bounded_and_gone() -> None:
     done = run(
         """
