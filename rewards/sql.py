@@ -11,8 +11,9 @@ here: a query with the right rows earns the judge's part too, another does not.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from posttrain.verify.sql import sql_reward
+from posttrain.verify.sql import gives_no_rows, sql_reward
 
 
 def execution(
@@ -24,7 +25,11 @@ def execution(
     timeout_s: float = 2.0,
     db_root: str | None = None,
 ) -> float | None:
-    """1 if the query gives the rows of the gold query, else 0; None if the gold query does not run."""
+    """1 if the query gives the rows of the gold query, else 0; None if the gold query does not run.
+
+    A query of constants alone is wrong where the gold query reads a table. A gold query without rows is matched by any
+    query of a table without rows: leave such rows out. Without order_sensitive the order does not count (BIRD's rule).
+    """
     found = reasoning_sql(completion, answer, db, order_sensitive=order_sensitive, timeout_s=timeout_s, db_root=db_root)
     return None if found is None else found["execution"]
 
@@ -60,6 +65,15 @@ def reasoning_sql(
     return None if found["reward"] is None else found
 
 
+def _doubt(row: Mapping[str, Any], *, db_root: str | None = None, timeout_s: float = 2.0, **_: Any) -> str:
+    if not isinstance(row.get("answer"), str) or row.get("db") is None:
+        return ""
+    empty = gives_no_rows(row["answer"], row["db"], timeout_s, db_root)
+    return "find no rows, which any query that finds none equals" if empty else ""
+
+
+DOUBT = {"execution": _doubt, "reasoning_sql": _doubt}
+
 _DB = [
     "CREATE TABLE emp (id INTEGER, name TEXT, pay INTEGER)",
     "INSERT INTO emp VALUES (1, 'Ann', 10), (2, 'Bo', 20), (3, 'Cy', 30)",
@@ -72,6 +86,12 @@ EXAMPLES = {
         ("SELECT name FROM emp WHERE pay >= 20", _ROW, 1.0),
         ("SELECT name FROM emp WHERE pay > 25", _ROW, 0.0),
         ("```sqlite\nSELECT name FROM emp WHERE pay >= 20\n```", _ROW, 1.0),
+        ("SELECT 'Bo' UNION SELECT 'Cy'", _ROW, 0.0),
+        ("SELECT 1 WHERE 0", {**_ROW, "answer": f"{_GOLD} AND pay < 0"}, 0.0),
+        ("SELECT 2", {**_ROW, "answer": "SELECT count(*) FROM emp WHERE pay > 15"}, 0.0),
+        ("WITH emp(n) AS (SELECT 2) SELECT n FROM emp", {**_ROW, "answer": f"SELECT count(*) FROM ({_GOLD})"}, 0.0),
+        ("SELECT count(id) FROM emp WHERE pay > 15", {**_ROW, "answer": f"SELECT count(*) FROM ({_GOLD})"}, 1.0),
+        ("SELECT 1 + 1", {**_ROW, "answer": "SELECT 2"}, 1.0),
         ("SELEC name", _ROW, 0.0),
         ("", _ROW, 0.0),
         ("", {"answer": "SELECT nothing FROM nowhere", "db": _DB}, None),

@@ -100,7 +100,28 @@ def doubted(reward: LoadedReward, rows: Sequence[Row], write: Writer) -> list[Do
     """What is odd about the golds that the reward reads."""
     if write.column not in (*reward.columns, *reward.optional_columns):
         return []
-    return doubts(rows, write.column, maths=reads_maths(reward))
+    return [*doubts(rows, write.column, maths=reads_maths(reward)), *own_doubts(reward, rows, write.column)]
+
+
+def own_doubts(reward: LoadedReward, rows: Sequence[Row], column: str) -> list[Doubt]:
+    """What `DOUBT(row, **params)` of the script says of golds ("" for those that are fine); it stops nothing."""
+    doubt = _of_script(reward, "DOUBT")
+    said: dict[str, list[int]] = {}
+    for number, row in enumerate(rows if callable(doubt) else ()):
+        if what := doubt(row, **reward.params):
+            said.setdefault(what, []).append(number)
+    return [
+        Doubt(what, tuple(those), tuple(str(rows[i].get(column)) for i in those[:3]), wrong=False)
+        for what, those in said.items()
+    ]
+
+
+def _of_script(reward: LoadedReward, name: str) -> Any:
+    """The function `name` of the reward's script, of a dict there the entry of the reward."""
+    left, _, function = reward.target.rpartition(":")
+    module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
+    given = module.get(name)
+    return given.get(function) if isinstance(given, Mapping) else given
 
 
 def all_doubted(rows: Sequence[Row], odd: Sequence[Doubt]) -> dict[str, str]:
@@ -229,10 +250,7 @@ def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
 
     Its column is `answer`, or the one that gold follows of those that the reward reads.
     """
-    left, _, name = reward.target.rpartition(":")
-    module: Mapping[str, Any] = load_script(Path(left)) if left.endswith(".py") else vars(sys.modules[left])
-    given = module.get("GOLD")
-    written = given.get(name) if isinstance(given, Mapping) else given
+    written = _of_script(reward, "GOLD")
     if not callable(written):
         return None
 

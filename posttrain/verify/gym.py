@@ -98,6 +98,16 @@ def _has_the_numbers(answer: str, entry: Any) -> bool:
     return all(abs(float(a) - float(b)) < 1e-6 for a, b in zip(found, gold, strict=True))
 
 
+def _is_one_fraction(answer: str, _entry: Any) -> bool:
+    """The task takes the first fraction of any number."""
+    return len(re.findall(r"\d+", answer)) == 2
+
+
+def _has_as_many_words(answer: str, entry: Any) -> bool:
+    """The task gives full marks to the right words with others behind them."""
+    return len(answer.split()) <= len(str(entry["answer"]).split())
+
+
 # Task -> what an answer must be to earn anything; what it raises, the answer is not.
 _MUST: dict[str, Callable[[str, Any], bool]] = {
     "game_of_life_halting": _says_halted,
@@ -105,6 +115,8 @@ _MUST: dict[str, Callable[[str, Any], bool]] = {
     "puzzle24": _uses_the_numbers,
     "coin_flip": _is_the_probability,
     "number_sorting": _has_the_numbers,
+    "fraction_simplification": _is_one_fraction,
+    "letter_jumble": _has_as_many_words,
 }
 
 

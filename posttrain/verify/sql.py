@@ -90,6 +90,11 @@ def schema_names(connection: sqlite3.Connection) -> set[str]:
     return {name.lower() for name in (*tables, *columns)}
 
 
+def reads_a_table(connection: sqlite3.Connection, query: str) -> bool:
+    """Whether a query that runs opens a table, and is not just constants."""
+    return any(row[1] in ("OpenRead", "VOpen") for row in connection.execute(f"EXPLAIN {query}"))
+
+
 def same_rows(a: Sequence[tuple[Any, ...]], b: Sequence[tuple[Any, ...]], order_sensitive: bool = False) -> bool:
     """Whether two results are equal: as sets (the rule of BIRD), or as lists."""
     return list(a) == list(b) if order_sensitive else set(a) == set(b)
@@ -109,10 +114,11 @@ def sql_reward(
 ) -> dict[str, float | None]:
     """{"reward": weighted sum, "execution", "judge", "syntax", "schema", "ngram"}, at most 8 (Reasoning-SQL).
 
-    execution: the rows are those of the gold query. syntax: the query runs. judge: 1 if execution is right, else the
-    score of a judge in [0, 1]. schema: overlap of the tables and columns that the queries name. ngram: overlap of their
-    n-grams of tokens. weights: of parts, over execution 3, judge 2 and 1 for the others. A gold query that does not run
-    gives None. The tokeniser and the rules for empty sets are ours.
+    execution: the rows are those of the gold query; constants alone (`SELECT 2`) are wrong where the gold query reads a
+    table. A gold without rows is earned by any query of a table without rows. syntax: the query runs. judge: 1 if
+    execution is right, else the score of a judge in [0, 1]. schema: overlap of the tables and columns that the queries
+    name. ngram: overlap of their n-grams of tokens. weights: of parts, over execution 3, judge 2 and 1 for the others.
+    A gold query that does not run gives None. The tokeniser and the rules for empty sets are ours.
     """
     if unknown := sorted((weights or {}).keys() - WEIGHTS.keys()):
         raise ValueError(f"weights of unknown parts: {', '.join(unknown)}; known: {', '.join(WEIGHTS)}")
@@ -123,6 +129,7 @@ def sql_reward(
         return {"reward": None, **dict.fromkeys(WEIGHTS, None)}
     found = run_query(connection, query, timeout_s)
     right = found.rows is not None and same_rows(found.rows, gold.rows, order_sensitive)
+    right = right and (reads_a_table(connection, query) or not reads_a_table(connection, gold_query))
     items = schema_names(connection)
     parts = {
         "execution": float(right),
@@ -132,3 +139,12 @@ def sql_reward(
         "ngram": ngram_overlap(tokens(query), tokens(gold_query), ngram),
     }
     return {"reward": sum({**WEIGHTS, **(weights or {})}[name] * value for name, value in parts.items()), **parts}
+
+
+def gives_no_rows(answer: str, db: str | Sequence[str], timeout_s: float = 2.0, root: str | None = None) -> bool:
+    """Whether a gold query runs and finds nothing, or nothing but nulls: then many wrong queries give the same."""
+    try:
+        gold = run_query(database(db, root), answer.strip().rstrip(";").rstrip(), timeout_s)
+    except (sqlite3.Error, OSError):  # said by the first call
+        return False
+    return gold.rows is not None and all(value is None for row in gold.rows for value in row)

@@ -106,3 +106,13 @@ def test_some_are_told_and_stop_nothing(scorer: Callable[..., Scorer]) -> None:
 def test_words_are_no_doubt_where_words_are_compared(scorer: Callable[..., Scorer]) -> None:
     with scorer("qa.search_r1") as s:
         assert audit_gold(s, rows(["Paris", "row 7", "about a boy", "Nile", "between"])).doubts == []
+
+
+def test_gold_queries_that_find_nothing_are_told(scorer: Callable[..., Scorer]) -> None:
+    db = ["CREATE TABLE emp (name TEXT, pay INTEGER)", "INSERT INTO emp VALUES ('Ann', 10), ('Bo', 20)"]
+    full, none = "SELECT name FROM emp WHERE pay > 10", "SELECT name FROM emp WHERE pay > 90"
+    golds = [full, none, "SELECT sum(pay) FROM emp WHERE pay > 90", "SELECT count(*) FROM emp", "SELECT 1 FROM nowhere"]
+    data = [{**row, "db": db} for row in rows(golds)]
+    with scorer("sql.execution", max_bad_gold=1.0) as s:
+        (told,) = audit_gold(s, data).doubts
+    assert told.startswith(f"2 of 5 golds find no rows, which any query that finds none equals: `{none}`")

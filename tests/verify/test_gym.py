@@ -214,3 +214,12 @@ def test_formulas(text: str) -> None:
 @pytest.mark.parametrize("text", ["x.real", "(1).real", "a[0]", "'a'", "lambda: 1", "_", "__name__", "x\\y", "٣"])
 def test_no_formulas(text: str) -> None:
     assert not is_formula(text)
+
+
+@pytest.mark.parametrize("task", ["fraction_simplification", "letter_jumble"])
+def test_a_second_answer_behind_the_right_one_is_not_paid(task: str) -> None:
+    entry = reasoning_gym.create_dataset(task, size=1, seed=5)[0]
+    gold = str(entry["answer"])
+    other = "7/9" if "fraction" in task else "other words"
+    assert scorer(task)(gold, entry) == 1.0
+    assert [scorer(task)(f"{gold} or {other}", entry), scorer(task)(f"{gold} {other}", entry)] == [0.0, 0.0]
