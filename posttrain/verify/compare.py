@@ -14,7 +14,7 @@ from posttrain.verify.claims import PAIRED, close, congruent, is_name, named_val
 from posttrain.verify.identity import approximate, same_formula
 from posttrain.verify.realsets import Pieces, reals
 from posttrain.verify.records import BARE, as_tuple, bare_value, has_names, names_of, only_member, records, spread
-from posttrain.verify.units import ratio_of_units
+from posttrain.verify.units import ratio_of_units, words_beside
 from posttrain.verify.values import (
     Builder,
     Chain,
@@ -27,6 +27,7 @@ from posttrain.verify.values import (
     forms_of,
     formulas,
     letters_of,
+    walk,
 )
 
 _EXACT = Float("1e-12")
@@ -38,8 +39,35 @@ def same(gold: Value, candidate: Value, decimals: int) -> bool:
     """Whether the candidate is the gold, and leaves nothing to be worked out that the gold does not."""
     if forms_of(candidate) - forms_of(gold):
         return False
+    if words_of_conditions(gold) != words_of_conditions(candidate):
+        return False
     gold, candidate = in_one_case(gold, candidate)
     return Comparison(decimals).same(only_member(gold, gold=True), only_member(candidate))
+
+
+def words_of_conditions(value: Any) -> set[str]:
+    """The words that say something about a letter, and no unit: `odd` of `n odd` and of `n > 2 odd`."""
+    about = [
+        one
+        for part in walk(value)
+        if isinstance(part, Builder)
+        or (isinstance(part, Chain) and not set(part.relations) <= {"=", "approx", "equiv"})
+        or (isinstance(part, Formula) and part.expr.is_Symbol)
+        for one in formulas(part)
+    ]
+    return set().union(*(words_beside(one.unit) for one in about if one.unit))
+
+
+def in_coordinates(value: Any) -> Any:
+    """`2i - 3j + k` in unit vectors as the tuple of its coordinates; anything else as it is."""
+    units = [Symbol(f"hat {letter}") for letter in "ijk"]
+    if not isinstance(value, Formula) or not value.expr.free_symbols & set(units):
+        return value
+    parts = [sympy.diff(value.expr, unit) for unit in units]
+    if any(part.has(*units) for part in parts) or not value.expr.subs(dict.fromkeys(units, 0)).is_zero:
+        return value
+    shown = parts if units[2] in value.expr.free_symbols else parts[:2]
+    return Group("()", tuple(dataclasses.replace(value, expr=part) for part in shown))
 
 
 def in_one_case(*values: Any) -> tuple[Any, ...]:
@@ -74,6 +102,8 @@ class Comparison:
 
     def same(self, gold: Any, candidate: Any) -> bool:
         gold, candidate = spread(gold), spread(candidate)
+        if isinstance(gold, Group | Grid) != isinstance(candidate, Group | Grid):
+            gold, candidate = in_coordinates(gold), in_coordinates(candidate)
         if isinstance(gold, Formula) and isinstance(candidate, Formula):
             return self.formulas(gold, candidate)
         if isinstance(gold, Chain) and isinstance(candidate, Chain):

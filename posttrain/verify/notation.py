@@ -48,6 +48,8 @@ _SPACE = (
     r"|[hv]space\*?\s*\{[^{}]*\})|(?<!~)~(?!~)"
 )
 
+_INDEX = r"(?:\{\s*([0-9]+|[nkm])\s*\}|([0-9]+|[nkm]))"  # of C_n^k
+
 Replacement = str | Callable[[re.Match[str]], str]
 
 
@@ -55,6 +57,9 @@ def _upright(match: re.Match[str]) -> str:
     r"""`\mathrm{ln}` as a function, `\mathrm{e}` as a letter, `5\,\mathrm{m}` as a unit, `\text{or}` between items."""
     content, before = match["content"].strip().strip("$"), match["number"] or ""
     word = content.strip(" .,:;")
+    units = " ".join(re.sub(r"\\(?:[,;: ]|cdot)|~", " ", content).split())
+    if before and "^" in units and _UNITS.fullmatch(units):
+        return rf"{before}\text{{{units}}}"
     if word in FUNCTIONS or (word in GREEK and match[0].startswith("\\operatorname")):
         return f"{before}\\{word} "
     if re.search(r"(?<![\w^])[0-9]|\\", content) and not re.fullmatch(r"[A-Za-z]+\s*\^?[23]", content):
@@ -76,12 +81,15 @@ def _repeating(match: re.Match[str]) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{below}}}"
 
 
-def _chosen(match: re.Match[str]) -> str:
-    """C_5^2 of Chinese text books as a binomial coefficient; C_1^2 is a letter with an index."""
-    above, below = match["n"] or match["n2"] or match["n3"], match["k"] or match["k2"] or match["k3"]
-    if above.isdecimal() and below.isdecimal() and not 2 < int(above) >= int(below):
+def _chosen(match: re.Match[str], kind: str, *indices: str | None) -> str:
+    """C_5^2 of Chinese text books as a binomial coefficient, A_5^2 as 5!/3!; C_1^2 is a letter with an index."""
+    above, below = (indices[place] or indices[place + 1] or "" for place in (0, 2))
+    known = kind == "C" and above == "n"
+    if above.isdecimal() and below.isdecimal():
+        known = 2 < int(above) >= int(below)
+    if not known:
         return match[0]
-    return rf"\binom{{{above}}}{{{below}}}"
+    return rf"\binom{{{above}}}{{{below}}}" if kind == "C" else rf"\frac{{{above}!}}{{({above}-{below})!}}"
 
 
 def _ungrouped(match: re.Match[str]) -> str:
@@ -106,16 +114,9 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"^\\text\s*\{\s*(?i:(?:the\s+)?(?:final\s+)?(?:answer|ans))\.?\s*(?:is|:|=)?\s*:?\s*\}", ""),
         (r"\^\s*\{?\\circ\s*\}?\s*(?:\\text\s*\{\s*)?([CF])(?![A-Za-z])\s*\}?", r" \\text{°\1}"),
         (r"(?<=[0-9}])(?:\s|~|\\[,;: ])*(k|M|m|)\s*\\Omega\s*$", r" \\text{\1Ω}"),
-        (
-            r"(?<![A-Za-z0-9\\}])C_\{?(?P<n>[0-9]+|n)\}?\^\{?(?P<k>[0-9]+|[km])\}?"
-            r"|(?<![A-Za-z0-9\\}])C\^\{?(?P<k2>[0-9]+)\}?_\{?(?P<n2>[0-9]+)\}?"
-            r"|(?:\{\})?[_^]\{?(?P<n3>[0-9]+)\}?\s*C_\{?(?P<k3>[0-9]+)\}?",
-            lambda m: _chosen(m),
-        ),
-        (
-            r"(?<![A-Za-z0-9\\}])A_\{?(?P<n>[0-9]+)\}?\^\{?(?P<k>[0-9]+)\}?",
-            lambda m: rf"\frac{{{m['n']}!}}{{({m['n']}-{m['k']})!}}" if 2 < int(m["n"]) >= int(m["k"]) else m[0],
-        ),
+        (rf"(?<![A-Za-z0-9\\}}])(?P<kind>[CA])_{_INDEX}\^{_INDEX}", lambda m: _chosen(m, m["kind"], *m.groups()[1:])),
+        (rf"(?<![A-Za-z0-9\\}}])C\^{_INDEX}_{_INDEX}", lambda m: _chosen(m, "C", *m.groups()[2:], *m.groups()[:2])),
+        (rf"(?:\{{\}})?[_^]{_INDEX}\s*C_{_INDEX}", lambda m: _chosen(m, "C", *m.groups())),
         (r"(?<![\w.])([0-9]+)\.([0-9]*)\(([0-9]{1,6})\)(?![0-9.])", r"\1.\2\\overline{\3}"),
         (
             r"(?<![\w.])([0-9]+\.[0-9]*)\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?",
@@ -150,7 +151,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"(?<![\w.}])([0-9]+\.[0-9]+)[eE]([-+][0-9]+)(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\w.}])([0-9]+)[eE]([-+][0-9]{2,})(?![\w.(^{\\])", r"\1 \\cdot 10^{\2}"),
         (r"\.{2,}", r"\\ldots "),
-        (r"(?<=[0-9])\.(?=\s*(?:$|[^\s0-9.\\]|\\text|\\mathrm))", ""),
+        (r"(?<=[0-9])\.(?=\s*(?:$|[^\s0-9.\\]|\\text|\\mathrm|\\end))", ""),
         # Words and forms.
         (r"√\s*([0-9]+|[a-z](?![a-z]))", r"\\sqrt{\1}"),
         (r"√", r"\\sqrt "),
@@ -186,7 +187,7 @@ def _in_font(content: str) -> str:
 
 _BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _BASE = re.compile(
-    r"(?<![\w.\\^])\(?(?P<digits>[0-9][0-9A-Z,]*)\)?\s*"
+    r"(?<![\w.\\^])\(?(?P<digits>[0-9][0-9A-Fa-f,]*)\)?\s*"
     r"(?:_\s*(?:\{\s*\(?\s*(?:\\text\s*\{)?\s*(?:base\s*)?(?P<braced>[0-9]+|[a-z]+)\s*\}?\s*\)?\s*\}"
     r"|\\text\s*\{\s*(?:base\s*)?(?P<worded>[0-9]+|[a-z]+)\s*\}|(?P<bare>[0-9]))"
     r"|(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base\s*[-~]?\s*\}?\s*\{?(?P<said>[0-9]+|[a-z]+)\s*\)?\s*\}?)"
@@ -200,7 +201,15 @@ _GROUPED = re.compile(r"(?<![\w.,^])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?!,[0
 _DATE = re.compile(r"[12][0-9]{3}-[0-9]{1,2}-[0-9]{1,2}")
 _RANGE = re.compile(r"[0-9]+-[0-9]+")
 _POWER_OF_TEN = re.compile(r"([-+]?[0-9]+)[eE]([-+][0-9])")
-_TEXT = r"\{\s*\\(?:text|mathrm)\s*\{\s*([a-z]+)\s*\}\s*\}"
+_POWER = r"(?:\^\s*\{?\s*(-?[1-9])\s*\}?)?"
+_TEXT = rf"\{{\s*\\(?:text|mathrm)\s*\{{\s*([A-Za-z]+)\s*{_POWER}\s*\}}\s*{_POWER}\s*\}}"
+_TIMES_UNIT = re.compile(
+    rf"(?<=[0-9}}\s,~])\\(?:text|mathrm)\s*\{{([^{{}}]*)\}}{_POWER}\s*\\cdot\s*\\(?:text|mathrm)\s*\{{"
+)
+_RAISED_UNIT = re.compile(
+    r"(?<=[0-9}\s,~])\\(?:text|mathrm)\s*\{(?:[A-Za-z ~]|\\[,;: ]|\\cdot\b|\^\s*\{\s*-?[1-9]\s*\})+\}"
+)
+_UNITS = re.compile(r"(?:(?:[A-Za-zµΩ]{1,4})(?:\^-?[1-9])?[ /]*)+")  # `J mol^-1 K^-1`
 _QUOTIENT = re.compile(rf"\\[dtc]?frac\s*{_TEXT}\s*{_TEXT}")  # of units
 _PRICE = re.compile(
     r"^\s*(?:\\text\s*\{\s*)?(?:\\?(?P<before>\$|US\\?\$|USD|EUR|GBP|INR|Rs\.?|[€£¥₹])(?:\s*\})?\s*"
@@ -212,7 +221,7 @@ _DOUBLED = re.compile(
 )
 _LETTERS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{([^{}]*)\}")
 _UNIT_LETTER = re.compile(
-    r"(?<=[0-9}])(?P<blank>\s*)(?P<unit>[mgshl])(?P<rest>\s*/\s*[a-z]{1,3}|)(?P<power>\^\{?[23]\}?|[²³])?$"
+    r"(?<=[0-9}])(?P<blank>\s*)(?P<unit>[mgshl]|(?<=\s)[LNJWVK])(?P<rest>\s*/\s*[a-z]{1,3}|)(?P<power>\^\{?[23]\}?|[²³])?$"
 )
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
 _NOTHING = re.compile(
@@ -259,7 +268,17 @@ def _closes_at_the_end(text: str) -> bool:
 
 def _signed(text: str) -> str:
     """The text with signs as commands, without mathematics marks, currencies and switches of the font."""
-    text = _QUOTIENT.sub(r"\\text{\1/\2}", text)
+    text = _QUOTIENT.sub(lambda m: rf"\text{{{_raised(m[1], m[2] or m[3])}/{_raised(m[4], m[5] or m[6])}}}", text)
+    for _ in range(3):
+        text = _TIMES_UNIT.sub(lambda m: rf"\text{{{_raised(m[1], m[2])} ", text)
+    text = _RAISED_UNIT.sub(lambda m: re.sub(r"\^\s*\{\s*(-?[1-9])\s*\}", r"^\1", m[0]), text)
+    text = re.sub(r"(?:\\mu|[μµ])\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{µ", text)
+    text = re.sub(r"(\\in|∈)\s*\\math(?:bf|rm|it)\s*\{\s*([RZNQC])\s*\}", r"\1 \\mathbb{\2}", text)
+    if re.search(r"\\(?:mathbf|boldsymbol|bm|vec|hat)\s*\{?\s*\\?[jk](?:math)?(?![A-Za-z])", text):
+        text = re.sub(
+            r"\\(?:mathbf|boldsymbol|bm|vec|hat)\s*\{?\s*\\?([ijk])(?:math)?\s*(?:\}|(?![A-Za-z]))", r"\\hat{\1}", text
+        )
+    text = re.sub(r"(&|,)\s*\\text\s*\{\s*(?:if|for|when|where)\s*\}", r"\1", text)
     if price := _PRICE.match(text):
         money = _MONEY[(price["before"] or price["behind"]).replace("\\", "")]
         text = rf"{price['price'] or price['number']} \text{{{money}}}"
@@ -271,6 +290,10 @@ def _signed(text: str) -> str:
     text = re.sub(r"[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
     text = re.sub(f"[{_CURRENCY}]", "", text)
     return re.sub(_SWITCH, "", text)
+
+
+def _raised(unit: str, power: str | None) -> str:
+    return f"{unit}^{power}" if power else unit
 
 
 def _without_group_commas(text: str) -> str:
@@ -302,6 +325,8 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
         if counted or (not gold and comma[2].strip("0")):
             whole = re.sub(r"[ .]", "", comma[1])
             found.append(f"{whole}.{comma[2]} {comma[3]}")
+    if named := re.fullmatch(r"\s*(?:\\ell|[lLCcm])\s*[:：]\s*([^:]*=[^:]*)", text):
+        found.append(named[1])  # a line or curve with its name
     if (value := value_of(_LETTERS.sub(r"\1", text.strip("$ ")))) is not None:
         found.append(str(value))
     if not gold and (ratio := re.fullmatch(r"\s*([0-9]+)\s*(?:\\text\{\s*to\s*\}|to)\s*([0-9]+)\s*", text)):
@@ -328,7 +353,9 @@ def based(text: str) -> tuple[str, list[tuple[str, str]]]:
             base = str(_BASE_WORDS.index(base) + 2)
         if not base.isdecimal():
             return match[0]
-        digits = match["digits"].replace(",", "")
+        digits = match["digits"].replace(",", "").upper()
+        if int(base) <= 10 and not digits.isdecimal():
+            return match[0]
         found.append((digits, base))
         return digits
 
@@ -364,6 +391,13 @@ def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) ->
     return all(one in gold or (one[1] == "10" and not gold) for one in candidate)
 
 
+def _names(text: str) -> list[str]:
+    """The words of a list of words, in order of letters: `Alice and Bob`; [] for one word or anything else."""
+    parts = re.split(r"\s*(?:,\s*(?:and\b)?|\band\b|&)\s*", _LETTERS.sub(r" \1 ", text).strip(" .$"))
+    words = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
+    return sorted(part.casefold() for part in parts) if words else []
+
+
 _SYNONYMS = {"dne": "doesnotexist", "infinitelymanysolutions": "infinitelymany", "infinite": "infinitelymany"}
 _SYNONYMS |= {"infinite solutions".replace(" ", ""): "infinitelymany"}
 
@@ -396,6 +430,8 @@ def same_words(a: str, b: str) -> bool | None:
     if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():
         return True
     x, y = (_SYNONYMS.get(found, found) if (found := words_of(text)) else None for text in (a, b))
+    if (names := _names(a)) and (others := _names(b)):
+        return names == others
     if x is None or y is None:
         return None
     if x == y or (says_nothing(a) and says_nothing(b)) or (says_all_reals(a) and says_all_reals(b)):

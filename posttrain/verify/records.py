@@ -17,7 +17,9 @@ def only_member(value: Any, *, gold: bool = False) -> Any:
     if not isinstance(value, Group) or value.kind not in BARE or not value.members:
         return value
     member = value.members[0]
-    if any(one != member for one in value.members) or (value.kind == "set" and isinstance(member, Group)):
+    if any(one != member for one in value.members) or (
+        value.kind == "set" and isinstance(member, Group) and member.kind != "()"
+    ):
         return value
     return member
 

@@ -120,8 +120,20 @@ def _determinant(reader: Reader) -> Expr:
 def _system(reader: Reader) -> Group:
     name = reader.tokens[reader.place - 1].text.partition(":")[2]
     members: list[Any] = []
+    rows: list[list[Any]] = [[]]
     while not reader.take("end:" + name):
-        members += reader.item()
-        while reader.take("\\", ",", ";", "and"):
-            pass
+        read = reader.item()
+        members += read
+        rows[-1] += read
+        while reader.at("\\", ",", ";", "and", "&"):
+            if reader.next().text == "\\":
+                rows.append([])
+    pieces = [row for row in rows if row]
+    if len(pieces) > 1 and all(len(row) == 2 and _is_piece(*row) for row in pieces):
+        members = [Group("()", tuple(row)) for row in pieces]
     return Group("list", tuple(members), "and")
+
+
+def _is_piece(value: Any, condition: Any) -> bool:
+    """Whether they are a value of a function and where it has it."""
+    return not isinstance(value, Chain) and isinstance(condition, Chain)

@@ -113,6 +113,11 @@ def _meanings(unit: str) -> tuple[tuple[Measure, frozenset[str]], ...]:
     return tuple(found)
 
 
+def words_beside(unit: str) -> frozenset[str]:
+    """The words that are no measure and say something."""
+    return _meanings(unit)[0][1]
+
+
 def singular(word: str) -> str:
     if word in _IRREGULAR:
         return _IRREGULAR[word]

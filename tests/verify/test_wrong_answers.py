@@ -81,6 +81,8 @@ RIGHT = {
     "{5 \\choose 3}", "\\binom{5}{3}",  # 5 over 2 is 5 over 3
     "(0)",  # of {0}
     "yx",
+    "xk",
+    "\\{2,3,3\\}",  # a set
     "2(0)",
     "x=2",  # of x=2, x=2
     "-\\sin x=0",
