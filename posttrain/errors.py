@@ -93,6 +93,10 @@ class RunError(PosttrainError, RuntimeError):
     """A run that was started could not go on. The last good checkpoint is kept."""
 
 
+class NothingTrained(RunError):
+    """A run whose steps are all done, and none has changed a weight: resuming it finds the same."""
+
+
 class Interrupted(PosttrainError, RuntimeError):
     """A signal stopped a run (2 SIGINT, 15 SIGTERM, 1 SIGHUP). What was reached is saved; the message says how to go
     on. The exit code is a shell's for that signal: 130, 143, 129."""

@@ -12,7 +12,19 @@ import typer
 
 from posttrain import terminal
 from posttrain.cli.guard import DEBUG
-from posttrain.cli.stage import Debug, DryRun, Json, Output, Overrides, Resume, execute, preview, report, tell_notes
+from posttrain.cli.stage import (
+    AllowChanged,
+    Debug,
+    DryRun,
+    Json,
+    Output,
+    Overrides,
+    Resume,
+    execute,
+    preview,
+    report,
+    tell_notes,
+)
 from posttrain.errors import Interrupted, UserError
 
 Source = Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe; with --prompt, a model.")]
@@ -48,6 +60,7 @@ def generate(
     seed: Seed = 0,
     dry_run: DryRun = False,
     resume: Resume = False,
+    allow_changed: AllowChanged = False,
     output: Output = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -60,7 +73,9 @@ def generate(
 
     ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
     if prompt:
-        _refuse_with_prompt({"--resume": resume, "--output": output, "--dry-run": dry_run})
+        _refuse_with_prompt(
+            {"--resume": resume, "--allow-changed": allow_changed, "--output": output, "--dry-run": dry_run}
+        )
         if samples > 1 and temperature == 0:
             raise UserError("-n above 1 needs a --temperature above 0: greedy completions are all the same")
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -74,7 +89,7 @@ def generate(
         return
     packages.require(loaded)
     typed = ["posttrain", "generate", source, *(overrides or [])]
-    summary, path = execute(ctx, loaded, output, resume, typed)
+    summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
     report(summary, path, as_json)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from posttrain import terminal
-from posttrain.errors import Interrupted, PosttrainError, Problem, UserError
+from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Problem, UserError
 
 DEBUG, RUN, RESUME = "posttrain.debug", "posttrain.run", "posttrain.resume"  # keys of the context's meta
 
@@ -61,7 +61,7 @@ def _interrupted(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> 
     """The exit with a shell's code for the signal; `GracefulStop` raises with its number."""
     _debug(meta)
     say("interrupted")
-    _tell_how_to_go_on(meta, None)
+    _tell_how_to_go_on(meta, stopped)
     return typer.Exit(128 + next((int(n) for n in stopped.args if isinstance(n, int)), 2))
 
 
@@ -97,16 +97,28 @@ def _debug(meta: MutableMapping[str, Any]) -> None:
         terminal.note(traceback.format_exc().rstrip())
 
 
-def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: PosttrainError | None) -> None:
-    """Where the run is and the command that resumes it; a run that never began leaves no directory behind."""
+def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: BaseException | None) -> None:
+    """Where the run is and the command that resumes it, if that can help; a run that never began leaves no directory
+    behind. After a mistake of the user's the same files fail again: the command takes the mended ones."""
     directory: Any = meta.get(RUN)
     if directory is None:
         return
-    if isinstance(error, UserError) and _remove_if_unused(directory):
+    if isinstance(error, UserError | KeyboardInterrupt) and _remove_if_unused(directory):
         say("nothing was begun: its run directory is removed again")
         return
     say(f"run directory: {directory.path}")
-    say(f"resume with:   {shlex.join(meta[RESUME])}")
+    if isinstance(error, NothingTrained):
+        return
+    first = "when that is mended, " if isinstance(error, UserError) else ""
+    changed = ["--allow-changed"] if isinstance(error, UserError) and _compares_files(directory) else []
+    say(f"{first}resume with:   {shlex.join([*meta[RESUME], *changed])}")
+
+
+def _compares_files(directory: Any) -> bool:
+    """Whether a resumed run asks if the files that its recipe names have changed."""
+    from posttrain.run.durable import read_json
+
+    return bool(read_json(directory.path / "inputs.json"))
 
 
 def _remove_if_unused(directory: Any) -> bool:

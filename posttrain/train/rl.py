@@ -95,6 +95,7 @@ def train(
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
     also = partial(go_on, p, ahead)
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic, also) or checkpoint.State()
+    trained.check_asked(state.step, p.steps)
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
     salvage = partial(salvaged, p, state, directory, ahead, note=progress.note)
     with closing(Record(p, directory, progress, state)) as record:
@@ -230,7 +231,7 @@ def due(p: Pieces, state: checkpoint.State) -> bool:
 
 
 def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
-    """Save the model that the run ends with; returns the summary. Raises RunError if nothing was trained."""
+    """Save the model that the run ends with; returns the summary. Raises NothingTrained if no step made an update."""
     trained.check_end(state)
     started = time.perf_counter()
     with p.watchdog.phase("final save"):

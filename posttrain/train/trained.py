@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from posttrain.errors import RunError, counted
+from posttrain.errors import NothingTrained, RunError, UserError, counted
 from posttrain.train import distributed, sharding
 from posttrain.train.checkpoint import State
 
@@ -66,10 +66,20 @@ def check_patience(state: State, limit: int | None) -> RunError | None:
     )
 
 
+def check_asked(done: int, asked: int) -> None:
+    """Raises UserError where a resumed run has done more steps than it is asked for: they cannot be taken back."""
+    if done > asked:
+        raise UserError(
+            f"{counted(done, 'step')} are done already, and {asked} {'is' if asked == 1 else 'are'} asked for",
+            hint=f"ask for {done} or more (run.steps={done} saves the model as it is), or start a new run with another"
+            " --output; models of earlier steps are in `checkpoints`, if they were kept",
+        )
+
+
 def check_end(state: State) -> None:
-    """Raises RunError at the end of a run that made no update at all: its model is the one that it began with."""
+    """Raises NothingTrained at the end of a run that made no update at all: its model is the one that it began with."""
     if state.step and not state.updates:
-        raise RunError(
+        raise NothingTrained(
             f"nothing was trained: none of {counted(state.step, 'step')} made an update",
             allowed="no final model was saved, for it would be the one that the run began with",
             hint="read why each step made none above; metrics.jsonl has `updates`, `grad_norm` and `trained_ratio`",

@@ -70,7 +70,7 @@ def test_greedy_samples_are_refused(call: Call) -> None:
     assert (result.exit_code, "--temperature above 0" in result.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("option", [["--resume"], ["--output", "kept"], ["--dry-run"]])
+@pytest.mark.parametrize("option", [["--resume"], ["--allow-changed"], ["--output", "kept"], ["--dry-run"]])
 def test_options_of_a_run_are_refused_beside_a_prompt(
     option: list[str], call: Call, asked: list[Any], folder: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import DataError, Interrupted, RunError
+from posttrain.errors import DataError, Interrupted, NothingTrained, RunError
 from posttrain.recipe.stages import STAGES
 from posttrain.registry import load_module
 
@@ -165,7 +165,41 @@ def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> Non
     stage(fails(DataError("row 3 is odd"), wrote="metrics.jsonl"))
     result = call("sft", "r.yaml", "--output", "out")
     assert (folder / "out" / "metrics.jsonl").exists()
-    assert "resume with:   posttrain sft r.yaml --output out --resume" in result.stderr
+    assert result.stderr.endswith(
+        "when that is mended, resume with:   posttrain sft r.yaml --output out --resume --allow-changed\n"
+    )
+
+
+def test_a_run_without_files_to_compare_is_resumed_as_it_is(call: Call, stage: Stage) -> None:
+    def fail(_: Any, directory: Any) -> None:
+        (directory.path / "inputs.json").write_text("{}", encoding="utf-8")
+        (directory.path / "metrics.jsonl").touch()
+        raise DataError("row 3 is odd")
+
+    stage(fail)
+    assert call("sft", "r.yaml", "--output", "out").stderr.endswith("--output out --resume\n")
+
+
+def test_a_run_that_trained_nothing_is_not_said_to_be_resumable(call: Call, stage: Stage) -> None:
+    """All of its steps are done: the command that was named failed in the same way."""
+    stage(fails(NothingTrained("nothing was trained"), wrote="metrics.jsonl"))
+    result = call("sft", "r.yaml", "--output", "out")
+    assert (result.exit_code, "run directory: out" in result.stderr) == (1, True)
+    assert "resume" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [(), (15,)])
+def test_ctrl_c_before_anything_has_begun_leaves_no_run(
+    number: tuple[int, ...], call: Call, stage: Stage, folder: Path
+) -> None:
+    """The next start, without --resume, was refused: the output directory is in use."""
+    stage(fails(KeyboardInterrupt(*number)))
+    result = call("sft", "r.yaml", "--output", "out")
+    assert result.exit_code == 128 + (number or (2,))[0]
+    assert "interrupted\nnothing was begun: its run directory is removed again\n" in result.stderr
+    assert "resume" not in result.stderr and not (folder / "out").exists()
+    stage(lambda *_: {"steps": 1})
+    assert call("sft", "r.yaml", "--output", "out").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -180,7 +214,7 @@ def test_what_was_written_is_kept(call: Call, stage: Stage, folder: Path) -> Non
     ],
 )
 def test_a_run_that_stops_can_be_resumed(error: BaseException, code: int, call: Call, stage: Stage) -> None:
-    stage(fails(error))
+    stage(fails(error, wrote="metrics.jsonl"))
     result = call("sft", "r.yaml", "run.seed=3", "--output", "my out")
     assert result.exit_code == code
     said = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error).splitlines()[0]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
-from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError, RunError
+from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError, RunError, UserError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Rollout as Sampling
 from posttrain.recipe.stages import Stage
@@ -248,6 +248,11 @@ def test_stopped_and_resumed_is_as_if_never_stopped(recipe: Make, opened: Opened
             assert timeless(directory.path) == expected
             assert summary["reward_last"] == expected[-1]["reward"]
             assert summary["reward_first"] == expected[0]["reward"]
+    fewer = {**settings, "run": {"steps": 3, "save_every": 2}}
+    with opened("interrupted", resume=True) as directory:
+        with pytest.raises(UserError, match="4 steps are done already, and 3 are asked for"):
+            rl.run(recipe(**fewer), directory)
+        assert timeless(directory.path) == expected
 
 
 def test_out_of_time_ends_the_run_as_if_it_were_done(recipe: Make, opened: Opened) -> None:

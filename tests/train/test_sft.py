@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
 from posttrain.data.sampler import PromptSampler
-from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError
+from posttrain.errors import DataError, Interrupted, ModelError, NonFiniteError, RunError, UserError
 from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
@@ -232,6 +232,15 @@ def test_resuming_a_finished_run_only_saves_the_model_again(sft_recipe, rows_of,
     shutil.rmtree(tmp_path / "run" / "final")
     assert rows_of(sft.run, sft_recipe(), resume=True) == rows
     assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+def test_a_resumed_run_cannot_take_steps_back(sft_recipe, rows_of, tmp_path):
+    """It ended as if all were well, with more steps than were asked for."""
+    rows_of(sft.run, sft_recipe(run={"steps": 3}))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="3 steps are done already, and 1 is asked for"):
+        rows_of(sft.run, sft_recipe(run={"steps": 1}), resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_max_minutes_stops_cleanly_with_a_model(sft_recipe, opened, tmp_path):
