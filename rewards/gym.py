@@ -8,10 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain import typed_json
 from posttrain.verify.extract import Extractor, after_think
 from posttrain.verify.extract import extract as find_answer
-from posttrain.verify.gym import scorer
+from posttrain.verify.gym import entry_of, scorer
 
 
 def score(
@@ -38,8 +37,7 @@ def score(
         answer = text
     if answer is None or not answer.strip():
         return 0.0
-    entry = typed_json.loads(gym_entry) if isinstance(gym_entry, str) else gym_entry
-    earned = float(scorer(gym_task, gym_params or "{}")(answer.strip(), entry))
+    earned = float(scorer(gym_task, gym_params or "{}")(answer.strip(), entry_of(gym_entry)))
     return earned if earned >= 1 or not exact else 0.0
 
 

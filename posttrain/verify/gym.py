@@ -17,10 +17,11 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
+from posttrain import typed_json
 from posttrain.verify.size import too_large
 
 Score = Callable[[str, Any], float]
@@ -69,6 +70,11 @@ def scorer(task: str, params: str = "{}") -> Score:
             return 0.0
 
     return score
+
+
+def entry_of(column: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The item of reasoning-gym that a row carries, also as typed JSON text."""
+    return typed_json.loads(column) if isinstance(column, str) else column  # type: ignore[no-any-return]
 
 
 def _says_halted(answer: str, entry: Any) -> bool:
