@@ -24,7 +24,7 @@ def accuracy(
 
     extract: boxed, answer_tag, hash, anchor, last_number. The default is strict: fewer ways to be right by accident.
     require_think: a completion without `think_delimiter` scores 0. decimals: rounding when a side is a decimal.
-    For maths: words of three letters or less are read as products of them, so `no` equals `on`.
+    docs/verifier.md says what equals what.
     """
     graded = grade(
         completion,

@@ -13,23 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.verify import options
+from posttrain.verify.bases import based, in_base_ten, same_bases
 from posttrain.verify.conditions import without_conditions
 from posttrain.verify.extract import THINK_END, Extractor, after_think, boxed_answer, every_box
 from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.golds import gold_text, is_no_answer
-from posttrain.verify.notation import (
-    based,
-    clean,
-    in_base_ten,
-    other_readings,
-    plain,
-    same_bases,
-    same_dates,
-    same_words,
-    says_all_reals,
-    says_nothing,
-)
+from posttrain.verify.notation import clean, other_readings, plain, same_dates
 from posttrain.verify.size import LONGEST, too_large
+from posttrain.verify.wording import same_words, says_all_reals, says_nothing
 
 # Plain integers are compared as such, a hundred times faster.
 _INTEGER = re.compile(r"-?[1-9][0-9]{0,14}|0")

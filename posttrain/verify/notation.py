@@ -1,7 +1,7 @@
-r"""What people write for the same thing, rewritten as one: signs, fonts, spacing, numbers, words.
+r"""What people write for the same thing, rewritten as one: signs, fonts, spacing, numbers.
 
 Pure functions of text. What has one meaning is rewritten (`clean`); what has two keeps its first and gets the second as
-another reading (`other_readings`); a number in a base is told apart by its base (`based`).
+another reading (`other_readings`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _FONT = (
     r"\\(?:mathbf|mathit|mathsf|mathtt|mathcal|mathfrak|smash|mathnormal|boldsymbol|bm|pmb|underline|underbrace|textbf|textit|texttt|"
     r"textsf|emph|mathbin|mathord|ensuremath|displaystyle|mathstrut|fbox|boxed)"
 )
-_SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|small|normalsize|boldmath)\b\s*"
+SWITCH = r"\\(?:displaystyle|textstyle|scriptstyle|bf|it|rm|sf|tt|large|Large|small|normalsize|boldmath)\b\s*"
 _COLOUR = r"\\(?:textcolor|color|colorbox)\s*\{[^{}]*\}|\\color\b\s*(?:red|blue|green)?"
-_SPACE = (
+SPACE = (
     r"(?<!\\)\\(?:[,;:> ]|q?quad|(?:enspace|thinspace|medspace|thickspace|hfill)(?![A-Za-z])"
     r"|[hv]space\*?\s*\{[^{}]*\})|(?<!~)~(?!~)"
 )
@@ -132,7 +132,7 @@ _RULES: tuple[tuple[re.Pattern[str], Replacement], ...] = tuple(
         (r"(?<=[0-9.])(?:\\[,;: ]|\s)+(?=\\(?:[,;: ]))", ""),
         # Numbers with separators. Behind a comma or within brackets commas divide.
         (r"(?<![\w.^,\\])[1-9][0-9]{0,2}(?:(?:\s|~|\\[ ,;:])[0-9]{3})+(?![0-9.]*[0-9])", _ungrouped),
-        (_SPACE, " "),
+        (SPACE, " "),
         (
             r"(?<![\w.^,])[1-9][0-9]{0,2}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?(?![0-9.])",
             lambda m: m[0].replace(".", "").replace(",", "."),
@@ -185,13 +185,6 @@ def _in_font(content: str) -> str:
     return f"{{{plain}}}"
 
 
-_BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
-_BASE = re.compile(
-    r"(?<![\w.\\^])\(?(?P<digits>[0-9][0-9A-Fa-f,]*)\)?\s*"
-    r"(?:_\s*(?:\{\s*\(?\s*(?:\\text\s*\{)?\s*(?:base\s*)?(?P<braced>[0-9]+|[a-z]+)\s*\}?\s*\)?\s*\}"
-    r"|\\text\s*\{\s*(?:base\s*)?(?P<worded>[0-9]+|[a-z]+)\s*\}|(?P<bare>[0-9]))"
-    r"|(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base\s*[-~]?\s*\}?\s*\{?(?P<said>[0-9]+|[a-z]+)\s*\)?\s*\}?)"
-)
 _DECIMAL_COMMA = re.compile(
     rf"(?:[{_CURRENCY}]|\\\$)?\s*([-+]?[0-9]+(?:[ .][0-9]{{3}})*),([0-9]+)"
     rf"\s*((?:[{_CURRENCY}$%]|\\%|\\\$|\\text.*|[a-z]+.*)?)",
@@ -219,20 +212,11 @@ _DOUBLED = re.compile(
     r"\\\\(?=(?:[dt]?frac|left|right|pi|sqrt|text|infty|cup|cap|leq?|geq?|neq?|in|pm|cdot|times|boxed|mathrm|circ)"
     r"(?![a-z]))"
 )
-_LETTERS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{([^{}]*)\}")
+LETTERS = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mbox)\s*\{([^{}]*)\}")
 _UNIT_LETTER = re.compile(
     r"(?<=[0-9}])(?P<blank>\s*)(?P<unit>[mgshl]|(?<=\s)[LNJWVK])(?P<rest>\s*/\s*[a-z]{1,3}|)(?P<power>\^\{?[23]\}?|[²³])?$"
 )
 _IDLE_BLANKS = re.compile(r"(?<![A-Za-z0-9\\])\s+|\s+(?![A-Za-z0-9])")
-_NOTHING = re.compile(
-    r"(?:(?:the )?(?:equation|system|inequality|it) )?(?:(?:there (?:is|are)|has|have) )?"
-    r"no(?: (?:such|real|valid|possible|integer))*"
-    r" (?:solutions?|roots?|values?|answers?|numbers?|integers?|pairs?|triples?)(?: exists?)?"
-    r"|empty set|the empty set|null set"
-)
-
-
-_SENTENCE = re.compile(r"(?=.*[^\W\d_]{3})(?:[^\W\d_]|[\s.,;:'’!?-])+")
 
 
 def clean(text: str) -> str:
@@ -289,7 +273,7 @@ def _signed(text: str) -> str:
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ]+", lambda m: "^{" + m[0].translate(_RAISED) + "}", text)
     text = re.sub(r"[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_LOWERED) + "}", text)
     text = re.sub(f"[{_CURRENCY}]", "", text)
-    return re.sub(_SWITCH, "", text)
+    return re.sub(SWITCH, "", text)
 
 
 def _raised(unit: str, power: str | None) -> str:
@@ -309,7 +293,7 @@ def _without_group_commas(text: str) -> str:
 
 def plain(text: str) -> str:
     r"""The text without a `\text{}` around all of it and without blanks, but for those between letters or digits."""
-    return _IDLE_BLANKS.sub("", _LETTERS.sub(r"\1", text) if _LETTERS.fullmatch(text) else text)
+    return _IDLE_BLANKS.sub("", LETTERS.sub(r"\1", text) if LETTERS.fullmatch(text) else text)
 
 
 def other_readings(text: str, *, gold: bool) -> list[str]:
@@ -318,7 +302,7 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
     Of a gold, a comma between digits divides two answers, unless a currency or unit stands behind.
     """
     found = list(labelled(text) or ())
-    light = re.sub(_SPACE, " ", text.replace("{,}", ",").replace("\\!", "")).strip()
+    light = re.sub(SPACE, " ", text.replace("{,}", ",").replace("\\!", "")).strip()
     comma = _DECIMAL_COMMA.fullmatch(light)
     if comma and not _GROUPED.fullmatch(f"{comma[1]},{comma[2]}".lstrip("+-")):
         counted = comma[3] or re.match(r"[€£¥₹]|\\\$", light)
@@ -327,7 +311,7 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
             found.append(f"{whole}.{comma[2]} {comma[3]}")
     if named := re.fullmatch(r"\s*(?:\\ell|[lLCcm])\s*[:：]\s*([^:]*=[^:]*)", text):
         found.append(named[1])  # a line or curve with its name
-    if (value := value_of(_LETTERS.sub(r"\1", text.strip("$ ")))) is not None:
+    if (value := value_of(LETTERS.sub(r"\1", text.strip("$ ")))) is not None:
         found.append(str(value))
     if not gold and (ratio := re.fullmatch(r"\s*([0-9]+)\s*(?:\\text\{\s*to\s*\}|to)\s*([0-9]+)\s*", text)):
         found.append(f"{ratio[1]}:{ratio[2]}")
@@ -341,38 +325,6 @@ def other_readings(text: str, *, gold: bool) -> list[str]:
     return found
 
 
-def based(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text without the bases of its numbers, and the (digits, base) of each that has one."""
-    if "_" not in text and "base" not in text:
-        return text, []
-    found: list[tuple[str, str]] = []
-
-    def bare(match: re.Match[str]) -> str:
-        base = match["braced"] or match["worded"] or match["bare"] or match["said"]
-        if base in _BASE_WORDS:
-            base = str(_BASE_WORDS.index(base) + 2)
-        if not base.isdecimal():
-            return match[0]
-        digits = match["digits"].replace(",", "").upper()
-        if int(base) <= 10 and not digits.isdecimal():
-            return match[0]
-        found.append((digits, base))
-        return digits
-
-    return _BASE.sub(bare, text), found
-
-
-def in_base_ten(text: str) -> str:
-    """The text with the value of each number that has a base."""
-    for digits, base in based(text)[1]:
-        try:
-            value = str(int(digits, int(base))) if 2 <= int(base) <= 36 else digits
-        except ValueError:
-            return text
-        text = _BASE.sub(value, text, count=1)
-    return text
-
-
 def same_dates(gold: str, candidate: str) -> bool | None:
     """Of a date in digits, or a gold that is a range or a score (`3-4`): whether the other is the same; else None."""
     one, other = (
@@ -384,61 +336,3 @@ def same_dates(gold: str, candidate: str) -> bool | None:
     return [int(part) for part in one.split("-")] == [int(part) for part in other.split("-") if part.isdecimal()] and (
         one.count("-") == other.count("-")
     )
-
-
-def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) -> bool:
-    """Whether each number with a base stands in the gold with that base. Base ten needs no saying there."""
-    return all(one in gold or (one[1] == "10" and not gold) for one in candidate)
-
-
-def _names(text: str) -> list[str]:
-    """The words of a list of words, in order of letters: `Alice and Bob`; [] for one word or anything else."""
-    parts = re.split(r"\s*(?:,\s*(?:and\b)?|\band\b|&)\s*", _LETTERS.sub(r" \1 ", text).strip(" .$"))
-    words = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
-    return sorted(part.casefold() for part in parts) if words else []
-
-
-_SYNONYMS = {"dne": "doesnotexist", "infinitelymanysolutions": "infinitelymany", "infinite": "infinitelymany"}
-_SYNONYMS |= {"infinite solutions".replace(" ", ""): "infinitelymany"}
-
-
-def words_of(text: str) -> str | None:
-    """The letters of a text of words alone, in lower case; None for anything else."""
-    text = re.sub(rf"{_SWITCH}|{_SPACE}", " ", _LETTERS.sub(r" \1 ", text)).strip()
-    text = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
-    found = "".join(re.sub(r"(?<=[^\W\d_])[-'’](?=[^\W\d_])|[.$]", " ", text).casefold().split())
-    return found if len(found) > 1 and found.isalpha() else None
-
-
-def says_all_reals(text: str) -> bool:
-    """Whether the words mean every real number."""
-    words = " ".join(_LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())
-    return re.fullmatch(r"(?:(?:the set of )?(?:all|any)(?: of)?(?: the)? )?real(?:s| numbers?)", words) is not None
-
-
-def says_nothing(text: str) -> bool:
-    """Whether the words say that nothing solves it: `no solution`."""
-    return _NOTHING.fullmatch(" ".join(_LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())) is not None
-
-
-def same_words(a: str, b: str) -> bool | None:
-    """Of two texts of words alone: whether they are the same. None: they are no words.
-
-    Letters side by side are a word and no product: `no` is not `on`. Without a vowel, and for two of the first letters,
-    they may be a product.
-    """
-    if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():
-        return True
-    x, y = (_SYNONYMS.get(found, found) if (found := words_of(text)) else None for text in (a, b))
-    if (names := _names(a)) and (others := _names(b)):
-        return names == others
-    if x is None or y is None:
-        return None
-    if x == y or (says_nothing(a) and says_nothing(b)) or (says_all_reals(a) and says_all_reals(b)):
-        return True
-    products = (
-        sorted(x) == sorted(y)
-        and a.strip().islower()
-        and (not set(x) & set("aeiou") or (len(x) == 2 and set(x) <= set("abcd")))
-    )
-    return None if products else False

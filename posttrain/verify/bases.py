@@ -1,0 +1,50 @@
+"""Numbers with a base: `1010_2`, `204 base 5`. Pure functions of text."""
+
+from __future__ import annotations
+
+import re
+
+_BASE_WORDS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_BASE = re.compile(
+    r"(?<![\w.\\^])\(?(?P<digits>[0-9][0-9A-Fa-f,]*)\)?\s*"
+    r"(?:_\s*(?:\{\s*\(?\s*(?:\\text\s*\{)?\s*(?:base\s*)?(?P<braced>[0-9]+|[a-z]+)\s*\}?\s*\)?\s*\}"
+    r"|\\text\s*\{\s*(?:base\s*)?(?P<worded>[0-9]+|[a-z]+)\s*\}|(?P<bare>[0-9]))"
+    r"|(?:\\text\s*\{)?\s*\(?\s*(?:in\s+)?base\s*[-~]?\s*\}?\s*\{?(?P<said>[0-9]+|[a-z]+)\s*\)?\s*\}?)"
+)
+
+
+def based(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text without the bases of its numbers, and the (digits, base) of each that has one."""
+    if "_" not in text and "base" not in text:
+        return text, []
+    found: list[tuple[str, str]] = []
+
+    def bare(match: re.Match[str]) -> str:
+        base = match["braced"] or match["worded"] or match["bare"] or match["said"]
+        if base in _BASE_WORDS:
+            base = str(_BASE_WORDS.index(base) + 2)
+        if not base.isdecimal():
+            return match[0]
+        digits = match["digits"].replace(",", "").upper()
+        if int(base) <= 10 and not digits.isdecimal():
+            return match[0]
+        found.append((digits, base))
+        return digits
+
+    return _BASE.sub(bare, text), found
+
+
+def in_base_ten(text: str) -> str:
+    """The text with the value of each number that has a base."""
+    for digits, base in based(text)[1]:
+        try:
+            value = str(int(digits, int(base))) if 2 <= int(base) <= 36 else digits
+        except ValueError:
+            return text
+        text = _BASE.sub(value, text, count=1)
+    return text
+
+
+def same_bases(gold: list[tuple[str, str]], candidate: list[tuple[str, str]]) -> bool:
+    """Whether each number with a base stands in the gold with that base. Base ten needs no saying there."""
+    return all(one in gold or (one[1] == "10" and not gold) for one in candidate)

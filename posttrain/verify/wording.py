@@ -1,0 +1,70 @@
+"""Answers in words alone: whether two are the same, and what a few of them mean. Pure functions of text."""
+
+from __future__ import annotations
+
+import re
+
+from posttrain.verify.notation import LETTERS, SPACE, SWITCH, plain
+
+_NOTHING = re.compile(
+    r"(?:(?:the )?(?:equation|system|inequality|it) )?(?:(?:there (?:is|are)|has|have) )?"
+    r"no(?: (?:such|real|valid|possible|integer))*"
+    r" (?:solutions?|roots?|values?|answers?|numbers?|integers?|pairs?|triples?)(?: exists?)?"
+    r"|empty set|the empty set|null set"
+)
+
+
+_SENTENCE = re.compile(r"(?=.*[^\W\d_]{3})(?:[^\W\d_]|[\s.,;:'’!?-])+")
+
+
+def _names(text: str) -> list[str]:
+    """The words of a list of words, in order of letters: `Alice and Bob`; [] for one word or anything else."""
+    parts = re.split(r"\s*(?:,\s*(?:and\b)?|\band\b|&)\s*", LETTERS.sub(r" \1 ", text).strip(" .$"))
+    words = len(parts) > 1 and all(re.fullmatch(r"[A-Z]?[a-z]{2,}(?: [A-Z]?[a-z]+)?", part) for part in parts)
+    return sorted(part.casefold() for part in parts) if words else []
+
+
+_SYNONYMS = {"dne": "doesnotexist", "infinitelymanysolutions": "infinitelymany", "infinite": "infinitelymany"}
+_SYNONYMS |= {"infinite solutions".replace(" ", ""): "infinitelymany"}
+
+
+def words_of(text: str) -> str | None:
+    """The letters of a text of words alone, in lower case; None for anything else."""
+    text = re.sub(rf"{SWITCH}|{SPACE}", " ", LETTERS.sub(r" \1 ", text)).strip()
+    text = text[1:-1] if text[:1] == "(" and text[-1:] == ")" else text
+    found = "".join(re.sub(r"(?<=[^\W\d_])[-'’](?=[^\W\d_])|[.$]", " ", text).casefold().split())
+    return found if len(found) > 1 and found.isalpha() else None
+
+
+def says_all_reals(text: str) -> bool:
+    """Whether the words mean every real number."""
+    words = " ".join(LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())
+    return re.fullmatch(r"(?:(?:the set of )?(?:all|any)(?: of)?(?: the)? )?real(?:s| numbers?)", words) is not None
+
+
+def says_nothing(text: str) -> bool:
+    """Whether the words say that nothing solves it: `no solution`."""
+    return _NOTHING.fullmatch(" ".join(LETTERS.sub(r" \1 ", text).casefold().strip(" .$").split())) is not None
+
+
+def same_words(a: str, b: str) -> bool | None:
+    """Of two texts of words alone: whether they are the same. None: they are no words.
+
+    Letters side by side are a word and no product: `no` is not `on`. Without a vowel, and for two of the first letters,
+    they may be a product.
+    """
+    if _SENTENCE.fullmatch(plain(a)) and plain(a).casefold() == plain(b).casefold():
+        return True
+    x, y = (_SYNONYMS.get(found, found) if (found := words_of(text)) else None for text in (a, b))
+    if (names := _names(a)) and (others := _names(b)):
+        return names == others
+    if x is None or y is None:
+        return None
+    if x == y or (says_nothing(a) and says_nothing(b)) or (says_all_reals(a) and says_all_reals(b)):
+        return True
+    products = (
+        sorted(x) == sorted(y)
+        and a.strip().islower()
+        and (not set(x) & set("aeiou") or (len(x) == 2 and set(x) <= set("abcd")))
+    )
+    return None if products else False
