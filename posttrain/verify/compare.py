@@ -74,7 +74,11 @@ def in_one_case(*values: Any) -> tuple[Any, ...]:
     """Two values, with letters in lower case that only the case tells apart, if neither uses one in both cases."""
     one, other = names = [letters_of(value) for value in values]
     changed = {
-        name for name in one ^ other if name.casefold() in {n.casefold() for n in (other if name in one else one)}
+        name
+        for name in one ^ other
+        if len(name.partition("_")[0].rstrip("'"))
+        == 1  # a Greek letter says more by its case: a density is no distribution
+        and name.casefold() in {n.casefold() for n in (other if name in one else one)}
     }
     if not changed or any(len({n.casefold() for n in used}) < len(used) for used in names):
         return values

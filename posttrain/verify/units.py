@@ -40,6 +40,8 @@ def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
     while found and found[0] in SCALES:
         scale *= SCALES[found.pop(0)]
         unit = " ".join(found)
+    if unit == "k":
+        raise Unreadable("a thousand, or a letter")
     plain = re.sub(r"(?<=per )(\w+) squared\b", r"\1", unit.casefold())
     said = re.findall(r"[^\W\d_]+", plain)
     if any(map(says_more, said)) or re.search(r"[0-9]", re.sub(r"\^\{?-?[1-9]\}?", "", unit)):
