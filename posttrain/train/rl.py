@@ -50,6 +50,7 @@ from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sampled_met
 from posttrain.train.salvage import salvaged, save_step
 from posttrain.train.start import check_start
 from posttrain.train.update import update
+from posttrain.verify import correctness
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
@@ -65,6 +66,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         scorer_of(recipe, directory, progress) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
+        if not correctness.is_judged(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
+            progress.columns = tuple(key for key in COLUMNS if key != "correct")
         audited(recipe, work, scorer, progress.note)
         with assembled(recipe, directory, work, scorer, watchdog, progress.note) as pieces:
             whose = describe_reference(recipe, work.objective.needs, pieces.loaded.source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,19 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
         "signal/dropped": "`keep` dropped every group whose rewards differ: see what it filters on",
         "signal/masked": "no token is left of the groups whose rewards differ: see loss.mask_truncated and `select`",
     }
-    return "no group has a signal; " + causes[max(causes, key=lambda name: values[name])]
+    cause = max(causes, key=lambda name: values[name])
+    silent = [name for name, count in _abstained(values) if count == values.get("rollout/rows")]
+    if cause == "signal/unscored" and silent:
+        rows = f"all {values['rollout/rows']} completions"
+        return f"no group has a signal; {' and '.join(silent)} returned None for {rows} (a missing `return`?)"
+    return f"no group has a signal; {causes[cause]}"
+
+
+def _abstained(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(name of a reward, completions for which it returned None) of those that did."""
+    for key, count in values.items():
+        if key.startswith("rewards/") and key.endswith("/abstained") and count:
+            yield key.removeprefix("rewards/").removesuffix("/abstained"), count
 
 
 @dataclass

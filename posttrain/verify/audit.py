@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain import whereabouts
-from posttrain.errors import Problem, RewardError, counted
+from posttrain.errors import RewardError, counted
 from posttrain.registry import types_of
 from posttrain.verify import math as maths
 from posttrain.verify.gold_doubts import Doubt, doubts, whole
@@ -20,6 +20,7 @@ from posttrain.verify.golds import admits, is_no_answer, why_unusable
 from posttrain.verify.load import LoadedReward, check_columns, load_script
 from posttrain.verify.score import Scorer, score_of
 from posttrain.verify.variants import WRITERS, Row, Writer, near_miss, variants
+from posttrain.verify.worker import Result
 
 AUDITED_ROWS = 64
 SHOWN = 5
@@ -78,21 +79,21 @@ def audit_gold(scorer: Scorer, rows: Sequence[Row]) -> Audit:
     found = {i: v for i, row in enumerate(golds.usable) if (v := variants(row, write, i)) is not None}
     if not found and not golds.unusable:
         return Audit(0, {}, skipped="no row has an `answer`; GOLD(row) in the reward's script may write it")
-    scores = grade(scorer, list(found.values()))
+    calls = called(scorer, list(found.values()))
     bad, unusable = {}, dict(golds.unusable)
-    for i, by_name in zip(found, scores, strict=True):
-        uid = uid_of(golds.usable[i], i)
+    for i, results in zip(found, calls, strict=True):
+        uid, by_name = uid_of(golds.usable[i], i), {variant: score_of(result) for variant, result in results.items()}
         if by_name["gold"] is None and is_no_answer(str(golds.usable[i].get(write.column))):
             unusable[uid] = "prose"  # a verifier of maths said so
         elif wrong := what_is_wrong(by_name, scorer.scoring.correct_at):
-            bad[uid] = wrong
+            bad[uid] = wrong + why_failed(results["gold"])
     bad |= {uid: f"no usable gold: {why}" for uid, why in unusable.items()}
     odd = doubted(reward, golds.usable, write)
     bad = all_doubted(golds.usable, odd) | bad
     told = [doubt.told(len(golds.usable)) for doubt in odd]
     audit = Audit(len(found) + len(golds.unusable), bad, name, unusable=unusable, doubts=told)
     if len(bad) > scorer.scoring.max_bad_gold * audit.checked:
-        raise _refusal(audit, reward.name, scorer.scoring.max_bad_gold)
+        raise _refusal(audit, reward.name, write.column, scorer.scoring.max_bad_gold)
     return audit
 
 
@@ -271,9 +272,22 @@ def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:
 
 def grade(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, float | None]]:
     """Name of a variant -> its score by the correctness component, for each row."""
+    return [{name: score_of(result) for name, result in found.items()} for found in called(scorer, written)]
+
+
+def called(scorer: Scorer, written: Sequence[Mapping[str, Any]]) -> list[dict[str, Result]]:
+    """Name of a variant -> what became of the correctness component's call, for each row."""
     samples = [sample for by_name in written for sample in by_name.values()]
     results = iter(scorer.results(samples, only=[scorer.correctness])[0])
-    return [{name: score_of(next(results)) for name in by_name} for by_name in written]
+    return [{name: next(results) for name in by_name} for by_name in written]
+
+
+def why_failed(result: Result) -> str:
+    """`: ValueError: ...` of a call that raised, `: ...` of one that was late, '' of all others."""
+    if result.kind == "timeout":
+        return ": the call took too long"
+    lines = str(result.value).strip().splitlines() if result.kind == "error" else []
+    return f": {lines[-1].strip()}" if lines else ""
 
 
 def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
@@ -287,15 +301,26 @@ def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
     return f"{' and '.join(rivals)} score{'s' if len(rivals) == 1 else ''} as much as gold" if rivals else ""
 
 
-def _refusal(audit: Audit, name: str, limit: float) -> RewardError:
-    shown = [Problem(whereabouts.row(uid), what) for uid, what in list(audit.bad.items())[:SHOWN]]
-    head = Problem(
-        f"reward {name}",
-        f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
-        f" (scoring.max_bad_gold {limit:g})",
-        without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}",
+def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
+    """The error of too many bad golds, with the first rows. column: where the golds are looked for."""
+    rows = [f"{whereabouts.row(uid)}  {what}" for uid, what in list(audit.bad.items())[:SHOWN]]
+    if more := len(audit.bad) - len(rows):
+        rows.append(f"and {counted(more, 'more row', 'more rows')}")
+    told = without_gold(audit.unusable) if audit.unusable else f"gold was written as: {audit.writer}"
+    hint = (
         "see `posttrain reward test RECIPE`; a script may say how its gold looks: `def GOLD(row): return completion`. A"
         " reward that does not judge answers: add one that does, e.g. {use: math.accuracy, weight: 0, correct: true},"
-        " or write `scoring.max_bad_gold: 1`",
+        " or write `scoring.max_bad_gold: 1`"
     )
-    return RewardError.of([head, *shown])
+    if len(audit.unusable) == len(audit.bad):
+        hint = (
+            f"say which column holds the answers, `data.columns: {{{column}: COLUMN}}`, or remove these rows; to train"
+            " on the others all the same, raise `scoring.max_bad_gold`"
+        )
+    what = f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
+    return RewardError(
+        f"{what} (scoring.max_bad_gold {limit:g})",
+        where=f"reward {name}",
+        allowed="\n  ".join([told, *rows]),
+        hint=hint,
+    )

@@ -115,6 +115,7 @@ def checked_batch(value: Any, count: int) -> list[Score]:
     if not isinstance(value, list | tuple) or len(value) != count:
         many = "one completion, must return a list of one number" if count == 1 else f"{count} completions"
         must = "" if count == 1 else f", must return a list of {count}"
+        must += " (a missing `return`?)" if value is None else ""
         raise BrokenContract(f"returned {shown(value)} for {many}{must}")
     scores: list[Score] = []
     for place, one in enumerate(value):

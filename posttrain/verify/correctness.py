@@ -29,3 +29,13 @@ def position(sections: Sequence[Reward], rewards: Sequence[LoadedReward]) -> int
     marked = [place for place, section in enumerate(sections) if section.correct]
     able = [place for place, reward in enumerate(rewards) if "correct" not in reward.built_ins]
     return marked[0] if marked else min(able, key=lambda i: (sections[i].canary, rewards[i].is_judge, i))
+
+
+def is_judged(section: Reward, reward: LoadedReward) -> bool:
+    """Whether the component that says what is right knows anything to compare an answer with: data, the prompt, what
+    an environment says, or a model's opinion. One that reads the completion alone, as a count of characters does, is
+    taken at its word only where the recipe marks it with `correct: true`.
+    """
+    asked = {"prompt", "messages", "world_score", "turn_rewards", "tool_calls"} & set(reward.built_ins)
+    asked |= {"prompts"} & set(reward.built_ins) if not reward.all_columns else set()
+    return section.correct or reward.reads_data or reward.is_judge or bool(asked)

@@ -337,6 +337,8 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str])
                         f"columns: {', '.join(known)}; always there: {', '.join(BUILT_INS)}",
                         f"did you mean `{near}`? map it: data.columns: {{{column}: {near}}}"
                         if near
+                        else f"say which column holds it: data.columns: {{{column}: COLUMN}}"
+                        if column in (*MEANT, *_GOLD)
                         else f"if `{column}` is a setting, write it under params",
                     )
                 )

@@ -20,6 +20,7 @@ from posttrain.verify.audit import (
     spread,
     uid_of,
     what_is_wrong,
+    why_failed,
     without_gold,
 )
 from posttrain.verify.load import check_columns
@@ -245,7 +246,7 @@ def _bad_gold(
         here = column[k * len(kinds) : (k + 1) * len(kinds)]
         scores = {kind: score_of(result) for kind, result in zip(kinds, here, strict=True)}
         if wrong := what_is_wrong(scores, correct_at):
-            bad[uid_of(rows[i], i)] = wrong
+            bad[uid_of(rows[i], i)] = wrong + why_failed(here[kinds.index("gold")])
     return bad
 
 

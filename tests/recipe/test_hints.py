@@ -109,7 +109,7 @@ def test_a_reward(use: str, meant: str) -> None:
         ("answer", ["question", "ground_truth", "output"], "data.columns: {answer: ground_truth}"),
         ("answer", ["prompt", "anwser"], "data.columns: {answer: anwser}"),
         ("solution", ["prompt", "answer"], "data.columns: {solution: answer}"),
-        ("answer", ["prompt", "colour"], "if `answer` is a setting, write it under params"),
+        ("answer", ["prompt", "colour"], "say which column holds it: data.columns: {answer: COLUMN}"),
         ("scale", ["prompt", "output"], "if `scale` is a setting, write it under params"),
     ],
 )

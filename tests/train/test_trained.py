@@ -83,7 +83,7 @@ TINY_LR = {"optim": {"lr": 1e-30}}
 # what is trained on, and what is said of it at the latest behind the first step
 NOTHING: dict[str, tuple[dict[str, Any], str]] = {
     "equal rewards": (RL | FLAT, "no update in this step: no group has a signal; no answer was right"),
-    "unscored": (RL | {"rewards": [{"use": "own.py:silent"}]}, "rewards could not be computed"),
+    "unscored": (RL | {"rewards": [{"use": "own.py:silent"}]}, "silent returned None for all"),
     "groups dropped": (RL | DROPPED, "`keep` dropped every group whose rewards differ"),
     "rows masked": (
         RL | {"rollout": {**RL["rollout"], "max_new_tokens": 2}, "loss": {"mask_truncated": True}},
@@ -219,6 +219,16 @@ def test_counts_of_a_run_that_goes_idle_are_resumed() -> None:
     state.count_step(1.0, 1)
     assert state.idle == 0
     assert trained.summary(state) == {"updates": 3, "steps_without_update": 2, "trained_ratio": pytest.approx(0.4)}
+
+
+def test_a_reward_that_returns_nothing_is_named(made: Any, opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = made(RL | {"rewards": [{"use": "own.py:silent"}]})
+    with opened() as directory, pytest.raises(RunError, match="nothing was trained"):
+        rl.run(recipe, directory)
+    rows = read_metrics(directory.path)[0]["rollout/rows"]
+    told = capsys.readouterr().err
+    assert f"silent returned None for all {rows} completions (a missing `return`?)" in told
+    assert " correct " not in told, "it reads the completion alone: what is right is not known"
 
 
 @pytest.mark.parametrize(

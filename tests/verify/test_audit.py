@@ -42,6 +42,34 @@ def test_gold_that_cannot_be_parsed_stops_the_run(scorer: Scorers) -> None:
     assert "row r0  gold has no score" in str(caught.value)
 
 
+def test_a_reward_that_raises_on_some_golds_says_what(script: Callable[..., Path], scorer: Scorers) -> None:
+    path = script(
+        "def score(completion, answer):\n"
+        "    if int(answer) % 2: raise ValueError(f'odd {answer}')\n"
+        "    return float(completion.endswith(answer + '}'))\n"
+    )
+    with (
+        scorer(f"{path}:score") as s,
+        pytest.raises(RewardError, match="row r1  gold has no score: ValueError: odd 71"),
+    ):
+        audit_gold(s, rows("70", "71"))
+
+
+def test_bad_rows_that_are_not_shown_are_counted(scorer: Scorers) -> None:
+    with scorer("math.accuracy") as s, pytest.raises(RewardError) as caught:
+        audit_gold(s, rows(*["}"] * 12))
+    (problem,) = caught.value.problems
+    assert str(problem).count("gold has no score") == 5 and "\n  and 7 more rows\n  hint:" in str(problem)
+
+
+@pytest.mark.parametrize("answer", [None, "", "n/a", ["1"]])
+def test_golds_that_cannot_be_used_are_a_matter_of_the_data(answer: Any, scorer: Scorers) -> None:
+    with scorer("math.accuracy") as s, pytest.raises(RewardError) as caught:
+        audit_gold(s, rows(*[answer] * 12))
+    hint = caught.value.problems[0].hint
+    assert "`data.columns: {answer: COLUMN}`, or remove these rows" in hint and "GOLD(row)" not in hint
+
+
 def test_max_bad_gold_is_a_share(scorer: Scorers) -> None:
     data = rows("}", *map(str, range(100, 109)))  # 1 of 10
     with scorer("math.accuracy", max_bad_gold=0.1) as s:

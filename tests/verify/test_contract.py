@@ -79,3 +79,12 @@ def test_a_long_value_is_cut_in_the_message() -> None:
     with pytest.raises(BrokenContract) as caught:
         checked("x" * 100_000)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_list_reward_without_a_return_is_told_so(count: int) -> None:
+    with pytest.raises(BrokenContract, match=r"returned None for .*a missing `return`\?"):
+        checked_batch(None, count)
+    with pytest.raises(BrokenContract) as other:
+        checked_batch(1.0, count)
+    assert "missing" not in str(other.value)
