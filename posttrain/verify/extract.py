@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from posttrain.verify.numerals import says_more, value_of
+from posttrain.verify.surroundings import denied, shown, undone, whole_expression
 
 Extractor = Literal["boxed", "answer_tag", "hash", "anchor", "last_number"]
 
@@ -21,8 +22,6 @@ _BETWEEN_BOXES = re.compile(
     r"|\\(?:text|mbox|mathrm)\s*\{[\s,;]*(?:(?:and|or|else|also)[\s,;]*)*\}|\b[A-Za-z](?:_\{?\w\}?)?\s*=)*"
 )
 _BARE = re.compile(r"\\(?:boxed|fbox) +([^\s{}$\\,;]+)")  # `\boxed 42`, as old data sets write it
-# `x = -\boxed{5}`; a hyphen with a blank behind it begins an item of a list.
-_SIGN_BEFORE = re.compile(r"((?:^|(?<=[\s=$(\[{]))(?:-|−)(?=\\)|\\pm|\\neq?|\\neg|≠|±)\s*\\+(?:boxed|fbox)\{$")
 _LONGEST_BETWEEN = 60  # characters
 _HASH = re.compile(r"####[ \t]*((?:(?!####)[^\n])+)")
 # `the answer is x`, `Answer: x` with what marks it as bold or as a heading, or a heading alone with x below it.
@@ -112,19 +111,27 @@ def boxed_answer(text: str, count: int = 1) -> str | None:
     r"""The last box, or the boxes of one answer as a list: `\boxed{1}` for one, `1, -2` for `\boxed{1} and \boxed{-2}`.
 
     Boxes belong together where only blanks, `,`, `and`, `or` or the name of a variable stand between them; the same
-    content counts once. So a right box beside a wrong one is a list, which is wrong. count: values that the answer
-    has; where fewer stand together, those before them are taken too.
+    content counts once. So a right box beside a wrong one is a list, which is wrong. A box that is a part of an
+    expression gives all of it (`-42` for `-\boxed{42}`), and one that words deny is none ('' if no other is left).
+    count: values that the answer has; where fewer stand together, those before them are taken too.
     """
-    boxes = _answers(text)
+    boxes = _answers(text)[-MOST_BOXES:]
+    kept = [span for span in boxes if not denied(text, *_with_command(text, *span))]
     taken: list[tuple[int, int]] = []
-    for start, end in reversed(boxes[-MOST_BOXES:]):
+    for start, end in reversed(kept):
         if taken and len(_contents(text, taken)) >= count and not _together(text, end + 1, taken[-1][0]):
             break
         taken.append((start, end))
-    found = _contents(text, taken[::-1])
-    if len(found) == 1 and (sign := _SIGN_BEFORE.search(text, max(0, taken[-1][0] - 40), taken[-1][0])):
-        return f"{sign[1]} {found[0]}"
-    return ", ".join(found) if taken else None
+    if not boxes or not taken:
+        return "" if boxes else None
+    whole = whole_expression(text, *_with_command(text, *taken[0]))
+    return ", ".join(_contents(text, taken[::-1])) if whole is None else whole
+
+
+def _with_command(text: str, start: int, end: int) -> tuple[int, int]:
+    r"""(start, end) of a box, from its content's: of `\\boxed{..}` or `\\boxed 5` as a whole."""
+    begin = text.rindex("\\", 0, start)
+    return begin - (text[begin - 1 : begin] == "\\"), end + (text[start - 1] == "{")
 
 
 def _together(text: str, end: int, start: int) -> bool:
@@ -141,22 +148,22 @@ def every_box(text: str) -> list[str]:
 
 
 def _answers(text: str) -> list[tuple[int, int]]:
-    """(start, end) of the content of every box that holds no other, in order; also of a box without braces."""
+    """(start, end) of the content of every box that stands in no other, in order; also of a box without braces."""
     bare = [(match.start(1), match.start(1) + len(match[1].rstrip("."))) for match in _BARE.finditer(text)]
-    return _innermost(sorted([*_boxes(text), *bare], key=lambda span: (span[1], -span[0])))
+    return _outermost(sorted([*_boxes(text), *bare], key=lambda span: (span[0], -span[1])))
 
 
-def _innermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The boxes that hold no other, in order: of nested ones the inner is the answer."""
+def _outermost(boxes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The boxes that stand in no other, in order: a reader sees all that the outer one holds."""
     kept: list[tuple[int, int]] = []
-    for start, end in boxes:  # in the order of their ends, so a box comes right behind those that it holds
-        if not kept or kept[-1][0] < start:
+    for start, end in boxes:  # in the order of their starts, so a box comes right before those that it holds
+        if not kept or kept[-1][1] <= start:
             kept.append((start, end))
     return kept
 
 
 def _contents(text: str, boxes: Sequence[tuple[int, int]]) -> list[str]:
-    return list(dict.fromkeys(text[start:end] for start, end in boxes))
+    return list(dict.fromkeys(_BARE.sub(r"\1", undone(text[start:end])) for start, end in boxes))
 
 
 def thought_of(text: str) -> str | None:
@@ -190,7 +197,8 @@ def answer_tag(text: str) -> str | None:
     if content is None:
         return None
     box = boxed_answer(content)
-    return content if box is None else box
+    alone = box is None or _NUMBER.fullmatch(content.partition("\\boxed")[0].strip())  # `43 \boxed{42}` names two
+    return content if alone else box
 
 
 def hash_line(text: str) -> str | None:
@@ -206,7 +214,9 @@ def hash_line(text: str) -> str | None:
 def anchor(text: str) -> str | None:
     """x of the last `answer is x` or `Answer: x`, without what only marks it.
 
-    x ends with its line. Bold, a heading (`### Final Answer:`) and a line break behind the colon are no part of it.
+    One that the words before it deny (`Wrong answer: 5`) is none. x ends with its line, but a
+    line that begins with `or` belongs to it. Bold, a heading (`### Final Answer:`) and a line break behind the colon
+    do not.
     """
     found = [match for match in _ANCHOR.finditer(text) if not _denied(text, match.start())]
     if not found:
@@ -280,6 +290,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 
 def extract(text: str, order: Sequence[Extractor]) -> str | None:
     """What the first extractor of `order` that finds something finds; None if none does."""
+    text = shown(text)
     for name in order:
         if name not in EXTRACTORS:
             raise ValueError(f"unknown extractor {name!r}; known: {', '.join(EXTRACTORS)}")

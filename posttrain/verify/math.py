@@ -20,6 +20,7 @@ from posttrain.verify.extract import extract as find_answer
 from posttrain.verify.golds import gold_text, is_no_answer
 from posttrain.verify.notation import clean, other_readings, plain, same_dates
 from posttrain.verify.size import LONGEST, too_large
+from posttrain.verify.surroundings import shown
 from posttrain.verify.wording import same_words, says_all_reals, says_nothing
 
 # Plain integers are compared as such, a hundred times faster.
@@ -153,6 +154,6 @@ def grade(
     same = equal(gold, found, decimals=decimals)
     parts = every_box(str(answer))
     if same is False and len(parts) > 1 and "boxed" in extract:
-        found = boxed_answer(after_think(completion, think_delimiter), len(parts)) or found
+        found = boxed_answer(shown(after_think(completion, think_delimiter)), len(parts)) or found
         same = equal(gold, found, decimals=decimals)
     return {"reward": None if same is None else float(same), "extracted": found}

@@ -301,16 +301,16 @@ def test_last_number(text: str, expected: str | None) -> None:
         (r"\boxed{6} or else \boxed{5}", "6, 5"),
         (r"\boxed{6}, or perhaps \boxed{5}", "6, 5"),
         (r"\boxed{6} (or \boxed{5})", "6, 5"),
-        (r"\boxed{6} / \boxed{5}", "6, 5"),
+        (r"\boxed{6} / \boxed{5}", "6 / 5"),
         (r"\boxed{6} \lor \boxed{5}", "6, 5"),
         (r"\boxed{6}; if not, \boxed{5}", "6, 5"),
         (r"\boxed{6}. So it is \boxed{5}", "5"),
-        (r"$-\boxed{5}$", "- 5"),
-        (r"x = -\boxed{5}", "- 5"),
-        (r"x = \pm\boxed{5}", r"\pm 5"),
-        (r"x\ne\boxed{5}", r"\ne 5"),
+        (r"$-\boxed{5}$", "-5"),
+        (r"x = -\boxed{5}", "-5"),
+        (r"x = \pm\boxed{5}", r"\pm5"),
+        (r"x\ne\boxed{5}", r"x\ne5"),
         (r"- \boxed{5}", "5"),  # an item of a list
-        (r"x-\boxed{5}", "5"),
+        (r"x-\boxed{5}", "x-5"),
     ],
 )
 def test_boxes_with_what_joins_and_signs_them(text: str, expected: str) -> None:
