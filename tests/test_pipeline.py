@@ -249,5 +249,5 @@ def test_the_error_of_a_stage_apart_is_told(tmp_path, monkeypatch):
     stages = [{"name": "sft", "stage": "sft", "model": {"path": "tiny"}, **TRAIN}]
     recipe = load_dict({"stage": "pipeline", "stages": stages}, base_dir=tmp_path, where="test").recipe
     monkeypatch.setattr(pipeline, "uses_vllm", lambda _: True)
-    with pytest.raises(UserError, match="no rows"):
+    with pytest.raises(UserError, match="the file is empty"):
         pipeline.run_seed(recipe, tmp_path / "run", 0)

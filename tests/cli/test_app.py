@@ -49,9 +49,13 @@ def test_a_recipe_error_does_not_load_torch() -> None:
 
 
 def test_light_commands_do_not_load_torch() -> None:
-    for arguments in (["recipe", "show", "r.yaml"], ["methods", "show", "dapo"], ["sft", "r.yaml", "--dry-run"]):
+    """What looks at rows renders them with the chat template, for which transformers is imported without torch."""
+    for arguments in (["recipe", "show", "r.yaml"], ["methods", "show", "dapo"]):
         code, loaded = modules_after(*arguments)
         assert (code, loaded & HEAVY) == (0, set()), arguments
+    for arguments in (["recipe", "validate", "r.yaml"], ["sft", "r.yaml", "--dry-run"]):
+        code, loaded = modules_after(*arguments)
+        assert (code, loaded & HEAVY - {"transformers"}) == (0, set()), arguments
 
 
 def test_help_shows_every_command_under_a_heading(call: Callable[..., Any]) -> None:

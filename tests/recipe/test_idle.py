@@ -189,7 +189,7 @@ def load_text(values: dict[str, Any]) -> Loaded:
 # checks.py, objective_checks.py, building.py, merging.py). A new key must be put here or into the table.
 ALWAYS = """
 extends stage algorithm run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
-run.samples_per_step run.max_minutes run.hang_minutes
+run.samples_per_step run.max_minutes run.hang_minutes run.max_idle_steps
 model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
 model.lora.targets model.quantize model.gradient_checkpointing model.shard model.compile 
 data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system

@@ -166,4 +166,5 @@ def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(local_server, "start_process", lambda *given: seen.update(given[-1]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     server = local_server.LocalServer.start((2, 3), tmp_path / "log")
+    assert seen.pop("POSTTRAIN_SERVER_TOKEN")
     assert seen == {"CUDA_VISIBLE_DEVICES": "6,7"} and server.place == "GPU 2 and 3"

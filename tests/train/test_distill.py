@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import ModelError, RecipeError
+from posttrain.errors import ModelError, RecipeError, RunError
 from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
+from posttrain.run.metrics import read_metrics
 from posttrain.train import rl
 
 Make = Callable[..., Stage]
@@ -63,8 +64,10 @@ def test_a_resumed_run_is_an_unbroken_one(distill: Make, rows_of: Any) -> None:
     assert rows_of(rl.run, distill(run={"steps": 4}), "two", resume=True) == whole
 
 
-def test_the_student_as_its_own_teacher_has_nothing_to_learn(distill: Make, rows_of: Any) -> None:
-    (row,) = rows_of(rl.run, distill(kl={**TEACHER, "reference": "tiny"}, run={"steps": 1}))
+def test_the_student_as_its_own_teacher_has_nothing_to_learn(distill: Make, rows_of: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="nothing was trained"):
+        rows_of(rl.run, distill(kl={**TEACHER, "reference": "tiny"}, run={"steps": 1}))
+    (row,) = read_metrics(tmp_path / "run")
     assert row["kl"] == pytest.approx(0, abs=1e-6) and row["grad_norm"] == pytest.approx(0, abs=1e-5)
 
 
