@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from posttrain.cli import together
 from posttrain.places import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
+    from posttrain.recipe.reward_sections import Reward
     from posttrain.recipe.sections import Data, Source
     from posttrain.recipe.tree import Path_
     from posttrain.verify.load import LoadedReward
@@ -20,21 +22,43 @@ ROWS = 20  # enough to know the columns
 Check = Callable[[], list[str]]
 
 
+@dataclass
+class _Seen:
+    """The first rows of all sources; whole: they are all rows."""
+
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    whole: bool = True
+
+    @property
+    def columns(self) -> set[str]:
+        return {column for row in self.rows for column in row if column != "uid"}
+
+
 def checks(
     section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward]
 ) -> Iterator[tuple[Path_, Check]]:
     """(key in the stage, check) for each local source and for the rewards' columns. A check raises what is wrong, and
     returns what the run will note of the first rows."""
-    columns: set[str] = set()
+    from posttrain.recipe import reward_sections
+    from posttrain.verify import correctness
+
+    seen = _Seen()
     sources: list[tuple[Path_, Source]] = [(("data", "source"), data)]
     if data.mix is not None:
         sources = [(("data", "mix", number, "source"), source) for number, source in enumerate(data.mix)]
     for place, source in sources:
         if _is_local(source, base_dir):
-            yield place, lambda source=source: _read(section, source, data, base_dir, columns)  # type: ignore[misc]
+            yield place, lambda source=source: _read(section, source, data, base_dir, seen)  # type: ignore[misc]
     if all(_is_local(source, base_dir) for _, source in sources):
         for place, reward in zip(together.reward_places(section), rewards, strict=False):  # some may not be loaded
-            yield (*place, "use"), lambda reward=reward: _reward(reward, columns)  # type: ignore[misc]
+            yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
+        if section["stage"] == "rl" and len(section["rewards"]) == len(rewards):
+            sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
+            number = correctness.position(sections, rewards)
+            yield (
+                ("rewards", number, "use"),
+                lambda: _golds(sections[number], rewards, number, base_dir, seen, section["scoring"]["max_bad_gold"]),
+            )
 
 
 def _is_local(source: Source, base_dir: Path) -> bool:
@@ -42,15 +66,16 @@ def _is_local(source: Source, base_dir: Path) -> bool:
     return name.endswith(PLAIN_FILES) and any(path.is_file() for path in candidates(name, base_dir))
 
 
-def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, columns: set[str]) -> list[str]:
-    """Adds the columns of the first rows. Raises DataError if the first row does not suit the stage."""
+def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _Seen) -> list[str]:
+    """Adds the first rows to those seen. Raises DataError if the first row does not suit the stage."""
     from posttrain.data.rows import source_rows
 
     few = source.model_copy(update={"size": min(source.size or ROWS, ROWS)})
     rows = source_rows(few, data, base_dir)
     _first(section, rows[0], data)
     _numbers(section, rows)
-    columns.update(column for row in rows for column in row if column != "uid")
+    seen.rows += rows
+    seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
     return _unwritten(section, rows, data, base_dir)
 
 
@@ -142,9 +167,43 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         pair_columns.refuse_twice({column for row in rows for column in row}, anchors)
 
 
-def _reward(reward: LoadedReward, columns: set[str]) -> list[str]:
+def _reward(reward: LoadedReward, seen: _Seen) -> list[str]:
     from posttrain.verify.load import check_columns
 
-    if columns:  # else the data could not be read, which is told already
-        check_columns([reward], columns)
+    if seen.rows:  # else the data could not be read, which is told already
+        check_columns([reward], seen.columns)
     return []
+
+
+def _golds(
+    section: Reward, rewards: Sequence[LoadedReward], number: int, base_dir: Path, seen: _Seen, allowed: float
+) -> list[str]:
+    """Notes rows without a usable gold. Raises RewardError where the run would: no row has one, or they are dicts.
+
+    A shipped reward says what it takes. A script of the user's is not imported here, and its GOLD may take the answer
+    from elsewhere, so there only `answer` is looked at, and noted. allowed: the share of bad golds.
+    """
+    from posttrain.errors import RewardError, counted
+    from posttrain.places import split_function
+    from posttrain.verify.audit import sort_golds, uid_of, without_gold
+    from posttrain.verify.golds import why_unusable
+    from posttrain.verify.load import load_reward
+
+    reward = rewards[number]
+    alone = not any(other.knows_gold for place, other in enumerate(rewards) if place != number)
+    if not alone or not reward.knows_gold or not set(reward.columns) <= seen.columns:
+        return []
+    shipped = split_function(section.use) is None
+    if shipped:
+        unusable = sort_golds(load_reward(section, base_dir), seen.rows).unusable
+    else:
+        found = {uid_of(row, place): why_unusable(row.get("answer")) for place, row in enumerate(seen.rows)}
+        unusable = {uid: why for uid, why in found.items() if why} if "answer" in reward.columns else {}
+    if not unusable:
+        return []
+    what = f"of {'the' if seen.whole else 'the first'} {counted(len(seen.rows), 'row')}, {without_gold(unusable)}"
+    if shipped and seen.whole and len(unusable) == len(seen.rows) and allowed < 1:
+        column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
+        hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"
+        raise RewardError(f"reward {reward.name}: {what}", hint=hint)
+    return [f"{what}: the run counts them as bad golds"]

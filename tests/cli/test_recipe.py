@@ -254,6 +254,35 @@ def test_validate_and_runs_read_the_first_rows(
         assert not told or "first.yaml:" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("answers", "told", "code"),
+    [
+        ([None, None], "of the 2 rows, 2 rows have no usable gold (null: 2)", 2),
+        ([["1"], ["2"]], "of the 2 rows, 2 rows have no usable gold (a list: 2)", 2),
+        (["", "n/a"], "of the 2 rows, 2 rows have no usable gold", 2),
+        ([{"value": 1}, {"value": 2}], "take one of them: data.columns: {answer: THEIR_COLUMN.value}", 2),
+        ([None, "2"], "note: first.yaml:4:17 rewards.0.use: of the 2 rows, 1 row has no usable gold", 0),
+        ([None] * 20, "of the first 20 rows, 20 rows have no usable gold (null: 20)", 0),
+        (["1", "2"], "", 0),
+    ],
+)
+def test_validate_looks_at_the_golds_of_the_first_rows(
+    call: Call, folder: Path, answers: list[Any], told: str, code: int
+) -> None:
+    """They were refused only after the model had loaded."""
+    rows = [{"prompt": f"{place}+1", "answer": answer} for place, answer in enumerate(answers)]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rl = "stage: rl\nmodel: {path: tiny}\ndata: {source: d.jsonl}\nrewards: [{use: math.accuracy}]\nrun: {steps: 1}\n"
+    (folder / "first.yaml").write_text(rl, encoding="utf-8")
+    result = call("recipe", "validate", "first.yaml")
+    assert result.exit_code == code, result.stderr
+    assert told in " ".join(result.stderr.split())
+    assert told or "gold" not in result.stderr
+    if "no usable gold" in told:
+        result = call("recipe", "validate", "first.yaml", "scoring.max_bad_gold=1")
+        assert (result.exit_code, "no usable gold" in result.stderr) == (0, True)
+
+
 TEXT_ALONE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
