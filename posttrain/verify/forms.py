@@ -12,14 +12,15 @@ import sympy
 from sympy import Expr, Function, Integer, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.names import read_name
-from posttrain.verify.operations import negative, raised_to
+from posttrain.verify.operations import LARGEST_ARGUMENT, LARGEST_EXPONENT, is_beyond, is_long, negative, raised_to
 from posttrain.verify.tokens import GREEK, Token
 from posttrain.verify.values import Formula, Group, Unreadable
 
 if TYPE_CHECKING:
     from posttrain.verify.reading import Reader
 
-MOST_TERMS = 200  # of a sum or product that is worked out
+MOST_PARTS = 12  # of pi, whose sines sympy looks up
+MOST_TERMS = 100  # of a sum or product that is worked out
 _INVERSE = {"sin": "asin", "cos": "acos", "tan": "atan", "cot": "acot", "sec": "asec", "csc": "acsc"}
 _APPLIED = {name: name for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "coth", "exp")}
 _APPLIED |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc"}
@@ -48,7 +49,11 @@ def function_of(name: str, argument: Any) -> Any:
         raise Unreadable("a function of no number")
     if name == "exp":
         return raised_to(S.Exp1, argument)
-    simple = argument.is_Rational or argument.is_Symbol or (argument / sympy.pi).is_Rational
+    turns = argument / sympy.pi
+    simple = argument.is_Rational or argument.is_Symbol or (turns.is_Rational and turns.q <= MOST_PARTS)
+    limit = LARGEST_EXPONENT if name in ("sinh", "cosh", "tanh", "coth", "exp") else LARGEST_ARGUMENT
+    if is_beyond(argument, limit):
+        raise Unreadable("a function of too large a number")
     return getattr(sympy, name)(argument, evaluate=simple)
 
 
@@ -152,7 +157,7 @@ def _logarithm(reader: Reader) -> Expr:
     if argument == 0 or base in (0, 1) or (argument.has(S.ImaginaryUnit) and argument.has(sympy.log)):
         raise Unreadable("no logarithm")
     value = function_of("log", argument)
-    if base.is_Rational and argument.is_Rational:
+    if base.is_Rational and argument.is_Rational and not is_long(argument):
         value = sympy.log(argument, base)
     elif base != S.Exp1:
         value = Mul(value, Pow(function_of("log", base), -1))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from sympy import Add, Expr, Mul, Pow, Rational, S, Symbol
+from sympy import Add, Expr, Float, Mul, Pow, Rational, S, Symbol
 
 from posttrain.verify.values import Grid, Group, Unreadable
 
 INFINITE = (S.Infinity, S.NegativeInfinity)
 LONGEST_IN_ROOT = 120  # digits of a number whose root is taken, which sympy factors
 LARGEST_EXPONENT = 10**6
+LARGEST_ARGUMENT = Float("1e10000", 15)  # of a function
 
 
 def add(left: Any, right: Any) -> Expr:
@@ -40,14 +41,25 @@ def raised_to(base: Any, exponent: Any) -> Expr:
         raise Unreadable("a power of no number")
     if base == 0 and exponent.is_nonpositive:
         raise Unreadable("zero to the power of zero")
-    if not exponent.is_Integer and any(map(_is_long, (*base.atoms(Rational), *exponent.atoms(Rational)))):
+    if not exponent.is_Integer and any(map(is_long, (*base.atoms(Rational), *exponent.atoms(Rational)))):
         raise Unreadable("a root of a long number")
     if exponent.is_Rational and abs(exponent) > LARGEST_EXPONENT and base not in (S.One, S.NegativeOne, S.Zero):
+        raise Unreadable("a power that is too large")
+    if not exponent.is_Rational and is_beyond(exponent, LARGEST_EXPONENT):
         raise Unreadable("a power that is too large")
     return Pow(base, exponent)
 
 
-def _is_long(number: Any) -> bool:
+def is_beyond(value: Expr, limit: Any) -> bool:
+    """Whether a number is larger than a limit: e^{e^{99999}} cannot be approximated in a short time."""
+    if value.free_symbols or not value.is_number:
+        return False
+    size = abs(value.evalf(5))
+    return not size.is_number or bool(size > limit)
+
+
+def is_long(number: Any) -> bool:
+    """Whether a rational number is written with so many digits that sympy would factor it for seconds."""
     return max(abs(int(number.p)), int(number.q)) >= 10**LONGEST_IN_ROOT
 
 

@@ -171,3 +171,53 @@ def calls_of(gold: str, candidate: str) -> int:
 def test_work_is_bounded_by_size(gold: str, candidate: str) -> None:
     prepare()
     assert calls_of(gold, candidate) < MOST_CALLS
+
+
+# Numbers of thousands of digits under a root or in an exponent, and many functions of numbers.
+COSTLY = [
+    r"\sqrt{10^{9000}+1}",
+    r"\sin(\sqrt{10^{9000}+1})",
+    r"\sqrt{10^{3000}+1}\cdot\sqrt{10^{3001}+1}",
+    r"\sqrt{\frac{7^{3000}+1}{3^{3000}+1}}",
+    r"\sqrt{2024!+1}",
+    r"\sqrt[3]{10^{3000}+1}",
+    r"(10^{3000}+1)^{2/7}",
+    r"(10^{9000}+1)^{\sqrt2}",
+    r"\sqrt{\binom{9000}{4500}+1}",
+    r"e^{10^{9000}}",
+    r"e^{-10^{9000}}",
+    r"\pi^{10^{9000}}",
+    r"(1+i)^{10^{9000}}",
+    r"x^{\sqrt{10^{3000}+1}}",
+    r"e^{\sqrt{10^{3000}}}",
+    r"e^{e^{99999}}",
+    r"\exp(\exp(9999999))",
+    r"\pi^{\pi^{99999}}",
+    r"2^{e^{999999}}",
+    r"\sinh(10^{9000})",
+    r"\cosh(e^{20})",
+    r"\sin(e^{999999})",
+    r"\sin(10^{9000})",
+    r"\tan(7^{9999})",
+    r"\ln(10^{9000}+1)",
+    r"\log_3(10^{9000}+7)",
+    r"\log_2(3^{9000})",
+    r"\arctan(10^{9000})",
+    "+".join(rf"\sin {i}^\circ" for i in range(1, 100)),
+    "".join(rf"\sin {i}^\circ" for i in range(1, 90)),
+    "+".join(rf"\tan {i}^\circ" for i in range(1, 90)),
+    "+".join(rf"\log_{{{i}}} 2" for i in range(3, 120)),
+    r"\prod_{k=1}^{200}\sin\frac{k\pi}{401}",
+    r"\sum_{k=1}^{200}\sqrt{10^{k}+1}",
+    r"\sum_{k=1}^{200} k^{k}",
+]
+
+
+@pytest.mark.parametrize("text", COSTLY)
+def test_long_numbers_and_many_functions_cost_little(text: str) -> None:
+    prepare()
+    assert calls_of("1.5", text) < MOST_CALLS
+    math.forget()
+    started = time.process_time()
+    assert equal("1.5", text) is False
+    assert time.process_time() - started < 1, "0.2 s on an idle machine"
