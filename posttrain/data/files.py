@@ -66,7 +66,7 @@ def read(path: Path, stop: int | None) -> list[Record]:
     try:
         found = list(itertools.islice(readers[_kind(path) or ""](path), stop))
     except UnicodeDecodeError as cause:
-        raise DataError(f"not UTF-8: {cause}", where=shown(path)) from cause
+        raise _not_utf8(path) from cause
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, OSError) as cause:
         if isinstance(cause, OSError) and cause.errno is not None:
             raise
@@ -74,6 +74,19 @@ def read(path: Path, stop: int | None) -> list[Record]:
     if not found:
         raise DataError("the file has no rows", where=shown(path))
     return found
+
+
+def _not_utf8(path: Path) -> DataError:
+    """The error that names the first line of a text file that is not UTF-8, and its first byte that is not."""
+    with _open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as cause:
+                what = f"not UTF-8: byte 0x{line[cause.start]:02x} at place {cause.start + 1} of the line"
+                hint = f"if it is Latin-1: iconv -f LATIN1 -t UTF-8 {path.name} > utf8-{path.name}"
+                return DataError(what, where=f"{shown(path)}:{number}", hint=hint)
+    return DataError("not UTF-8", where=shown(path))
 
 
 def _kind(path: Path) -> str | None:
@@ -90,10 +103,13 @@ def _packed(head: bytes) -> str:
 
 def _open(path: Path, newline: str | None = None) -> IO[str]:
     """A file as text, unpacked if its first bytes say that it is packed."""
+    return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline=newline)
+
+
+def _open_bytes(path: Path) -> Any:
     with path.open("rb") as stream:
         packed = _packed(stream.read(8))
-    binary = _OPENERS[packed](path) if packed else path.open("rb")
-    return io.TextIOWrapper(binary, encoding="utf-8-sig", newline=newline)
+    return _OPENERS[packed](path) if packed else path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:

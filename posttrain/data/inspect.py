@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ PROMPT, TRAINED = "prompt", "trained"
 
 FRAMES = 3  # ways of writing a turn that are shown
 
-_NOT_OF_THE_TEMPLATE = (prepare.EARLIER_TURNS, prepare.CONTRADICTS)
+_NOT_OF_THE_TEMPLATE = (prepare.EARLIER_TURNS, prepare.CONTRADICTS, prepare.ASKED_NOTHING, prepare.LABEL_UNREAD)
 
 
 def inspect(
@@ -242,9 +242,11 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
     """Both ways, for all turns: what of the rows the rendering leaves out, and what it puts round their texts."""
     lost = {cause: uids for cause, uids in prepared.noted.items() if cause not in _NOT_OF_THE_TEMPLATE}
     added = lost.pop(ADDED_THOUGHT, [])
-    left_out = {uid for uids in lost.values() for uid in uids}
+    left_out = {
+        uid for cause, uids in lost.items() if cause.startswith("LOOK") or cause == render.BEHIND for uid in uids
+    }
     kept = f"{len(prepared.rows) - len(left_out)} of {counted(len(prepared.rows), 'row')}"
-    parts = [f"{kept} with all of its texts in the rendering", *(cause.removeprefix("LOOK: ") for cause in lost)]
+    parts = [f"{kept} with all of its texts in the rendering", *_with_counts(lost)]
     if prepared.frames:
         most = sorted(prepared.frames.items(), key=lambda frame: -frame[1])
         shown = ", ".join(f"{frame!r} ({count})" for frame, count in most[:FRAMES])
@@ -255,6 +257,10 @@ def _check_text(prepared: Prepared[Any]) -> list[dict[str, Any]]:
         text = f"an empty thought in {counted(len(added), 'row')}: the model learns to answer without thinking"
         found.append(_check("nothing is added", False, text))
     return found
+
+
+def _with_counts(lost: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{cause.removeprefix('LOOK: ')} ({counted(len(uids), 'row')})" for cause, uids in lost.items()]
 
 
 def _check_labels(rows: Sequence[render.Row]) -> list[dict[str, Any]]:

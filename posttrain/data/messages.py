@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain import chat
-from posttrain.errors import DataError
+from posttrain.errors import DataError, nearest
 
 Message = dict[str, Any]
 
@@ -30,6 +30,8 @@ ROLES = {
     "tool_response": "tool",
 }
 CALLS = ("function_call", "tool_call")
+KNOWN = (*ROLES, "system", "developer", "user", "assistant", "tool", "function")
+_ASKING = ("system", "developer", "user")  # messages that are nothing without a content
 
 
 def messages(value: Any, column: str, where: str) -> list[Message]:
@@ -58,11 +60,25 @@ def _message(message: Any, name: str, where: str) -> Message:
         found = _sharegpt(found, name, where)
     if not isinstance(found.get("role"), str):
         raise DataError(f"`{name}` has no role; it has: {', '.join(found)}", where=where)
+    _check_role(found["role"], name, where)
+    if found["role"] in _ASKING and "content" not in found:
+        held = ", ".join(message)
+        raise DataError(f"`{name}` has no content; its keys: {held}", where=where, allowed="`content`: a text")
     if "content" in found:
         found["content"] = _content(found["content"], name, where)
     found = _old_call(found, name, where)
     _check_calls(found, name, where)
     return _marked(found, name, where)
+
+
+def _check_role(role: str, name: str, where: str) -> None:
+    """Raises DataError for a misspelt role, which a template would write as it stands, or which is not trained on."""
+    meant = None if role in KNOWN else nearest(role.lower(), KNOWN, 0.66)
+    if meant is not None and not role.startswith(meant):  # `user_2` is a name of its own
+        allowed = "roles: system, developer, user, assistant, tool; in `from` also human, gpt, ..."
+        raise DataError(
+            f"`{name}` has the role `{role}`", where=where, allowed=allowed, hint=f"did you mean `{meant}`?"
+        )
 
 
 _CALLS = '[{"function": {"name": ..., "arguments": {...}}}, ...]; arguments may be JSON text of an object'
@@ -71,6 +87,7 @@ _CALLS = '[{"function": {"name": ..., "arguments": {...}}}, ...]; arguments may 
 def _check_calls(message: Message, name: str, where: str) -> None:
     """Raises DataError for calls that are none."""
     key = f"`{name}.tool_calls`"
+    _check_json(message.get("tool_calls"), key, where)
     try:
         calls = chat.clean_messages([{k: v for k, v in message.items() if k == "tool_calls"}])[0].get("tool_calls", [])
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -84,6 +101,28 @@ def _check_calls(message: Message, name: str, where: str) -> None:
         if not isinstance(function.get("arguments", {}), Mapping):
             what = kind(function["arguments"])
             raise DataError(f"{key}: the arguments of {function['name']} are {what}", where=where, allowed=_CALLS)
+
+
+def _check_json(calls: Any, key: str, where: str) -> None:
+    """Raises DataError for JSON text, of all calls or of one's arguments, that cannot be read."""
+    if isinstance(calls, str):
+        _parse(calls or "[]", f"{key} cannot be read:", where)
+    for i, call in enumerate(calls if isinstance(calls, list | tuple) else ()):
+        function = (call.get("function") or call) if isinstance(call, Mapping) else {}
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            head = f"{key} cannot be read: in call {i}, the arguments of {function.get('name')} are"
+            _parse(function["arguments"] or "{}", head, where)
+
+
+def _parse(text: str, head: str, where: str) -> None:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as cause:
+        near = text[max(cause.pos - 30, 0) : cause.pos + 30]
+        problem = f"{head} broken JSON at character {cause.pos + 1} ({cause.msg}), near {near!r}"
+        raise DataError(problem, where=where, allowed=_CALLS) from cause
+    except (ValueError, RecursionError):
+        return  # too long a number, nested too deep: told where the calls are read
 
 
 def _old_call(message: Message, name: str, where: str) -> Message:
@@ -117,11 +156,13 @@ def answer_of(messages: list[Message]) -> str | list[Message]:
 def _sharegpt(message: Message, name: str, where: str) -> Message:
     """from and value as role and content; every other key stays."""
     rest = {k: v for k, v in message.items() if k not in ("from", "value")}
-    said, text = message["from"], message.get("value", "")
+    said, text = message["from"], message.get("value")
     role = ROLES.get(said, said)
     if said in CALLS:
         return {**rest, "role": role, "content": "", "tool_calls": _calls(text, name, where)}
-    return {**rest, "role": role, "content": text}
+    if text is None and role in _ASKING:
+        return {**rest, "role": role}
+    return {**rest, "role": role, "content": "" if text is None else text}
 
 
 def _calls(text: Any, name: str, where: str) -> list[dict[str, Any]]:

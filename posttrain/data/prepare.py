@@ -15,6 +15,7 @@ from posttrain.data.labelled import labelled
 from posttrain.data.render import Example, Pair
 from posttrain.data.rows import Row, load_rows
 from posttrain.data.sft_rows import without_thought
+from posttrain.data.shapes import fields
 from posttrain.data.turns import EMPTY_COMPLETION, Text
 from posttrain.errors import DataError, counted
 from posttrain.recipe.preference_sections import PairRules
@@ -30,7 +31,8 @@ SIDES = ("chosen", "rejected")
 TOO_LONG = "longer than max_length"
 ANSWER_TOO_LONG = "trained part alone longer than max_length"
 EMPTY_PROMPT = "empty prompt"
-NO_TURN = "no assistant turn"
+ASKED_NOTHING = "LOOK: the prompt is empty, and the answer to it is trained on"
+LABEL_UNREAD = "LOOK: `label` is false or 0, and the row is trained on: sft reads no label (`algorithm: kto` does)"
 PROMPT_CUT = "prompt cut to max_length"
 SAME_SIDES = "chosen and rejected are the same"
 TOO_FAR_APART = "one side longer than the other by more than pairs.max_gap"
@@ -80,8 +82,11 @@ def prepare_prompts(
     return _checked(prepared)
 
 
-def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[Example]:
-    """Training sequences. Raises DataError where none is left, or no token is trained on, or all are."""
+def prepare_examples(section: Data, tokenizer: Any, base_dir: Path, *, labels_read: bool = False) -> Prepared[Example]:
+    """Training sequences. Raises DataError where none is left, or no token is trained on, or all are.
+
+    labels_read: the caller learns from a column `label`, so that rows with a false one need no note.
+    """
     rows = load_rows(section, base_dir)
     if section.thought_dropout:
         rows = [without_thought(row, section.thought_dropout, section.seed) for row in rows]
@@ -95,6 +100,11 @@ def prepare_examples(section: Data, tokenizer: Any, base_dir: Path) -> Prepared[
             prepared.items.append(fitted)
     if earlier := [str(row["uid"]) for row in rows if _earlier_turns(row, section)]:
         prepared.noted[EARLIER_TURNS] = earlier
+    kept = {example.uid.partition(".")[0] for example in prepared.items}
+    for cause, is_so in ((ASKED_NOTHING, _unasked), (LABEL_UNREAD, _labelled_bad)):
+        uids = [uid for row in rows if (uid := str(row["uid"])) in kept and is_so(row, section)]
+        if uids and not (cause == LABEL_UNREAD and labels_read):
+            prepared.noted[cause] = uids
     prepared.trained_ratio = _ratio((sum(e.trained), len(e.ids)) for e in prepared.items)
     return _check_ratio(_checked(prepared), section)
 
@@ -184,7 +194,7 @@ def _fit_example(
     prompt = example.trained.index(True) if any(example.trained) else len(example.ids)
     answer = len(example.ids) - prompt
     if not answer:
-        return _drop(into, untrained if example.ids else NO_TURN, example.uid)
+        return _drop(into, untrained, example.uid)
     keep = _room(example.uid, prompt, answer, section, into)
     if keep is None:
         return None
@@ -202,6 +212,25 @@ def _earlier_turns(row: Row, section: Data) -> bool:
     return any(m.get("train", True) for m in turns[:-1])
 
 
+def _unasked(row: Row, section: Data) -> bool:
+    talk = None if section.prompt_template else row.get("messages")
+    return _asks_nothing(row.get("prompt") if talk is None else talk)
+
+
+def _asks_nothing(prompt: Any) -> bool:
+    """Whether a prompt is blank, or all of its user messages and tool results are."""
+    if isinstance(prompt, str):
+        return not prompt.strip()
+    asked = [m for m in prompt or () if m["role"] in ("user", "tool")]
+    return bool(asked) and not any(str(m.get("content") or "").strip() for m in asked)
+
+
+def _labelled_bad(row: Row, section: Data) -> bool:
+    """Whether a row of an answer says of it that it is bad, in a column that the prompt does not show."""
+    used = section.prompt_template is not None and "label" in fields(section.prompt_template)
+    return row.get("label") in (0, 1) and not row["label"] and not used
+
+
 def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | None:
     """Why a pair is of no use, or None."""
     chosen, rejected = (text.strip() if isinstance(text := row[side], str) else text for side in SIDES)
@@ -209,7 +238,7 @@ def _bad_pair(row: Row, pair: Pair, rules: PairRules, single: bool) -> str | Non
         return EMPTY_COMPLETION
     if chosen == rejected or pair.chosen_ids == pair.rejected_ids:
         return SAME_SIDES
-    if not pair.prompt_ids or (isinstance(prompt := row.get("prompt"), str) and not prompt.strip()):
+    if not pair.prompt_ids or _asks_nothing(row.get("prompt")):
         return EMPTY_PROMPT  # a template makes tokens of nothing, too
     lengths = len(pair.chosen_ids), len(pair.rejected_ids)
     if not single and rules.max_gap is not None and max(lengths) > rules.max_gap * min(lengths):

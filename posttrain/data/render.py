@@ -129,7 +129,8 @@ def _examples(row: Row, tokenizer: Any, section: Data) -> list[Text]:
     messages = spell(tokenizer, messages, tools(row))
     own = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not own:
-        return [_empty(uid, "")]  # no assistant turn: nothing to train on
+        roles = ", ".join(dict.fromkeys(m["role"] for m in messages)) or "none"
+        return [replace(_empty(uid, ""), untrained=f"no assistant turn (roles: {roles})")]
     if section.train_on == "assistant":
         found = turns.all_turns(uid, messages, own, [wanted[i] for i in own], tokenizer, tools(row))
         last = max((i for i in own if wanted[i]), default=own[-1])
@@ -209,9 +210,10 @@ def _adding(texts: list[Text], losses: tuple[str, ...]) -> list[Text]:
 def check_sides(row: Row) -> None:
     """Raises DataError for a row that is no pair."""
     if row.get("chosen") is None:
-        raise DataError(
-            "no `chosen` and `rejected`", where=whereabouts.row(row["uid"]), hint="preference stages need both columns"
-        )
+        hint = "this loss learns from pairs and needs both columns"
+        if row.get("label") is not None:
+            hint = "rows with a `label` of each answer are for `algorithm: kto` and other losses on single answers"
+        raise DataError("no `chosen` and `rejected`", where=whereabouts.row(row["uid"]), hint=hint)
 
 
 def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
@@ -219,6 +221,8 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
     if row.get("messages") is not None and not section.prompt_template:
         return _with_system(chat.clean_messages(row["messages"]), section.system)
     completion = row.get("completion")
+    if completion is None and "completion" in row:
+        raise _null("completion", row)
     if completion is None:
         raise DataError(
             "no `completion` to train on",
@@ -226,6 +230,11 @@ def conversation(row: Row, section: Data) -> list[dict[str, Any]]:
             hint="write e.g. columns: {completion: answer}",
         )
     return [*prompt_messages(row, section), *answer_messages(completion)]
+
+
+def _null(column: str, row: Row) -> DataError:
+    hint = "give it a value, or leave the row out"
+    return DataError(f"`{column}` is null", where=whereabouts.row(row["uid"]), hint=hint)
 
 
 def answer_messages(answer: Any) -> list[dict[str, Any]]:
@@ -287,6 +296,8 @@ def _text_only(uid: str, row: Row, tokenizer: Any, section: Data) -> Text:
 def plain(row: Row, column: str, section: Data) -> str:
     """A column as plain text (`chat: false`)."""
     value = row.get(column)
+    if value is None and column in row:
+        raise _null(column, row)
     if value is None:
         raise DataError(
             f"no `{column}`",

@@ -77,10 +77,14 @@ def _pair(row: Row, where: str) -> None:
     """chosen and rejected without the prompt in them; a prompt that is only in them is what they begin with alike."""
     for side in ("chosen", "rejected"):
         if row.get(side) is None:
-            raise DataError(f"`{side}` is missing beside its counterpart", where=where)
+            state = "null" if side in row else "missing"
+            raise DataError(f"`{side}` is {state} beside its counterpart", where=where)
+        if not isinstance(row[side], str | list):
+            raise DataError(f"`{side}` is {kind(row[side])}, not text or messages", where=where)
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("`chosen` and `rejected` are not of the same kind (text, messages)", where=where)
+        forms = ["a text" if isinstance(side, str) else "a list of messages" for side in (chosen, rejected)]
+        raise DataError(f"`chosen` is {forms[0]} and `rejected` is {forms[1]}: both must be of one kind", where=where)
     if isinstance(chosen, str):
         if row.get("prompt") is None:
             start = _common_text(chosen, rejected)
@@ -126,6 +130,9 @@ def _common_text(chosen: str, rejected: str) -> int:
 def _check(row: Row, where: str, *, templated: bool) -> None:
     """The row has one of the shapes, and its columns are of the right kind."""
     if not any(row.get(c) is not None for c in ("messages", "prompt", "text")):
+        if nulls := [c for c in _MAIN if c in row and row[c] is None]:
+            problem = f"`{nulls[0]}` is null"
+            raise DataError(problem, where=where, hint="give it a value, or leave the row out")
         columns = ", ".join(k for k in row)
         near = [n for c in row for n in [nearest(c.lower(), _MAIN)] if n]
         hint = f"name the columns, e.g. `columns: {{{near[0] if near else 'prompt'}: THEIR_NAME}}`"

@@ -71,7 +71,9 @@ def _check_directory(path: Path, split: str) -> None:
         raise DataError(
             f"{path} is no directory that `datasets` saved (save_to_disk)",
             allowed=f"it holds: {held or 'nothing'}",
-            hint=f"name the file: {path / inside[0]}" if inside else "name a file of rows",
+            hint=f"name {'the file' if len(inside) == 1 else 'one of its files'}: {', '.join(inside[:12])}"
+            if inside
+            else "name a file of rows",
         )
     if (path / _SAVED[1]).is_file():
         saved: Any = None

@@ -37,7 +37,9 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        return "differs" if self.problem else "differs, allowed" if self.warning else "same"
+        return (
+            "differs" if self.problem else "differs, allowed" if self.warning or len(set(self.values)) > 1 else "same"
+        )
 
 
 def compare(plan: Plan) -> list[Check]:

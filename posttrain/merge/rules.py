@@ -84,9 +84,8 @@ def normalized(weights: Sequence[float]) -> list[float]:
     total = sum(weights)
     if abs(total) < CANCELS:
         listed = ", ".join(f"{w:g}" for w in weights)
-        raise MergeError(
-            f"the weights {listed} sum to {total:g} and cannot be normalised", hint="set `normalize: false`"
-        )
+        hint = "set `normalize: false`" if any(weights) else "give a model a weight that is not 0"
+        raise MergeError(f"the weights {listed} sum to {total:g} and cannot be normalised", hint=hint)
     return [w / total for w in weights]
 
 

@@ -49,7 +49,7 @@ def read(recipe: RewardModelRecipe, tokenizer: Any) -> Items:
     if settings.pairs:
         prepared: Prepared[Any] = prepare_pairs(recipe.data, tokenizer, recipe.base_dir)
     else:
-        prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
+        prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir, labels_read=True)
     alike.check_rows([item.uid for item in prepared.items])
     sources = {str(row["uid"]): row for row in prepared.rows}
     items = [(_pair if settings.pairs else _answer)(item, sources[item.uid], recipe) for item in prepared.items]

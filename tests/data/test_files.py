@@ -106,3 +106,12 @@ def test_a_text_too_long_to_tokenize_is_refused_with_its_line(tiny: Any, tmp_pat
     path.write_text(json.dumps({"prompt": "q", "completion": "a"}) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl:2 .*2,400,\d+ characters"):
         prepare_examples(Data(source="./rows.jsonl"), tiny, tmp_path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_line_that_is_not_utf8_is_named(packed: bool, tmp_path: Path) -> None:
+    content = b'{"prompt": "a"}\n{"prompt": "caf\xe9"}\n'
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(DataError, match=rf"{path.name}:2  not UTF-8: byte 0xe9 at place 16(.|\n)*iconv -f LATIN1"):
+        files.read(path, None)

@@ -121,3 +121,34 @@ def test_calls_that_are_none_are_told_in_a_sentence(calls: Any, told: str) -> No
 @pytest.mark.parametrize("calls", [[], "[]", '[{"name": "f", "arguments": "{}"}]', [{"function": {"name": "f"}}]])
 def test_calls_in_several_forms(calls: Any) -> None:
     assert read({"role": "assistant", "content": "", "tool_calls": calls})[0]["tool_calls"] == calls
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("gtp", "gpt"), ("asistant", "assistant"), ("Assistant", "assistant"), ("usr", "user"), ("hunan", "human")],
+)
+def test_a_misspelt_role_is_an_error_in_any_turn(said: str, meant: str) -> None:
+    with pytest.raises(DataError, match=f"`messages.0.` has the role `{said}`(.|\n)*did you mean `{meant}`"):
+        read({"role": said, "content": "a"})
+    with pytest.raises(DataError, match=f"did you mean `{meant}`"):
+        read(TURNS[0], {"from": said, "value": "a"})
+
+
+@pytest.mark.parametrize("role", ["critic", "user_2", "observation", "ipython", "tool"])
+def test_roles_of_other_names_stay(role: str) -> None:
+    assert read({"role": role, "content": "a"})[0]["role"] == role
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "system", "content": None}, {"from": "human"}])
+def test_a_question_without_content_is_an_error(message: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"`messages\[0\]` has no content"):
+        read(message)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "{a: 1}", '{"a": 1}}'])
+def test_broken_arguments_of_a_call_are_named(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    with pytest.raises(
+        DataError, match=r"messages\[0\].tool_calls` cannot be read: in call 0, the arguments of add are broken JSON at"
+    ):
+        read({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -10,9 +10,11 @@ import pytest
 
 from posttrain.data.prepare import (
     ANSWER_TOO_LONG,
+    ASKED_NOTHING,
     EARLIER_TURNS,
     EMPTY_COMPLETION,
     KEPT_LONG,
+    LABEL_UNREAD,
     PROMPT_CUT,
     SAME_SIDES,
     TOO_LONG,
@@ -60,7 +62,10 @@ def test_conversations_without_a_turn_of_the_model_go_and_untrained_turns_are_to
     rows = [{"messages": m} for m in ([], [user], several, unwanted)]
     prepared = examples(jsonl(rows), tiny)
     uids = [row["uid"] for row in prepared.rows]
-    assert prepared.dropped == {"no assistant turn": uids[:2]}
+    assert prepared.dropped == {
+        "no assistant turn (roles: none)": uids[:1],
+        "no assistant turn (roles: user)": uids[1:2],
+    }
     assert prepared.noted == {EARLIER_TURNS: uids[2:3]}
     assert examples(jsonl(rows), tiny, train_on="assistant").noted == {}
 
@@ -139,3 +144,34 @@ def test_smollm2_rows_whose_padding_token_is_eos_keep_eos_trained(smollm2: Any, 
     prepared = examples(jsonl(ROWS), smollm2, train_on="assistant")
     assert all(e.ids[-1] == smollm2.pad_token_id and e.trained[-1] for e in prepared.items)
     assert 0 < prepared.trained_ratio < 1
+
+
+def test_a_null_completion_is_called_null(tiny: Any, jsonl: Write) -> None:
+    with pytest.raises(DataError, match="`completion` is null"):
+        examples(jsonl([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}]), tiny)
+
+
+def test_answers_to_empty_prompts_are_noted(tiny: Any, jsonl: Write) -> None:
+    rows = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": " ", "completion": "c"},
+        {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "d"}]},
+        {"prompt": "", "completion": ""},  # dropped, so told as that
+    ]
+    prepared = examples(jsonl(rows), tiny)
+    assert prepared.noted == {ASKED_NOTHING: [str(row["uid"]) for row in prepared.rows[1:3]]}
+
+
+def test_rows_labelled_bad_are_noted_where_labels_are_not_read(tiny: Any, jsonl: Write) -> None:
+    rows = [{"prompt": f"q{i}", "completion": "b", "label": label} for i, label in enumerate([True, False, 1, 0, "no"])]
+    path = jsonl(rows)
+    prepared = examples(path, tiny)
+    assert prepared.noted == {LABEL_UNREAD: [str(prepared.rows[i]["uid"]) for i in (1, 3)]}
+    assert examples(path, tiny, prompt_template="{prompt} {label}").noted == {}
+    assert prepare_examples(Data(source=path), tiny, Path.cwd(), labels_read=True).noted == {}
+
+
+def test_rows_with_labels_are_told_which_loss_reads_them(tiny: Any, jsonl: Write) -> None:
+    path = jsonl([{"prompt": "a", "completion": "b", "label": True}])
+    with pytest.raises(DataError, match="algorithm: kto"):
+        prepare_pairs(Data(source=path), tiny, Path.cwd())

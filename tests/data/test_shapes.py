@@ -64,7 +64,7 @@ def test_the_prompt_of_text_pairs_ends_at_a_whole_word() -> None:
 
 
 def test_pairs_that_cannot_be_compared() -> None:
-    with pytest.raises(DataError, match="not of the same kind"):
+    with pytest.raises(DataError, match="both must be of one kind"):
         shaped({"prompt": "q", "chosen": "a", "rejected": [assistant("b")]})
     with pytest.raises(
         DataError, match="`chosen` must be one assistant message behind the prompt, not: user, assistant"
@@ -107,3 +107,18 @@ def test_tool_calls_that_cannot_be_read_name_their_row(calls: Any) -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     with pytest.raises(DataError, match=r"^here  `messages\[1\].tool_calls` cannot be read: "):
         shaped({"messages": [USER, turn]})
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": None, "completion": "a"}, "`prompt` is null"),
+        ({"text": None}, "`text` is null"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "`rejected` is null beside its counterpart"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, r"`rejected` is int \(3\), not text or messages"),
+        ({"prompt": "a", "chosen": 1.5, "rejected": "b"}, r"`chosen` is float \(1.5\), not text"),
+    ],
+)
+def test_nulls_and_values_of_other_kinds_are_named(row: dict[str, object], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        normalise(row, "here")

@@ -83,7 +83,7 @@ def test_uids_are_the_same_in_another_folder_and_differ_for_equal_rows(tmp_path:
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": "\\ud83d!"}\n', r"a.jsonl:2  `prompt` has half a character"),
         ("a.jsonl", '{"prompt": "x"}\n[1]\n', r"a.jsonl:2  a row must be a JSON object, not list"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": 3}\n', r"a.jsonl:2  `prompt` is int \(3\), not text"),
-        ("a.jsonl", '{"prompt": "x"}\n{"prompt": null}\n', r"a.jsonl:2  no shape that is known; columns: prompt"),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": null}\n', r"a.jsonl:2  `prompt` is null"),
         ("a.jsonl", "", r"a\.jsonl  the file is empty"),
         ("a.jsonl", "\n \n", r"a\.jsonl  the file has no rows"),
         ("a.json", "[{]", r"a.json:1:3  broken JSON"),
@@ -190,3 +190,10 @@ def test_nulls_that_an_arrow_table_fills_in_do_not_reach_messages_or_tools(tmp_p
     row = load_rows(Data(source="saved"), tmp_path)[0]
     assert row["tools"] == tools
     assert row["messages"] == messages
+
+
+def test_a_directory_of_several_files_names_them_all(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(DataError, match=r"hint: name one of its files: a\.jsonl, b\.jsonl$"):
+        load_rows(Data(source=str(tmp_path)), tmp_path)

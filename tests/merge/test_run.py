@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.errors import Interrupted, MergeError, ModelError, RunError
+from posttrain.merge.compatibility import Check
 
 from .conftest import save_tiny
 
@@ -213,6 +214,16 @@ def test_quantised_weights(models: Path, merge: Merge) -> None:
 def test_weights_that_cancel(models: Path, merge: Merge) -> None:
     pair = [{"model": "a"}, {"model": "b", "parameters": {"weight": -1.0}}]
     assert_refused(models, merge, MergeError, "cannot be normalised", models=pair)
+
+
+def test_weights_that_are_all_0(models: Path, merge: Merge) -> None:
+    nothing = [{"model": name, "parameters": {"weight": 0.0}} for name in "ab"]
+    assert_refused(models, merge, MergeError, r"(?s)cannot be normalised.*a weight that is not 0", models=nothing)
+
+
+def test_the_table_calls_numbers_that_differ_different() -> None:
+    assert Check("parameters", ["120,896", "113,856"]).verdict == "differs, allowed"
+    assert Check("parameters", ["120,896", "120,896"]).verdict == "same"
 
 
 def test_a_model_that_cancels_itself(models: Path, merge: Merge) -> None:
