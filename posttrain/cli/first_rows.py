@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.cli import together
+from posttrain.errors import DataError, Problem
 from posttrain.places import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
@@ -67,12 +68,12 @@ def _is_local(source: Source, base_dir: Path) -> bool:
 
 
 def _read(section: Mapping[str, Any], source: Source, data: Data, base_dir: Path, seen: _Seen) -> list[str]:
-    """Adds the first rows to those seen. Raises DataError if the first row does not suit the stage."""
+    """Adds the first rows to those seen. Raises DataError with the rows that do not suit the stage."""
     from posttrain.data.rows import source_rows
 
     few = source.model_copy(update={"size": min(source.size or ROWS, ROWS)})
     rows = source_rows(few, data, base_dir)
-    _first(section, rows[0], data)
+    _refuse_unsuited(section, rows, data)
     _numbers(section, rows)
     seen.rows += rows
     seen.whole &= len(rows) < ROWS or (source.size or ROWS + 1) <= ROWS
@@ -126,7 +127,23 @@ def _reads(section: Mapping[str, Any]) -> Literal["answers", "pairs", "labels", 
     return "answers" if stage == "sft" else "prompts"
 
 
-def _first(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> None:
+def _refuse_unsuited(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], data: Data) -> None:
+    """Raises DataError with the rows that lack what the stage reads; with the first alone, if it is one of them."""
+    from posttrain.data.files import first_of
+
+    wrong: list[Problem] = []
+    for number, row in enumerate(rows):
+        try:
+            _check_row(section, row, data)
+        except DataError as error:
+            if number == 0:  # all others will be the same
+                raise
+            wrong += error.problems
+    if wrong:
+        raise first_of(wrong, "row")
+
+
+def _check_row(section: Mapping[str, Any], row: Mapping[str, Any], data: Data) -> None:
     """Raises DataError if the row lacks what the stage reads."""
     from posttrain.data import labelled, render
 
