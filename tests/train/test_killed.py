@@ -80,8 +80,17 @@ def test_five_kills_leave_no_trace(train: Any, stage: str, sft_recipe: Any, dpo_
     assert {p.name for p in (broken / "checkpoints").iterdir()} == {"step-00000012", "step-00000014"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
+SIGNALS = {"sft": signal.SIGHUP, "dpo": signal.SIGINT, "rl": signal.SIGTERM}  # the other pairs with the slow tests
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        pytest.param(stage, number, marks=() if usual == number else pytest.mark.slow)
+        for stage, usual in SIGNALS.items()
+        for number in SIGNALS.values()
+    ],
+)
 def test_signals_save_the_step_and_leave_no_trace(
     train: Any, stage: str, number: int, sft_recipe: Any, dpo_recipe: Any, tmp_path: Path
 ) -> None:
