@@ -78,7 +78,10 @@ def samples(rows: list[dict[str, Any]]) -> list[Sample]:
 
 def test_when_gold_or_a_reward_fails(jsonl: JSONL, tmp_path: Path, scorer: Callable[..., Scorer]) -> None:
     rows = load_rows(Data(source=jsonl([{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "}"}])), tmp_path)
-    with scorer("math.accuracy") as one, pytest.raises(RewardError, match=r"\nrows\.jsonl:2 \(row \w{16}\)  gold has"):
+    with (
+        scorer("math.accuracy") as one,
+        pytest.raises(RewardError, match=r"\n  rows\.jsonl:2 \(row \w{16}\)  gold has"),
+    ):
         audit_gold(one, rows)
     body = "return 1.0 if answer == '1' else 1 / 0"
     with scorer("own.py:score", body, max_error_rate=0.1) as one, pytest.raises(RunError) as told:

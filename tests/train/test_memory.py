@@ -168,7 +168,7 @@ def test_activations_are_what_autograd_keeps(half: bool, lora: bool) -> None:
     assert measured == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_compiled_blocks_compute_again_what_is_cheap(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are divided into forward and backward as for a GPU, and run without code made for them."""

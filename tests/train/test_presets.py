@@ -124,7 +124,10 @@ def command(name: str, folder: Path, *options: str) -> list[str]:
     return ["rl", str(recipe), "--output", str(folder / name), *options]
 
 
-@pytest.mark.parametrize("name", NAMES)
+EVERY_RUN = NAMES[::3]  # the others with the slow tests
+
+
+@pytest.mark.parametrize("name", [n if n in EVERY_RUN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]) -> None:
     """Three steps through the command line, a checkpoint after the second; then the third again from there."""
     recipe = recipe_of(name, folder)
@@ -143,7 +146,9 @@ def test_it_trains_and_resumes_exactly(name: str, folder: Path, called: set[str]
     assert rows_of(folder / name) == whole
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "tis"])  # clipped surrogate, value head, engine correction
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "tis"))]
+)  # clipped surrogate, value head, engine correction
 def test_one_preset_a_family_as_a_process(name: str, folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

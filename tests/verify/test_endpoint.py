@@ -103,7 +103,11 @@ def speaking(*turns: Callable[[socket.socket], None]) -> Iterator[tuple[str, lis
 
         def answer(link: socket.socket, turn: Callable[[socket.socket], None]) -> None:
             with link, contextlib.suppress(OSError):
-                asked.append(link.recv(65536))
+                request = b""
+                try:
+                    request = link.recv(65536)
+                finally:
+                    asked.append(request)  # also of a client that has gone
                 turn(link)
 
         def serve() -> None:
