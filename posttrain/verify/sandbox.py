@@ -152,7 +152,7 @@ def _spec(code: str, root: str, limits: Limits, level: Isolation) -> dict[str, A
         "root": root,
         "code": code,
         "readable": readable,
-        "filter": system_calls.filter_program(own_signals_only=level == "limits") if system_calls.supported() else [],
+        "filter": system_calls.filter_program(as_user=level == "limits") if system_calls.supported() else [],
         "command": [executable, "-I", "-B", f"{scratch}/main.py"],
         "environment": {**_ENVIRONMENT, "HOME": scratch, "TMPDIR": scratch},
         "seconds": limits.seconds,

@@ -21,7 +21,7 @@ OWN_PROCESS = "own process"  # a constant that the jail replaces with its proces
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_ALLOW, _KILL, _NOTHING = 0x7FFF0000, 0x80000000, 0x00050000  # the last: not called, answered with success
 _DENY, _MISSING, _NO_TERMINAL = (0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.ENOTTY))
 _X32 = 0x40000000  # numbers of the x32 calls of x86-64 begin here
 _NEWER = 451  # calls from this number on are younger than the headers that this table was made with
@@ -108,6 +108,13 @@ _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 _IOCTL = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)
 # Its parent's death, whether it may be dumped, names of threads and mappings, reaping, no new privileges
 _PRCTL = (1, 2, 3, 4, 15, 16, 23, 36, 37, 38, 39, 0x53564D41)
+# Modes, owners and times of files. At level `limits` they do nothing, since Landlock does not bound them.
+_ATTRIBUTES = frozenset(
+    [
+        *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+        *("utime", "utimes", "futimesat", "utimensat"),
+    ]
+)
 _CLONE3 = (435, 435)
 _SIGNALS: dict[str, tuple[int, int]] = {  # with the process as their first argument
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
@@ -136,10 +143,11 @@ def supported(machine: str | None = None) -> bool:
     return (machine or platform.machine()) in _ARCHITECTURES
 
 
-def filter_program(machine: str | None = None, *, own_signals_only: bool = False) -> list[Instruction]:
+def filter_program(machine: str | None = None, *, as_user: bool = False) -> list[Instruction]:
     """The BPF program for `machine` (x86_64 or aarch64; default: this one), for the kernel's `struct sock_filter`.
 
-    own_signals_only: signals to other processes are denied as well, for a program that can see processes of the user.
+    as_user: for a program that runs beside the user's own files and processes. Signals to other processes are denied as
+    well, and modes, owners and times of files stay as they are, with success as the answer.
     A program of another architecture (32 bits) is killed. Raises KeyError for a machine whose numbers are not known.
     """
     machine = machine or platform.machine()
@@ -152,14 +160,14 @@ def filter_program(machine: str | None = None, *, own_signals_only: bool = False
     ]
     if machine == "x86_64":
         found += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _DENY)]
-    for numbers in _ALLOWED.values():
-        found += _when_called(numbers[at], [])
+    for name, numbers in _ALLOWED.items():
+        found += _when_called(numbers[at], [(_RETURN, 0, 0, _NOTHING)] if as_user and name in _ATTRIBUTES else [])
     for numbers, conditions in _WITH_ARGUMENTS.values():
         found += _when_called(numbers[at], conditions)
-    own = _one_of(0, (OWN_PROCESS,)) if own_signals_only else []
+    own = _one_of(0, (OWN_PROCESS,)) if as_user else []
     for numbers in _SIGNALS.values():
         found += _when_called(numbers[at], own)
-    if not own_signals_only:
+    if not as_user:
         found += _when_called(_PIDFD_SEND_SIGNAL[at], [])
     # The flags of clone3 are in memory, where a filter cannot read them: libc then uses clone.
     found += [(_EQUAL, 1, 0, _CLONE3[at]), (_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _MISSING)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.verify import sandbox
+from posttrain.verify import sandbox, system_calls
 from posttrain.verify.sandbox import Finished, Limits, SandboxError, run_python
 
 namespaces = pytest.mark.skipif(sandbox.isolation() != "namespaces", reason="this machine offers no namespaces")
@@ -246,6 +246,31 @@ def test_without_isolation_nothing_runs_unless_it_is_accepted(monkeypatch: pytes
 
 def offers_landlock() -> bool:
     return ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+
+
+@pytest.mark.skipif(not system_calls.supported(), reason="no filter for this machine")
+def test_with_limits_alone_modes_and_times_of_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    kept.chmod(0o600)
+    before = kept.stat()
+    done = run(
+        f"""
+        import os, shutil
+        for name in ({str(kept)!r}, {str(tmp_path)!r}):
+            os.chmod(name, 0o4777)
+            os.chown(name, os.getuid(), os.getgid())
+            os.utime(name, (1, 1))
+        open("own", "w").write("x")
+        shutil.copy2("own", "copy")
+        print(open("copy").read())
+        """
+    )
+    assert (done.status, done.stdout.strip()) == ("ended", "x"), done.stderr
+    after = kept.stat()
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
+    assert tmp_path.stat().st_mtime > 1
 
 
 @pytest.mark.skipif(not offers_landlock(), reason="this kernel offers no Landlock")

@@ -247,9 +247,9 @@ def test_no_call_is_in_two_rules() -> None:
 
 
 @pytest.mark.parametrize("machine", HEADERS)
-@pytest.mark.parametrize("own_signals_only", [False, True])
-def test_every_jump_stays_within_the_filter(machine: str, own_signals_only: bool) -> None:
-    *program, last = system_calls.filter_program(machine, own_signals_only=own_signals_only)
+@pytest.mark.parametrize("as_user", [False, True])
+def test_every_jump_stays_within_the_filter(machine: str, as_user: bool) -> None:
+    *program, last = system_calls.filter_program(machine, as_user=as_user)
     assert len(program) < 4095
     assert last == (system_calls._RETURN, 0, 0, system_calls._DENY)
     assert all(at + 1 + max(yes, no) <= len(program) for at, (_, yes, no, _) in enumerate(program))
