@@ -8,7 +8,6 @@ text stands.
 
 from __future__ import annotations
 
-import functools
 import html
 import itertools
 import json
@@ -53,6 +52,9 @@ class Probed:
 
 
 Spans = dict[Leaf, tuple[int, int]]
+
+MOST_REMEMBERED = 256  # renderings with probes
+_marked: dict[tuple[Any, Any, str, bool], str] = {}
 
 
 def probe(messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Probed:
@@ -153,30 +155,17 @@ def mark(tokenizer: Any, probed: Probed, *, generation_prompt: bool = False) -> 
     Conversations of the same shape have the same probes, so their rendering is remembered.
     """
     shape = json.dumps([probed.messages, probed.tools], default=repr)
-    return _mark(tokenizer, tokenizer.chat_template, shape, generation_prompt, _Conversation(probed))
-
-
-class _Conversation:
-    """A probed conversation beside its shape in a cache's key: any two are the same."""
-
-    def __init__(self, probed: Probed) -> None:
-        self.probed = probed
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Conversation)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@functools.lru_cache(maxsize=256)
-def _mark(tokenizer: Any, template: Any, shape: str, generation_prompt: bool, conversation: _Conversation) -> str:
-    del template, shape  # of the key alone
-    messages, tools = conversation.probed.messages, conversation.probed.tools
-    try:
-        return chat.render(tokenizer, messages, tools=tools, generation_prompt=generation_prompt)
-    except DataError:
-        return ""
+    key = (tokenizer, tokenizer.chat_template, shape, generation_prompt)
+    if key not in _marked:
+        if len(_marked) >= MOST_REMEMBERED:
+            _marked.clear()
+        try:
+            _marked[key] = chat.render(
+                tokenizer, probed.messages, tools=probed.tools, generation_prompt=generation_prompt
+            )
+        except DataError:
+            _marked[key] = ""
+    return _marked[key]
 
 
 def place(leaves: Sequence[Leaf], marked: str, real: str) -> Spans | None:
