@@ -126,7 +126,8 @@ class RowOrder(torch.utils.data.Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for first in range(self.start * self.plan.size, self.plan.rows, self.plan.size):
             rows = list(self.sampler.take(first, min(self.plan.size, self.plan.rows - first)))
-            yield from self.order(rows, self.plan.micro) if self.order else rows
+            several = len(rows) > self.plan.micro  # in one forward pass an order changes nothing but the rounding
+            yield from self.order(rows, self.plan.micro) if self.order and several else rows
 
     def __len__(self) -> int:
         return self.plan.rows - self.start * self.plan.size

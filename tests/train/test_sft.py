@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
@@ -23,7 +24,7 @@ from posttrain.models import load as models
 from posttrain.recipe.sections import Model
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import hf_trainer, sft
+from posttrain.train import dealing, hf_trainer, sft
 from posttrain.train.hf_trainer import RowOrder, RowPlan
 
 from .families import save_family
@@ -159,6 +160,16 @@ def test_packing_that_leaks_is_refused(sft_recipe, tmp_path):
     with pytest.raises(ModelError, match="packing is not exact"):
         sft.check_packing(loaded, leaky, examples)
     sft.check_packing(loaded, sft.packed(loaded), examples)
+
+
+def test_rows_are_ordered_by_length_only_where_a_step_has_several_forward_passes():
+    """In one pass an order changes nothing but the rounding, and with it what a later stage is trained from."""
+    lengths = [(7 * row) % 20 for row in range(20)]
+    order = functools.partial(dealing.by_length, lengths)
+    drawn = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0))
+    assert list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 10), start=0, order=order)) == drawn
+    several = list(RowOrder(PromptSampler(20, 10, seed=3), RowPlan(20, 10, 5), start=0, order=order))
+    assert [lengths[row] for row in several[:10]] == sorted((lengths[row] for row in drawn[:10]), reverse=True)
 
 
 def test_epochs_see_every_row_and_the_last_step_may_be_short(sft_recipe, rows_of):
