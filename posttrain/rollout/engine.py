@@ -23,6 +23,7 @@ from posttrain.recipe.rollout_sections import EngineSection, Sampling
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
+    from posttrain.rollout.requests import Request
 
 
 KNOWN = 1 << 20  # pairs of tokens whose length is kept
@@ -81,6 +82,19 @@ class Engine(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class ConcurrentEngine(Engine, Protocol):
+    """An Engine that works on requests as they come, each for itself. Others generate one batch at a time."""
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """n samples of one prompt, in the loop of `posttrain.rollout.loop`. Cancelling it gives the request up.
+
+        What it samples depends on the weights and the request with its seed, not on other requests. It waits while
+        weights are replaced. A request that a sync cuts short goes on with the new weights: `Completion.versions` says
+        which version sampled each token, and no finish is `paused`.
+        """
+        ...
 
 
 def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, max_len: int) -> Engine:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,8 @@ from posttrain.rollout import weights
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
+from posttrain.rollout.requests import Request as Request
+from posttrain.rollout.requests import requests_of as requests_of
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -31,42 +32,6 @@ if TYPE_CHECKING:
 PROBE_LENGTH = 32
 
 Done = Callable[[int, list[Completion]], None]  # called with a request's place in the list, once it is finished
-
-
-@dataclass(frozen=True)
-class Request:
-    """n samples of one prompt. `number` is the prompt's among all prompts of the call, whoever works on them."""
-
-    number: int
-    ids: tuple[int, ...]
-    n: int
-    seed: int  # where requests draw from seeds of their own
-    max_new_tokens: int
-    logprobs: bool
-    ends: bool = True  # an end token ends it; False: it has exactly max_new_tokens
-
-
-def requests_of(
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: Sampling,
-    *,
-    seed: int,
-    logprobs: bool | int,
-    share: Sequence[int] | None,
-    limits: Sequence[int] | None = None,
-) -> list[Request]:
-    """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once.
-
-    With top-p or top-k vLLM can only report log-probs of the cut and renormalised distribution, which no log-prob of
-    the trainer compares with: none are asked for.
-    """
-    cut = sampling.top_p < 1 or sampling.top_k > 0
-    wanted = 0 if cut and sampling.temperature > 0 else len(prompts) if logprobs is True else int(logprobs)
-    return [
-        Request(i, tuple(prompts[i].ids), n, seed + i * n, limits[i] if limits else sampling.max_new_tokens, i < wanted)
-        for i in (range(len(prompts)) if share is None else share)
-    ]
 
 
 class PushedEngine(ABC):

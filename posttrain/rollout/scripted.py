@@ -1,14 +1,16 @@
-"""The scripted engine: replays given texts. For tests of everything that comes after generation."""
+"""Scripted engines: they replay given texts. For tests of everything that comes after generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion, Weightless, as_rollouts
+from posttrain.rollout.requests import Request, generate_concurrently
 
 Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
 
@@ -68,3 +70,48 @@ class ScriptedEngine(Weightless):
             raise EngineError(f"the script has no completion for prompt {prompt.uid}")
         texts = self.script[prompt.uid]
         return texts[sample % len(texts)]
+
+
+class ConcurrentScriptedEngine(Weightless):
+    """A ConcurrentEngine whose completions are written beforehand.
+
+    script: the text of a request's sample. A text that fits max_new_tokens gets the EOS token and finish "stop"; a
+    longer one is cut. before_token: awaited before each token, as (request, sample, number of the token), so that a
+    test decides how long each takes: `asyncio.sleep`, an event. A token's version is the engine's once that is over.
+    Log-probs are `logp` for every token. `asked` records the requests in the order of their arrival.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[Request, int], str],
+        tokenizer: Any,
+        *,
+        before_token: Callable[[Request, int, int], Awaitable[object]] | None = None,
+        logp: float = -1.0,
+        window: int = 1 << 30,
+    ) -> None:
+        self.script, self.tokenizer, self.before_token = script, tokenizer, before_token
+        self.logp, self.window = logp, window
+        self.asked: list[Request] = []
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """See `ConcurrentEngine.complete`; the samples of a request are written side by side."""
+        del sampling
+        self.asked.append(request)
+        return list(await asyncio.gather(*(self._written(request, sample) for sample in range(request.n))))
+
+    async def _written(self, request: Request, sample: int) -> Completion:
+        ids = self.tokenizer.encode(self.script(request, sample), add_special_tokens=False)
+        fits = len(ids) < request.max_new_tokens
+        ids = [*ids, self.tokenizer.eos_token_id] if fits else ids[: request.max_new_tokens]
+        versions = []
+        for token in range(len(ids)):
+            if self.before_token is not None:
+                await self.before_token(request, sample, token)
+            versions.append(self.version)
+        logps = (self.logp,) * len(ids) if request.logprobs else None
+        return Completion(tuple(ids), logps, "stop" if fits else "length", tuple(versions))
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, **more: Any) -> list[Rollout]:
+        """See `Engine.generate`: all requests at once."""
+        return generate_concurrently(self, self.tokenizer, prompts, n, sampling, **more)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from posttrain.batch import Prompt
 from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.scripted import ScriptedEngine
+from posttrain.rollout.requests import Request
+from posttrain.rollout.scripted import ConcurrentScriptedEngine, ScriptedEngine
 
 
 def test_replays_by_uid_with_eos_and_cuts_what_is_too_long(loaded: LoadedModel, prompts: list[Prompt]) -> None:
@@ -37,3 +40,37 @@ def test_a_function_may_write_the_script(loaded: LoadedModel, prompts: list[Prom
 def test_a_prompt_without_a_script_is_an_error(loaded: LoadedModel, prompts: list[Prompt]) -> None:
     with pytest.raises(EngineError, match="p0"):
         ScriptedEngine({"other": ["x"]}, loaded.tokenizer).generate(prompts[:1], 1, Sampling(), seed=0)
+
+
+def test_requests_are_completed_side_by_side(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    """The first prompt's samples wait until the second one's are finished; the order of the results stays."""
+    finished, heard = asyncio.Event(), list[int]()
+
+    async def before_token(request: Request, sample: int, token: int) -> None:
+        if request.number == 0:
+            await finished.wait()
+        elif (sample, token) == (1, 2):
+            finished.set()
+
+    engine = ConcurrentScriptedEngine(
+        lambda request, i: f"{request.number}{i}", loaded.tokenizer, before_token=before_token
+    )
+    rollouts = engine.generate(
+        prompts[:2], 2, Sampling(max_new_tokens=9), seed=3, first_group=4, done=lambda rs: heard.append(rs[0].group)
+    )
+    assert [(r.text, r.finish, r.group, r.logps) for r in rollouts] == [
+        (text, "stop", group, (-1.0,) * 3) for text, group in (("00", 4), ("01", 4), ("10", 5), ("11", 5))
+    ]
+    assert heard == [5, 4]
+    assert [(r.number, r.seed, r.n) for r in engine.asked] == [(0, 3, 2), (1, 5, 2)]
+
+
+def test_a_sync_between_two_tokens_shows_in_their_versions(loaded: LoadedModel, prompts: list[Prompt]) -> None:
+    async def before_token(_: Request, __: int, token: int) -> None:
+        if token == 2:
+            engine.sync(None, 7)
+
+    engine = ConcurrentScriptedEngine(lambda *_: "abcdef", loaded.tokenizer, before_token=before_token)
+    (rollout,) = engine.generate(prompts[:1], 1, Sampling(max_new_tokens=4), seed=0, logprobs=False)
+    assert (rollout.versions, rollout.version, rollout.finish) == ((0, 0, 7, 7), 0, "length")
+    assert rollout.segments[0].logps is None

@@ -1,0 +1,91 @@
+"""The asyncio loop in which this process talks to its engines and runs rollouts of several turns: a background thread.
+
+The loop starts with its first use. Blocking code, such as the training loop, calls `run` or `run_all` from any other
+thread; both leave nothing running behind them, whatever ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Start a coroutine in the loop, from any thread. Cancelling the future cancels the coroutine."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop()[0])
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in the loop and return what it returned, or raise what it raised. See `run_all`."""
+    return run_all([coroutine])[0]
+
+
+def run_all(coroutines: Sequence[Coroutine[Any, Any, T]], finished: Callable[[int, T], None] | None = None) -> list[T]:
+    """Run coroutines side by side in the loop; returns their results in order. Blocks; not for the loop's own thread.
+
+    finished: called in this thread with (place, result) of each coroutine as soon as it is over, in that order.
+    The first one that raises, an exception of `finished`, and a signal that raises here (Ctrl-C) cancel the others. The
+    exception is raised once all of them have ended, so that their `finally` blocks have run.
+    """
+    loop, thread = _loop()
+    if threading.current_thread() is thread:
+        raise RuntimeError("called in the loop's own thread, which it would block: await the coroutines there")
+    ended: queue.SimpleQueue[tuple[int, asyncio.Task[T]]] = queue.SimpleQueue()
+    tasks: list[asyncio.Task[T]] = []
+
+    def start() -> None:
+        for place, coroutine in enumerate(coroutines):
+            tasks.append(loop.create_task(coroutine))
+            tasks[-1].add_done_callback(functools.partial(_put, ended, place))
+
+    def cancel() -> None:
+        for task in tasks:
+            task.cancel()
+
+    loop.call_soon_threadsafe(start)
+    left, results = len(coroutines), dict[int, T]()
+    try:
+        while left:
+            place, task = ended.get()
+            left -= 1
+            results[place] = task.result()
+            if finished is not None:
+                finished(place, results[place])
+    except BaseException:
+        loop.call_soon_threadsafe(cancel)
+        for _ in range(left):
+            ended.get()
+        raise
+    return [results[place] for place in range(len(coroutines))]
+
+
+def _put(ended: queue.SimpleQueue[tuple[int, asyncio.Task[T]]], place: int, task: asyncio.Task[T]) -> None:
+    if not task.cancelled():
+        task.exception()  # marks it as read: of several that fail, one is raised
+    ended.put((place, task))
+
+
+@functools.cache
+def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=_run_forever, args=(loop,), name="rollouts", daemon=True)
+    thread.start()
+    return loop, thread
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """asyncio ends its loop when a coroutine raises KeyboardInterrupt or SystemExit. Whoever waits for the coroutine
+    gets the exception; the others go on."""
+    asyncio.set_event_loop(loop)
+    while True:
+        try:
+            loop.run_forever()
+        except (KeyboardInterrupt, SystemExit):
+            continue

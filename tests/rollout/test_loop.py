@@ -1,0 +1,103 @@
+"""Coroutines in the background loop: results in order, and nothing is left running, whatever ends a call."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from posttrain.rollout import loop
+
+
+def test_results_are_in_order_and_heard_of_as_they_come() -> None:
+    heard: list[tuple[int, str, str]] = []
+    places = [asyncio.Event() for _ in range(3)]
+
+    async def one(place: int) -> str:
+        if place < 2:
+            await places[place + 1].wait()  # the last one ends first
+        places[place].set()
+        return "abc"[place]
+
+    found = loop.run_all(
+        [one(n) for n in range(3)],
+        lambda place, value: heard.append((place, value, threading.current_thread().name)),
+    )
+    assert found == ["a", "b", "c"]
+    assert heard == [(n, "abc"[n], threading.current_thread().name) for n in (2, 1, 0)]
+    assert loop.run_all([]) == []
+
+
+def test_it_is_one_loop_for_all_threads() -> None:
+    async def here() -> tuple[str, Any]:
+        return threading.current_thread().name, asyncio.get_running_loop()
+
+    name, first = loop.run(here())
+    assert name != threading.current_thread().name
+    assert loop.submit(here()).result(10) == (name, first)
+
+    async def blocks_itself() -> None:
+        coroutine = here()
+        try:
+            loop.run(coroutine)
+        finally:
+            coroutine.close()
+
+    with pytest.raises(RuntimeError, match="await the coroutines"):
+        loop.run(blocks_itself())
+
+
+class Waiting:
+    """Coroutines that wait until they are cancelled, and take a while to end."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = 0, 0
+
+    async def wait(self) -> None:
+        self.started += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            self.ended += 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_one_that_fails_cancels_the_others(error: type[BaseException]) -> None:
+    waiting = Waiting()
+
+    async def fail() -> None:
+        while waiting.started < 2:
+            await asyncio.sleep(0)
+        raise error("mine")
+
+    with pytest.raises(error):
+        loop.run_all([waiting.wait(), fail(), waiting.wait()])
+    assert waiting.ended == 2
+    assert loop.run(asyncio.sleep(0, 5)) == 5  # the loop goes on
+
+
+def test_an_error_of_the_listener_cancels_what_runs() -> None:
+    waiting = Waiting()
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("listener")
+
+    with pytest.raises(ValueError, match="listener"):
+        loop.run_all([waiting.wait(), asyncio.sleep(0)], refuse)
+    assert waiting.started == waiting.ended == 1
+
+
+def test_a_signal_that_raises_ends_what_runs() -> None:
+    waiting, main = Waiting(), threading.main_thread()
+
+    async def interrupt() -> None:
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+        await waiting.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_all([waiting.wait(), interrupt()])
+    assert waiting.started == waiting.ended == 2
