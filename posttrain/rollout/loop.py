@@ -45,23 +45,24 @@ def run_all(coroutines: Sequence[Coroutine[Any, Any, T]], finished: Callable[[in
             tasks.append(loop.create_task(coroutine))
             tasks[-1].add_done_callback(functools.partial(_put, ended, place))
 
-    def cancel() -> None:
+    async def stop() -> None:
         for task in tasks:
             task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for coroutine in coroutines:
+            coroutine.close()  # one that was never started
 
-    loop.call_soon_threadsafe(start)
-    left, results = len(coroutines), dict[int, T]()
+    results: dict[int, T] = {}
     try:
-        while left:
+        loop.call_soon_threadsafe(start)
+        while len(results) < len(coroutines):
             place, task = ended.get()
-            left -= 1
             results[place] = task.result()
             if finished is not None:
                 finished(place, results[place])
     except BaseException:
-        loop.call_soon_threadsafe(cancel)
-        for _ in range(left):
-            ended.get()
+        submit(stop()).result()
         raise
     return [results[place] for place in range(len(coroutines))]
 
