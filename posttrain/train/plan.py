@@ -145,12 +145,17 @@ def measured_bytes(needs: Collection[str], hidden: int) -> int:
     return likeliest + 4 * numbers + (4 * hidden if "hidden" in needs else 0)
 
 
-def passes(recipe: RlRecipe) -> int:
-    """Passes without gradient over a step's rollouts: by the policy that sampled, by the reference, over prompts."""
-    needs = Objective.from_recipe(recipe).needs
-    dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0 and "rollout_logp" in needs
-    several = recipe.batch.epochs * recipe.batch.minibatches > 1 or dropout  # see `update.needs_old_logp`
-    return sum([several or bool(needs & set(AT_ROLLOUT)), bool(needs & set(BY_REFERENCE)), "prompt_logp" in needs])
+def passes(recipe: RlRecipe) -> float:
+    """Passes without gradient over a step's rollouts: by the policy of its start, by the reference, over prompts.
+
+    With several minibatches the rows of the first need none of the policy alone (`update.measured`).
+    """
+    needs, count = Objective.from_recipe(recipe).needs, recipe.batch.minibatches
+    dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
+    several = recipe.batch.epochs * count > 1
+    whole = bool(needs & set(AT_ROLLOUT)) or (dropout and (several or "rollout_logp" in needs))
+    policy = 1.0 if whole else (count - 1) / count
+    return policy + bool(needs & set(BY_REFERENCE)) + ("prompt_logp" in needs)
 
 
 @dataclass(frozen=True)
@@ -332,12 +337,12 @@ def elsewhere(recipe: Recipe, machine: Machine) -> dict[str, float]:
     return {"servers": count, "gpus_each": vllm.tensor_parallel, "gib_each": gib}
 
 
-def arithmetic(recipe: Recipe) -> tuple[dict[str, int], int]:
+def arithmetic(recipe: Recipe) -> tuple[dict[str, float], int]:
     """(counts of rows, steps, updates and tokens, the longest prompt or row), from the prepared data."""
     return _rl_arithmetic(recipe) if isinstance(recipe, RlRecipe) else _rows_arithmetic(recipe)
 
 
-def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
+def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data.prepare import prepare_prompts
     from posttrain.train.assemble import total_steps
 
@@ -345,7 +350,7 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
     longest = max(len(p.ids) for p in prompts)
     rollout, batch = recipe.rollout, recipe.batch
     steps, rows = total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
-    mean = sum(len(p.ids) for p in prompts) / len(prompts)
+    mean, extra = sum(len(p.ids) for p in prompts) / len(prompts), passes(recipe)
     return {
         "prompts": len(prompts),
         "longest prompt": longest,
@@ -354,12 +359,12 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, int], int]:
         "updates a step": batch.epochs * batch.minibatches,
         "updates": steps * batch.epochs * batch.minibatches,
         "rollouts an update": rows // batch.minibatches,
-        "passes without gradient a step": passes(recipe),
+        "passes without gradient a step": round(extra, 2) if extra % 1 else int(extra),
         "tokens a step at most": round(rows * (mean + rollout.max_new_tokens)),
     }, longest
 
 
-def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, int], int]:
+def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data import prepare
     from posttrain.train import hf_trainer
     from posttrain.train.reward_rows import held_out

@@ -69,12 +69,26 @@ def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tenso
     return found["logp"], found["entropy"], batch
 
 
+def needs_old_logp(p: Pieces) -> bool:
+    """Whether a step reads log-probs of the policy at its start that are not those of the training pass.
+
+    With one update a step they are. With several, the policy moves after the first. With dropout, the training pass
+    differs from the policy that a component compares with the engine.
+    """
+    return p.updates_per_step > 1 or (has_dropout(p.loaded.model) and "rollout_logp" in p.objective.needs)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
 def measure(
     p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
 ) -> RolloutBatch:
     """The batch with the fields of `needs` that it lacks and that a forward pass can give; 0 outside `rows`.
 
-    Call it before the first update, while the policy is the one that sampled. It is measured without dropout.
+    Call it before the first update, while the policy is that of the step's start. It is measured without dropout. A
+    pass of the policy also gives `old_logp`, if the updates will need it.
     """
     if not len(rows):
         return batch
@@ -82,6 +96,8 @@ def measure(
     width = batch.mask.shape[1]
     frozen = p.recipe.critic.path is not None  # its features are those of the starting policy
     wanted = [name for name in AT_ROLLOUT if name in missing and not (name == "values" and frozen)]
+    if wanted and batch.old_logp is None and needs_old_logp(p):
+        wanted = list(dict.fromkeys(["old_logp", *wanted]))
     if wanted:
         extras = Extras(
             vocab_mean="old_vocab_mean_logp" in wanted,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from posttrain.batch import RolloutBatch, on_device
 from posttrain.errors import NonFiniteError
@@ -18,7 +18,7 @@ from posttrain.train import distributed, optim, sharding
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.parts import token_sum
 from posttrain.train.pieces import Pieces
-from posttrain.train.policy import current, measure
+from posttrain.train.policy import current, has_dropout, measure, needs_old_logp
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
@@ -51,23 +51,25 @@ def update(
     Dropout, where the model has it, is drawn from (seed, step) and rank.
     Returns the metrics, the batch with what was measured, and the log-probs [N,T] of the last update of each row.
     """
-    settings = p.recipe.batch
     p.loaded.model.train()
     torch.manual_seed(distributed.own_seed(derive(p.recipe.run.seed, "dropout", step)))
     active = with_signal(p, batch)
-    needs = p.objective.needs | ({"old_logp"} if needs_old_logp(p) else set())
-    batch = measure(p, batch, sequences, active, needs)
+    parts = minibatches_of(p, batch.group_ids, step)
+    batch, first = measured(p, batch, sequences, active, parts)
     tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
     if batch.old_logp is not None and batch.rollout_logp is not None:
-        mine = [active[n] for n in distributed.share(len(active))]
+        rest = [row for row in active if row not in first]
+        mine = [rest[n] for n in distributed.share(len(rest))]
         tally.mismatch.add(batch.old_logp[mine], batch.rollout_logp[mine], batch.mask[mine])
-    done, made = step * p.updates_per_step, 0
-    for epoch in range(settings.epochs):
-        seed = derive(p.recipe.run.seed, "minibatch", step, epoch)
-        for rows in minibatches(batch.group_ids, settings.minibatches, seed, whole=p.objective.whole_groups):
-            lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
-            done += 1
-            made += update_once(p, batch, sequences, rows, step, tally) and lr > 0
+    made = 0
+    for done, rows in enumerate(parts, step * p.updates_per_step):
+        lr = optim.set_lr(p.optimizer, p.recipe.optim, done, p.steps * p.updates_per_step)
+        at_start = not first.isdisjoint(rows)
+        given = batch.replace(old_logp=None) if at_start else batch
+        made += update_once(p, given, sequences, rows, step, tally) and lr > 0
+        if at_start and len(parts) > 1:
+            own = distributed.add_up(tally.logp.clone())  # of these rows alone: no other was trained on yet
+            batch, first = batch.replace(old_logp=own if batch.old_logp is None else batch.old_logp + own), set()
     mismatch = Mismatch.together(distributed.gather(tally.mismatch.told())).metrics()
     return (
         {**update_metrics(tally.sums, tally.norms, lr=lr, updates=made), **mismatch},
@@ -76,14 +78,27 @@ def update(
     )
 
 
-def needs_old_logp(p: Pieces) -> bool:
-    """Whether the log-probs of the policy that sampled need a forward pass of their own.
+def minibatches_of(p: Pieces, group_ids: Tensor, step: int) -> list[list[int]]:
+    """Row numbers of each optimiser update of a step, in order."""
+    count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
+    seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
+    return [rows for seed in seeds for rows in minibatches(group_ids, count, seed, whole=whole)]
 
-    With one update a step they are the log-probs of its training pass. With several, the policy moves after the first.
-    With dropout, the training pass differs from the policy that a component compares with the engine.
+
+def measured(
+    p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], parts: Sequence[Sequence[int]]
+) -> tuple[RolloutBatch, set[int]]:
+    """The batch with what the objective needs of passes before the first update, and the rows whose `old_logp` their
+    own training pass gives: those of the first update, which are trained on at the weights of the start.
+
+    With dropout a training pass is not of the policy that others are compared with, so all rows are measured.
     """
-    dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in p.loaded.model.modules())
-    return p.updates_per_step > 1 or (dropout and "rollout_logp" in p.objective.needs)
+    batch = measure(p, batch, sequences, active, p.objective.needs)
+    if batch.old_logp is not None or not needs_old_logp(p):
+        return batch, set()
+    first = next((set(rows) for rows in parts if not set(rows).isdisjoint(active)), set[int]())
+    first = set() if has_dropout(p.loaded.model) else first
+    return measure(p, batch, sequences, [row for row in active if row not in first], {"old_logp"}), first
 
 
 def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> bool:

@@ -350,4 +350,4 @@ def test_what_components_need_is_told() -> None:
             "a reference too": {"batch": {"minibatches": 2}, "kl": {"coef": 0.1}},
         }.items()
     }
-    assert found == {"one update": 0, "two updates": 1, "a reference too": 2}
+    assert found == {"one update": 0, "two updates": 0.5, "a reference too": 1.5}
