@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,8 +45,9 @@ def clocked(owner: Any, name: str, result: dict[str, Any], key: str) -> Iterator
 
 
 @contextmanager
-def metric_times() -> Iterator[list[float]]:
-    """posttrain's clock: the times at which lines of metrics were written, one a step."""
+def metric_times(at_end: Callable[[list[float]], None] = lambda _: None) -> Iterator[list[float]]:
+    """posttrain's clock: the times at which lines of metrics were written, one a step. at_end: called with them behind
+    each step."""
     from posttrain.run.metrics import MetricsLog
 
     times: list[float] = []
@@ -56,6 +57,7 @@ def metric_times() -> Iterator[list[float]]:
         write(self, step, values)
         synchronise()
         times.append(time.perf_counter())
+        at_end(times)
 
     with replaced(MetricsLog, "write", timed):
         yield times

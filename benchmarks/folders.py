@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,21 @@ def smollm2(folder: Path) -> Path:
 
 
 def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
-    """A Qwen2 with random weights. Default: the shape of Qwen2.5-1.5B with SmolLM2's vocabulary, 1.39B."""
+    """A Qwen2 with random weights. Default: the shape of Qwen2.5-1.5B with SmolLM2's vocabulary, 1.39B.
+
+    It is made in a process of its own, so that the caller, which measures others, holds no memory of the GPU.
+    """
     if (folder / "config.json").is_file():
         return folder
+    maker = multiprocessing.get_context("spawn").Process(target=_save_qwen2, args=(folder, tokenizer_from, shape))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        raise RuntimeError(f"the model in {folder} could not be made")
+    return folder
+
+
+def _save_qwen2(folder: Path, tokenizer_from: Path, shape: dict[str, int]) -> None:
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -52,7 +65,6 @@ def random_qwen2(folder: Path, tokenizer_from: Path, **shape: int) -> Path:
         model: Any = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def tiny(folder: Path) -> Path:

@@ -83,7 +83,7 @@ def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str
         "checkpointing": args.checkpointing,
         "models": args.models,
     }
-    return {**rl_work.specification(argparse.Namespace(**asked), work, folder), "alone": False}
+    return rl_work.specification(argparse.Namespace(**asked), work, folder)
 
 
 def measure(spec: dict[str, Any], result: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ def specification(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def made_up(prompts: int, new: int) -> list[dict[str, Any]]:
     """Prompts and completions of seeded tokens, ids that every tokenizer here has."""
     draw = random.Random("replay/rollouts")
-    (lengths,) = seeded_lengths(1, prompts * GROUP, new)
+    (lengths,) = seeded_lengths(1, prompts * GROUP, new, 1 / 16, 1 / 3)
     rows = []
     for group in range(prompts):
         prompt = [draw.randrange(20, 100) for _ in range(draw.randrange(8, 40))]

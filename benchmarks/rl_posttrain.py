@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,15 @@ from clocks import metric_times, posttrain_steps, replaced
 from rl_work import GROUP, HERE, LR, random_ids
 
 
-def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """The product's own loop from a recipe; the step's clock is the time from one line of metrics to the next."""
+def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], None] = lambda: None) -> None:
+    """The product's own loop from a recipe; the step's clock is the time from one line of metrics to the next.
+
+    at_end: called behind each step, when `result` has its figures. With `start_only` the run ends where its first step
+    would begin.
+    """
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
     from posttrain.run.directory import RunDirectory
-    from posttrain.run.metrics import read_metrics
     from posttrain.train import assemble, checkpoint, distributed, rl
 
     loaded = load_dict(posttrain_recipe(spec), base_dir=HERE, where="benchmark")
@@ -25,26 +29,64 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any]) -> None:
     def open_it() -> RunDirectory:
         return RunDirectory.open(Path(spec["run"]), name="rl_step", text="", resolved=loaded.resolved)
 
+    def figures(times: list[float]) -> None:
+        result.update(steps_so_far(directory.path, times))
+        at_end()
+
     make = assemble.make_engine
     with (
         distributed.open_directory(open_it) as directory,
         replaced(assemble, "make_engine", lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)),
         replaced(checkpoint, "save", lambda *_, **__: None),  # 17 GB after the last step, which nobody measures
         replaced(rl, "save", lambda *_, **__: None),
-        metric_times() as times,
+        replaced(rl, "step", stopping(result) if spec.get("start_only") else rl.step),
+        metric_times(figures),
+        contextlib.suppress(Started),
     ):
         run_stage(loaded.recipe, directory)
-        rows = read_metrics(directory.path)
+    if not spec.get("start_only"):
+        result["predicted_peak_gib"] = predicted_gib(loaded.recipe)
+
+
+class Started(Exception):
+    """The first step would begin."""
+
+
+def stopping(result: dict[str, Any]) -> Callable[..., Any]:
+    """In place of a step: notes when it would begin, and ends the run."""
+
+    def stop(*_: Any) -> Any:
+        result["began"] = time.perf_counter()
+        raise Started
+
+    return stop
+
+
+def steps_so_far(folder: Path, times: Sequence[float]) -> dict[str, Any]:
+    """Figures by step of a run, from its metrics."""
+    from posttrain.run.metrics import read_metrics
+
+    rows = read_metrics(folder)
     keys = {key for row in rows for key in row if key.startswith("time/") and key.count("/") == 1}
     phases = sorted(keys - {"time/step"})  # less what each reward took within its phase
-    result |= posttrain_steps(rows, times) | {
+    memory = {key.removeprefix("memory/"): [row.get(key) for row in rows] for key in MEMORY if key in rows[0]}
+    return posttrain_steps(rows, times) | {
         "phases": {PHASES.get(key, key[5:]): [row.get(key, 0.0) for row in rows] for key in phases},
         "reward": [row["reward"] for row in rows],
         "grad_norm": [row["grad_norm"] for row in rows],
         "gap": [row.get("mismatch/mean") for row in rows],
+        **({"torch_memory": memory} if memory else {}),
     }
 
 
+def predicted_gib(recipe: Any) -> float:
+    """The peak that `posttrain plan` says of a recipe, on this machine."""
+    from posttrain.train import plan
+
+    return plan.plan(recipe)["peak_gib"]
+
+
+MEMORY = ("memory/allocated_gib", "memory/reserved_gib")
 PHASES = {"time/rollout": "generate"}
 
 
@@ -83,21 +125,21 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
     """The engine with the lengths of work B, and with a measurement of generation alone before it closes."""
-    if not spec["smoke"] and spec.get("alone", True):
-        measure_alone(engine, result)
+    if not spec["smoke"] and spec["alone"]:
+        measure_alone(engine, spec, result)
     if spec["lengths"]:
         give_lengths(engine, spec)
     return engine
 
 
-def measure_alone(engine: Any, result: dict[str, Any]) -> None:
-    """When the engine closes, its last requests are made twice more."""
+def measure_alone(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> None:
+    """When the engine closes, its last requests are made again, `alone` times."""
     close, complete, last = engine.close, engine.complete, list[Any]()
 
     def measure_and_close() -> None:
         if last:
             engine.sync(engine.loaded.model, engine.version)  # behind the last step it may sleep without its weights
-            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(2)]
+            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(spec["alone"])]
             last.clear()  # closing twice is fine
         close()
 

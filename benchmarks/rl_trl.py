@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import trl_side
-from clocks import replaced
+from clocks import replaced, synchronise
 from rl_work import GROUP, LR, random_ids, request
+from sides import is_out_of_memory
 
 
-def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
-    """GRPOTrainer with its own profiling contexts as the source of phases."""
+def run_trl(spec: dict[str, Any], result: dict[str, Any], at_end: Callable[[], None] = lambda: None) -> None:
+    """GRPOTrainer with its own profiling contexts as the source of phases.
+
+    First the ways of `spec["trl"]["ways"]`, [micro-batch, checkpointing], are tried on an update of a few rows; the
+    fastest one by the token makes the steps. at_end: called behind each step, when `result` has its figures. With
+    `start_only` the run ends where its first step would begin.
+    """
     import os
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -25,31 +34,19 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
     from trl import GRPOConfig, GRPOTrainer
     from trl.extras.profiling import ProfilingContext
 
-    current: dict[str, float] = {}
-    phases: list[dict[str, float]] = []
-    steps: list[float] = []
-    tokens: list[int] = []
-    logged: list[dict[str, Any]] = []
-
-    def note(self: Any, duration: float) -> None:
-        name = self.name.removeprefix("GRPOTrainer.")
-        current[name] = current.get(name, 0.0) + duration
-
-    def next_step() -> None:
-        phases.append(dict(current))
-        current.clear()
-
     tokenizer: Any = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     rows = [json.loads(line)["prompt"] for line in Path(spec["rows"]).read_text().splitlines()]
     prompts = [[{"role": "user", "content": q}] for q in rows]
     rendered = [
         tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=True, return_dict=False) for p in prompts
     ]
-    longest = max(map(len, rendered)) + spec["new"]
-    per_step = spec["prompts"]
+    clock = StepClock(result, at_end)
+    tokens: list[int] = []
 
     def even_share(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-        of_step = rendered[len(tokens) * per_step : (len(tokens) + 1) * per_step]
+        if clock.trial:
+            return [0.0] * len(completion_ids)  # no advantage, no gradient
+        of_step = rendered[len(tokens) * spec["prompts"] : (len(tokens) + 1) * spec["prompts"]]
         tokens.append(sum(map(len, completion_ids)) + GROUP * sum(map(len, of_step)))
         return [sum(i % 2 == 0 for i in ids) / max(len(ids), 1) for ids in completion_ids]
 
@@ -60,35 +57,170 @@ def run_trl(spec: dict[str, Any], result: dict[str, Any]) -> None:
         lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     half_base = spec["lora"] and not spec["smoke"]
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.bfloat16 if half_base else torch.float32)
+    result["tokens"] = tokens
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=even_share,
-        args=GRPOConfig(**trl_arguments(spec, longest)),
+        args=GRPOConfig(**trl_arguments(spec, max(map(len, rendered)) + spec["new"])),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         peft_config=lora,
-        callbacks=[trl_side.clock(result, steps, logged, next_step)],
+        callbacks=[clock.callback(start_only=spec.get("start_only", False))],
         rollout_func=trl_rollouts(spec, rendered) if spec["lengths"] else None,
     )
-    with replaced(ProfilingContext, "_log_metrics", note):
+    with replaced(ProfilingContext, "_log_metrics", lambda *noted: clock.note(*noted)), contextlib.suppress(Started):
+        clock.trial = True
+        best = fastest(trainer, spec, rendered, clock, result.setdefault("trials", []))
+        clock.trial = False
+        set_way(trainer, spec, *best, rows=spec["prompts"] * GROUP)
+        result |= {"measured_since": time.perf_counter(), "micro": best[0], "checkpointing": best[1]}
         trainer.train()
-    names = {"vLLM.generate": "generate", "transformers.generate": "generate", "sync_weights": "sync"}
-    names |= {"_calculate_rewards": "score"}
-    found = {
-        ours: [step.get(theirs, 0.0) for step in phases]
-        for theirs, ours in names.items()
-        if any(theirs in s for s in phases)
-    }
-    waiting = [step.get("_prepare_inputs", 0.0) for step in phases]
-    found["update"] = [whole - part for whole, part in zip(steps, waiting, strict=True)]
-    result |= {
-        "step_s": steps,
-        "phases": found,
-        "tokens": tokens,
-        "reward": [one.get("reward") for one in logged],
-        "grad_norm": [one.get("grad_norm") for one in logged],
-        "gap": [one.get("sampling/sampling_logp_difference/mean") for one in logged],
-    }
+
+
+class Started(Exception):
+    """The first step would begin."""
+
+
+class StepClock:
+    """Seconds of steps and of their parts, from TRL's callbacks and profiling contexts; written to `result`."""
+
+    def __init__(self, result: dict[str, Any], at_end: Callable[[], None]) -> None:
+        self.result, self.at_end = result, at_end
+        self.trial = False
+        self.update_s = 0.0  # of the last step
+        self.parts: dict[str, float] = {}
+
+    def note(self, context: Any, duration: float) -> None:
+        """In place of `ProfilingContext._log_metrics`."""
+        name = context.name.removeprefix("GRPOTrainer.")
+        self.parts[name] = self.parts.get(name, 0.0) + duration
+
+    def callback(self, *, start_only: bool) -> Any:
+        """For TRL's trainer."""
+        from transformers import TrainerCallback
+
+        mine = self
+
+        class Clock(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                self.last = time.perf_counter()
+                mine.parts.clear()
+                mine.result.setdefault("began", self.last)
+                if start_only:
+                    raise Started
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                synchronise()
+                now = time.perf_counter()
+                mine.ended(now - self.last)
+                self.last = now
+
+            def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+                if logs and "loss" in logs and not mine.trial:
+                    for name, key in LOGGED.items():
+                        mine.result.setdefault(name, []).append(logs.get(key))
+
+        return Clock()
+
+    def ended(self, seconds: float) -> None:
+        """A step is over."""
+        parts, self.parts = self.parts, {}
+        self.update_s = seconds - parts.get("_prepare_inputs", 0.0)
+        if self.trial:
+            return
+        phases = self.result.setdefault("phases", {})
+        found = {name: 0.0 for theirs, name in NAMES.items() if theirs in parts or name in phases}
+        for theirs, name in NAMES.items():
+            if name in found:
+                found[name] += parts.get(theirs, 0.0)
+        done = len(self.result.setdefault("step_s", []))
+        for name, part in {**found, "update": self.update_s}.items():
+            phases.setdefault(name, [0.0] * done).append(part)
+        self.result["step_s"].append(seconds)
+        self.at_end()
+
+
+NAMES = {"vLLM.generate": "generate", "transformers.generate": "generate", "sync_weights": "sync"}
+NAMES |= {"_calculate_rewards": "score"}
+LOGGED = {"reward": "reward", "grad_norm": "grad_norm", "gap": "sampling/sampling_logp_difference/mean"}
+
+
+def fastest(
+    trainer: Any, spec: dict[str, Any], rendered: list[list[int]], clock: StepClock, trials: list[dict[str, Any]]
+) -> tuple[int, bool]:
+    """The way (micro-batch, checkpointing) with the fastest update by the token, of those that fit; fills `trials`.
+
+    Each is tried on one micro-batch of the longest rows, whose tokens are made up; the first one twice, since the first
+    pass of a process is slow. Behind one that has no room a larger one with the same checkpointing is not tried. Raises
+    RuntimeError where none fits.
+    """
+    import torch
+
+    ways = [tuple(way) for way in spec["trl"]["ways"]]
+    if len(ways) == 1:
+        return ways[0]  # type: ignore[return-value]
+    kept = trainer.rollout_func
+    trainer.rollout_func = made_up(spec, rendered)
+    trainer._last_loaded_step = 0  # the engine has the weights
+    tried: dict[Any, dict[str, Any]] = {}
+    for micro, checkpointing in [ways[0], *ways]:
+        if any("out_of_memory" in one and w[0] <= micro and w[1] == checkpointing for w, one in tried.items()):
+            continue
+        one = tried[micro, checkpointing] = {"micro": micro, "checkpointing": checkpointing}
+        count = max(micro, GROUP)
+        set_way(trainer, spec, micro, checkpointing, rows=count, steps=1)
+        try:
+            trainer.train()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            one["out_of_memory"] = True
+        else:
+            one["update_s_per_1m"] = 1e6 * clock.update_s / (count * (len(rendered[0]) + spec["new"]))
+        forget(trainer)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    trials += tried.values()
+    trainer.rollout_func, trainer._last_loaded_step = kept, -1
+    fit = [one for one in trials if "update_s_per_1m" in one]
+    if not fit:
+        raise RuntimeError(f"CUDA out of memory in every trial: {trials}")
+    best = min(fit, key=lambda one: one["update_s_per_1m"])
+    return best["micro"], best["checkpointing"]
+
+
+def set_way(
+    trainer: Any, spec: dict[str, Any], micro: int, checkpointing: bool, *, rows: int, steps: int | None = None
+) -> None:
+    """Have the next `train` make steps of so many rows, `micro` at a time."""
+    args = trainer.args
+    args.per_device_train_batch_size = trainer._train_batch_size = micro
+    args.gradient_accumulation_steps = args.steps_per_generation = rows // micro
+    args.generation_batch_size = rows
+    args.max_steps = steps or spec["steps"]
+    args.gradient_checkpointing = checkpointing
+    if not checkpointing:
+        trainer.model.gradient_checkpointing_disable()
+
+
+def forget(trainer: Any) -> None:
+    """What a trial leaves in the trainer."""
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer._step, trainer._buffered_inputs = 0, None
+    gc.collect()
+
+
+def made_up(spec: dict[str, Any], rendered: list[list[int]]) -> Callable[..., dict[str, Any]]:
+    """In place of generation: completions of random tokens, as long as they may be."""
+
+    def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        del trainer
+        ids = random_ids([spec["new"]] * len(prompts))
+        logprobs = None if spec["correction"] == "none" else [[-1.0] * len(row) for row in ids]
+        return {"prompt_ids": [rendered[0]] * len(prompts), "completion_ids": ids, "logprobs": logprobs}
+
+    return rollouts
 
 
 def free_port() -> int:
@@ -101,14 +233,14 @@ def free_port() -> int:
 def trl_arguments(spec: dict[str, Any], longest: int) -> dict[str, Any]:
     settings, smoke = spec["trl"], spec["smoke"]
     values: dict[str, Any] = {
-        **trl_side.arguments(spec, lr=LR, rows=spec["prompts"] * GROUP, micro=settings["micro"]),
+        **trl_side.arguments(spec, lr=LR, rows=spec["prompts"] * GROUP, micro=settings["ways"][0][0]),
         "num_generations": GROUP,
         "max_completion_length": spec["new"],
         "temperature": 1.0,
         "loss_type": "grpo",
         "beta": 0.0,
         "shuffle_dataset": False,
-        "gradient_checkpointing": settings["checkpointing"],
+        "gradient_checkpointing": any(checkpointing for _, checkpointing in settings["ways"]),
         "vllm_importance_sampling_correction": spec["correction"] == "tis",
     }
     if spec["correction"] == "tis":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +18,45 @@ GROUP = 8
 LR = 1e-6
 
 
+@dataclass(frozen=True)
+class Work:
+    """Size of a benchmark's step. left_out: first steps that are not counted, of `steps`."""
+
+    prompts: int
+    new: int  # tokens of a completion at most
+    steps: int
+    left_out: int
+    share: float  # posttrain's vllm.gpu_memory, where no other is asked for
+    lora: bool = False  # whatever --lora says
+    # Where completions have seeded lengths: the shortest and the most frequent one, as parts of `new`. Such a work
+    # has 1.39B random weights. None: SmolLM2, which ends by EOS.
+    lengths: tuple[float, float] | None = None
+
+
+WORKS = {
+    "A": Work(64, 512, steps=5, left_out=2, share=0.15),
+    "B": Work(64, 512, steps=5, left_out=2, share=0.3, lengths=(1 / 16, 1 / 3)),  # as in a young run
+    "L": Work(32, 3500, steps=3, left_out=1, share=0.2, lora=True, lengths=(0.8, 1.0)),  # as in a long-trained one
+}
+
+
 def specification(args: argparse.Namespace, work: str, folder: Path, times: int = 1) -> dict[str, Any]:
-    """What both workers read. Work B has the number of tokens of every rollout of every step.
+    """What both workers read. Works B and L have the number of tokens of every rollout of every step.
 
     times: as many prompts.
     """
-    prompts, new, steps = (4, 24, 3) if args.smoke else (64, 512, args.steps)
-    prompts *= times
+    size = WORKS[work]
     if args.smoke:
-        model = folders.tiny(folder / "model")
-        if work == "B":
-            shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-            model = folders.random_qwen2(folder / "qwen2", model, **shape)
-    else:
-        home = getattr(args, "models", None) or folder
-        model = folders.smollm2(home / "model")
-        model = folders.random_qwen2(home / "qwen2", model) if work == "B" else model
+        size = dataclasses.replace(size, prompts=4, new=24, steps=3)
+    prompts, new = size.prompts * times, size.new
+    steps = size.steps if args.smoke else args.steps or size.steps
+    model = model_folder(size, folder if args.smoke else getattr(args, "models", None) or folder, smoke=args.smoke)
     rows = folder / f"rows-{prompts}.jsonl"
     rows.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions(prompts * steps)))
-    lengths = seeded_lengths(steps, prompts * GROUP, new) if work == "B" else None
-    share = args.share or (0.15 if work == "A" else 0.3)
+    lengths = seeded_lengths(steps, prompts * GROUP, new, *size.lengths) if size.lengths else None
     return {
         "work": work,
-        "lora": args.lora,
+        "lora": args.lora or size.lora,
         "smoke": args.smoke,
         "model": str(model),
         "parameters": folders.parameters(model),
@@ -46,11 +64,13 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
         "prompts": prompts,
         "new": new,
         "steps": steps,
+        "left_out": size.left_out,
         "lengths": lengths,
+        "alone": getattr(args, "alone", 0),
         "correction": args.correction,
         "posttrain": {
             "micro_tokens": args.micro_tokens,
-            "share": share,
+            "share": args.share or size.share,
             "sleep": args.sleep,
             "checkpointing": args.checkpointing,
             "compile": getattr(args, "compile", False),
@@ -60,9 +80,20 @@ def specification(args: argparse.Namespace, work: str, folder: Path, times: int 
     }
 
 
+def model_folder(size: Work, home: Path, *, smoke: bool) -> Path:
+    """The model of a work, made if it is not there."""
+    base = folders.tiny(home / "model") if smoke else folders.smollm2(home / "model")
+    if size.lengths is None:
+        return base
+    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return folders.random_qwen2(home / "qwen2", base, **(tiny if smoke else {}))
+
+
 def setting(spec: dict[str, Any]) -> dict[str, Any]:
     """What of the specification is kept in the record."""
-    return {name: spec[name] for name in ("parameters", "prompts", "new", "steps", "correction")} | {"group": GROUP}
+    return {name: spec[name] for name in ("parameters", "prompts", "new", "steps", "left_out", "correction")} | {
+        "group": GROUP
+    }
 
 
 def questions(count: int) -> list[str]:
@@ -73,10 +104,11 @@ def questions(count: int) -> list[str]:
     ]
 
 
-def seeded_lengths(steps: int, rows: int, longest: int) -> list[list[int]]:
-    """Completion lengths by step and row: most near a third of the longest, as in a young RL run."""
+def seeded_lengths(steps: int, rows: int, longest: int, shortest: float, frequent: float) -> list[list[int]]:
+    """Completion lengths by step and row. shortest, frequent: as parts of the longest."""
     draw = random.Random("rl_step/lengths")
-    return [[int(draw.triangular(longest // 16, longest, longest // 3)) for _ in range(rows)] for _ in range(steps)]
+    low, mode = int(shortest * longest), int(frequent * longest)
+    return [[int(draw.triangular(low, longest, mode)) for _ in range(rows)] for _ in range(steps)]
 
 
 def request(length: int, *, logprobs: bool) -> Any:

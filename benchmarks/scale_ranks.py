@@ -72,8 +72,8 @@ def arguments() -> argparse.Namespace:
 
 
 def specification(args: argparse.Namespace, folder: Path, times: int = 1) -> dict[str, Any]:
-    """Work B, its prompts so many times; generation is not measured once more alone."""
-    return rl_work.specification(args, "B", folder, times=times) | {"alone": False}
+    """Work B, its prompts so many times."""
+    return rl_work.specification(args, "B", folder, times=times)
 
 
 def measured(spec: dict[str, Any], count: int, folder: Path) -> dict[str, Any]:

@@ -12,20 +12,21 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from posttrain.run import environment as run_environment
 
 HERTZ = 20
-LEFT_OUT = 2  # first steps: compilation, caches, allocator
+LEFT_OUT = 2  # first steps: compilation, caches, allocator; a side's `left_out` is another number
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOP/s by name of the card
 USED_SHARE = 0.45  # of the peak, what a well-made update reaches
 GIB = 1 << 30
@@ -60,14 +61,19 @@ def handle(lib: Any) -> Any:
 
 
 class Memory:
-    """Peak memory of everything on the device (or of a process tree) while entered, in GiB."""
+    """Memory of everything on the device (or of a process tree) while entered, in GiB."""
 
     def __init__(self, lib: Any) -> None:
         self.lib = lib
         self.pid: int | None = None
-        self.idle = self.peak = self.read()
+        self.idle = self.read()
+        self.seen = [(time.perf_counter(), self.idle)]
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    def peak(self, since: float = 0.0) -> float:
+        """The most from a time on, by `time.perf_counter`, which all processes of a Linux machine share."""
+        return max((gib for when, gib in self.seen if when >= since), default=self.idle)
 
     def read(self) -> float:
         if self.lib is not None:
@@ -76,7 +82,7 @@ class Memory:
 
     def _poll(self) -> None:
         while not self._done.wait(1 / HERTZ):
-            self.peak = max(self.peak, self.read())
+            self.seen.append((time.perf_counter(), self.read()))
 
     def __enter__(self) -> Memory:
         self._thread.start()
@@ -105,9 +111,14 @@ def resident(pid: int) -> int:
         return 0
 
 
-def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any) -> dict[str, Any]:
+def run_side(
+    script: str, name: str, spec: dict[str, Any], folder: Path, lib: Any, seconds: float | None = None
+) -> dict[str, Any]:
     """Run one side: its results, `peak_gib`, `idle_gib`, `settings`, and seconds: `start_s` from the command to its
-    first step, `wall_s` to its end. Where it failed, `error` in place of results."""
+    first step, `wall_s` to its end. Where it failed, `error` as well.
+
+    seconds: it is ended after so many. Then there is `cut_off`, and the results are those of its steps until then.
+    """
     tag = f"{name}-{len(list(folder.glob(f'{name}-*.spec.json')))}"
     spec = {**spec, "out": str(folder / f"{tag}.result.json"), "run": str(folder / f"{tag}.run")}
     (folder / f"{tag}.spec.json").write_text(json.dumps(spec))
@@ -115,23 +126,39 @@ def run_side(script: str, name: str, spec: dict[str, Any], folder: Path, lib: An
     started = time.perf_counter()
     with Memory(lib) as memory, log.open("w") as output:
         command = [sys.executable, script, "--worker", name, "--spec", str(folder / f"{tag}.spec.json")]
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         memory.pid = child.pid
-        code = child.wait()
+        try:
+            code = child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_session(child)
     out = Path(spec["out"])
-    result: dict[str, Any] = (
-        json.loads(out.read_text()) if out.is_file() else {"error": f"exit code {code}\n{log.read_text()[-3000:]}"}
-    )
+    result: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    if code is None:
+        result["cut_off"] = f"after {seconds:.0f} s"
+    finished = result.get("step_s") if code is None else result and code == 0
+    if "error" not in result and not finished:
+        result["error"] = f"{log.read_text()[-3000:]}\n{result.get('cut_off', f'exit code {code}')}"
     wait_until_free(memory)
     if "began" in result:
         result["start_s"] = round(result.pop("began") - started, 1)  # Linux has one such clock for all processes
     return {
         **result,
         "settings": spec[name],
-        "peak_gib": round(memory.peak, 3),
+        "left_out": spec.get("left_out", LEFT_OUT),
+        "peak_gib": round(memory.peak(result.pop("measured_since", 0.0)), 3),
         "idle_gib": round(memory.idle, 3),
         "wall_s": round(time.perf_counter() - started, 1),
     }
+
+
+def end_session(child: subprocess.Popen[bytes]) -> None:
+    """Kill a side and the processes that it started, those that outlived it too."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def wait_until_free(memory: Memory, seconds: float = 20) -> None:
@@ -152,7 +179,15 @@ def reporting(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"[:600]
         result["out_of_memory"] = is_out_of_memory(error)
-    Path(spec["out"]).write_text(json.dumps(result))
+    report(spec, result)
+
+
+def report(spec: dict[str, Any], result: dict[str, Any]) -> None:
+    """Write a worker's result as it is now: whole, or not at all, also if the worker is killed meanwhile."""
+    out = Path(spec["out"])
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps(result))
+    new.replace(out)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -169,12 +204,17 @@ def best_of(tries: list[dict[str, Any]]) -> dict[str, Any]:
     return min(ran, key=seconds_a_token) if ran else tries[-1]
 
 
+def counted(side: dict[str, Any], values: list[float]) -> list[float]:
+    """Of values by step those that count: without the first steps, but at least the last one."""
+    return values[min(side.get("left_out", LEFT_OUT), len(values) - 1) :]
+
+
 def seconds_a_step(side: dict[str, Any]) -> float:
-    return mean(side["step_s"][LEFT_OUT:])
+    return mean(counted(side, side["step_s"]))
 
 
 def seconds_a_token(side: dict[str, Any]) -> float:
-    return sum(side["step_s"][LEFT_OUT:]) / sum(side["tokens"][LEFT_OUT:])
+    return sum(counted(side, side["step_s"])) / sum(counted(side, side["tokens"]))
 
 
 def mean(values: list[float]) -> float:
@@ -208,27 +248,37 @@ def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] |
     """Seconds by phase, tokens a second, peak and ratios, all computed from the steps in the record."""
     sides = [name for name in ("posttrain", "trl") if name in record]
     good = [name for name in sides if "error" not in record[name]]
-    lines = [f"work {record['work']}  {record['card']}  steps {LEFT_OUT + 1} and later of each side"]
+    first = {record[name].get("left_out", LEFT_OUT) + 1 for name in sides}
+    steps = " or ".join(map(str, sorted(first)))
+    lines = [f"work {record['work']}  {record['card']}  steps {steps} and later of each side"]
     for name in sides:
         if name not in good:
             lines.append(f"{name}: failed: {record[name]['error'].strip().splitlines()[-1]}")
+        elif "cut_off" in record[name]:
+            lines.append(f"{name}: ended {record[name]['cut_off']}, in step {len(record[name]['step_s']) + 1}")
     rows: dict[str, dict[str, float]] = {"seconds a step": {n: seconds_a_step(record[n]) for n in good}}
     for phase in dict.fromkeys(phase for n in good for phase in record[n]["phases"]):
         rows[f"  {phase}"] = {
-            n: mean(record[n]["phases"][phase][LEFT_OUT:]) for n in good if phase in record[n]["phases"]
+            n: mean(counted(record[n], record[n]["phases"][phase])) for n in good if phase in record[n]["phases"]
         }
     rows["before step 1"] = {n: record[n]["start_s"] for n in good if "start_s" in record[n]}
-    rows["tokens a step"] = {n: mean(record[n]["tokens"][LEFT_OUT:]) for n in good}
+    rows["before step 1, first time"] = {n: record[n]["cold_start_s"] for n in good if "cold_start_s" in record[n]}
+    rows["tokens a step"] = {n: mean(counted(record[n], record[n]["tokens"])) for n in good}
     rows["seconds per 1M tokens"] = {n: 1e6 * seconds_a_token(record[n]) for n in good}
     rows["tokens/s"] = {n: rows["tokens a step"][n] / rows["seconds a step"][n] for n in good}
     rows["peak GiB"] = {n: record[n]["peak_gib"] for n in good if record[n]["peak_gib"]}  # of another GPU: none
-    lines.append(f"{'':24}" + "".join(f"{n:>12}" for n in good) + (f"{'ratio':>12}" if len(good) == 2 else ""))
+    rows = {label: row for label, row in rows.items() if row}
+    lines.append(f"{'':26}" + "".join(f"{n:>12}" for n in good) + (f"{'ratio':>12}" if len(good) == 2 else ""))
     for label, row in rows.items():
         cells = "".join(f"{row[n]:>12.3f}" if n in row else f"{'-':>12}" for n in good)
         both = len(good) == 2 and all(row.get(n) for n in good)
-        lines.append(f"{label:24}{cells}" + (f"{row['posttrain'] / row['trl']:>12.3f}" if both else ""))
+        lines.append(f"{label:26}{cells}" + (f"{row['posttrain'] / row['trl']:>12.3f}" if both else ""))
     for name in good:
         lines.append(f"{name}: " + ", ".join(f"{k} {v}" for k, v in record[name]["settings"].items()))
+        if predicted := record[name].get("predicted_peak_gib"):
+            taken = record[name]["peak_gib"] - record[name]["idle_gib"]
+            share = f" = {predicted / taken:.3f}" if taken else ""
+            lines.append(f"{name}: peak predicted by plan / measured: {predicted:.2f} / {taken:.2f} GiB{share}")
     return "\n".join([*lines, *(floor(record) if floor else [])])
 
 

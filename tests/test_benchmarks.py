@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def test_a_committed_file_gives_its_ratios(tmp_path, script):
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--recompute", str(file)], capture_output=True, text=True, check=True
     )
-    rows = {line[:24].strip(): line[24:].split() for line in done.stdout.splitlines()}
+    rows = {line[:26].strip(): line[26:].split() for line in done.stdout.splitlines()}
     assert rows["seconds a step"] == ["2.000", "4.000", "0.500"]
     assert rows["update"] == ["1.000", "2.000", "0.500"]
     assert rows["peak GiB"] == ["10.000", "20.000", "0.500"]
@@ -74,6 +75,63 @@ def test_the_fastest_try_by_the_token_counts(sides):
     failed = {"error": "x", "settings": {}}
     assert sides.best_of([failed, slow, packed]) is packed
     assert sides.best_of([failed]) is failed
+
+
+def test_steps_that_count_are_those_of_the_work_and_at_least_the_last(sides):
+    """One step left out; and a side that was ended in its second step has one, which counts."""
+    long = record(work="L", posttrain=side([9.0, 1.0, 3.0], left_out=1, cut_off="after 200 s"),
+                  trl=side([8.0], left_out=1, cold_start_s=30.0, start_s=20.0))  # fmt: skip
+    rows = {line[:26].strip(): line[26:].split() for line in sides.table(long).splitlines()}
+    assert rows["seconds a step"] == ["2.000", "8.000", "0.250"]
+    assert rows["before step 1, first time"] == ["-", "30.000"]
+    assert "posttrain: ended after 200 s, in step 4" in sides.table(long)
+
+
+def test_what_plan_says_stands_beside_the_peak(sides):
+    text = sides.table(record(posttrain=side([1.0] * 3, peak=10.5, idle_gib=0.5, predicted_peak_gib=9.0)))
+    assert "posttrain: peak predicted by plan / measured: 9.00 / 10.00 GiB = 0.900" in text
+
+
+WORKER = """
+import json, pathlib, subprocess, sys, time
+import sides
+spec = json.loads(pathlib.Path(sys.argv[-1]).read_text())
+with sides.reporting(spec) as result:
+    result["pid"] = subprocess.Popen(["sleep", "600"]).pid
+    result["measured_since"] = time.perf_counter() + spec["later"]
+    for seconds in spec["steps"]:
+        time.sleep(seconds)
+        result.setdefault("step_s", []).append(seconds)
+        sides.report(spec, result)
+    {}[spec["fails"]] if spec["fails"] else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "fails", "known"),
+    [([0.1, 0.2], "", {"step_s"}), ([0.1, 60], "", {"step_s", "cut_off"}), ([60], "", {"cut_off", "error"}),
+     ([0.1], "no", {"step_s", "error", "out_of_memory"})],
+)  # fmt: skip
+def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, known):
+    """A worker that hangs is killed with what it has started, and so is what a worker leaves behind that ends."""
+    script = tmp_path / "worker.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{WORKER}")
+    spec = {"steps": steps, "fails": fails, "later": 1000.0, "one": {"micro": 8}, "left_out": 1}
+    found = sides.run_side(str(script), "one", spec, tmp_path, None, seconds=10)
+    assert found.keys() & {"step_s", "cut_off", "error", "out_of_memory"} == known
+    assert found.get("step_s", [0.1])[0] == 0.1 and found["left_out"] == 1 and found["settings"] == {"micro": 8}
+    assert found["peak_gib"] == 0.0 or "step_s" not in found  # from a time on that never came
+    end = time.monotonic() + 20
+    while "pid" in found and is_alive(found["pid"]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_failed_side_is_told(sides):
@@ -108,7 +166,7 @@ def test_memory_is_that_of_the_process_tree(sides):
         assert memory.read() > 0.19
         sides.time.sleep(0.2)
     child.communicate(b"\n")
-    assert memory.peak > 0.19
+    assert memory.peak() > 0.19
 
 
 def test_memory_is_that_of_the_first_visible_gpu(sides, monkeypatch):
@@ -154,7 +212,7 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
             self.closed = True
 
     engine, result = Engine(), {}
-    spec = {"lengths": [list(range(16)), list(range(16, 32))], "smoke": False}
+    spec = {"lengths": [list(range(16)), list(range(16, 32))], "smoke": False, "alone": 2}
     rl_posttrain.prepared(engine, spec, result)
     asked = [Request(ids=(1,), n=8, number=i, seed=0, max_new_tokens=99, logprobs=True, ends=True) for i in range(2)]
     for _ in range(2):
@@ -249,13 +307,69 @@ def test_dpo_and_trl_have_the_same_losses(smoke):
 @pytest.mark.slow
 @TRL
 def test_an_rl_step_is_that_of_trl(smoke):
-    """Work B: the same tokens on both sides, so the same rewards and gradients. Work A samples: both sides run."""
-    record, printed = smoke("rl_step.py", "--smoke")
+    """Work B: the same tokens on both sides, so the same rewards and gradients."""
+    record, _ = smoke("rl_step.py", "--smoke", "--work", "B")
     assert record["work"] == "B"
     same(record["posttrain"], record["trl"], "reward", "grad_norm")
     assert {"generate", "score", "sync", "update"} <= record["posttrain"]["phases"].keys()
-    assert "work A" in printed and "failed" not in printed
-    assert all(line.split()[-1] != "0.000" for line in printed.splitlines() if line.startswith("seconds a step"))
+    assert record["posttrain"]["predicted_peak_gib"] > 0
+    trials = {(one["micro"], one["checkpointing"]): one["update_s_per_1m"] for one in record["trl"]["trials"]}
+    assert trials.keys() == {(4, False), (8, True)}
+    chosen = record["trl"]["settings"]["micro"], record["trl"]["settings"]["checkpointing"]
+    assert trials[chosen] == min(trials.values())
+
+
+@pytest.mark.slow
+@TRL
+def test_all_rl_works_run_one_after_the_other(tmp_path):
+    """Work A samples, L has adapters whose first values each side draws by itself: both sides run, on the same tokens
+    in L. With --warm each side is started once before."""
+    command = [sys.executable, str(BENCHMARKS / "rl_step_all.py"), "--smoke", "--works", "A", "L", "--flags=--warm"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
+    records = {name: json.loads((tmp_path / f"rl_{name}.json").read_text()) for name in ("A", "L")}
+    for one in records.values():
+        for name in ("posttrain", "trl"):
+            assert "error" not in one[name] and len(one[name]["step_s"]) == 3
+            assert min(one[name]["start_s"], one[name]["cold_start_s"]) > 0
+    assert records["L"]["lora"] and not records["A"]["lora"]
+    same(records["L"]["posttrain"], records["L"]["trl"], "reward")
+    assert done.returncode == 0 and "work A" in done.stdout and "work L" in done.stdout
+
+
+def test_ways_that_have_no_room_end_the_search_of_their_kind(monkeypatch):
+    """The fastest by the token of those that fit is taken, and nothing larger than one that does not is tried."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import rl_trl
+
+    class Model:
+        def zero_grad(self, set_to_none):
+            assert set_to_none
+
+        def gradient_checkpointing_disable(self):
+            pass
+
+    class Trainer:
+        def __init__(self):
+            self.args, self.model, self.rollout_func = argparse.Namespace(), Model(), None
+            self.ran, self._last_loaded_step = [], -1
+
+        def train(self):
+            micro, checkpointing = self.args.per_device_train_batch_size, self.args.gradient_checkpointing
+            self.ran.append((micro, checkpointing))
+            assert self.args.generation_batch_size % 8 == 0 and self.args.max_steps == 1 and self.rollout_func
+            if micro > (32 if checkpointing else 8):
+                raise RuntimeError("CUDA out of memory")
+            clock.update_s = {4: 3.0, 8: 1.0, 16: 1.5, 32: 4.1}[micro]
+
+    clock = argparse.Namespace(update_s=0.0)
+    ways = [(4, False), (8, False), (16, False), (32, False), (16, True), (32, True), (64, True), (128, True)]
+    spec = {"new": 100, "correction": "none", "trl": {"ways": ways}, "steps": 3}
+    trainer, trials = Trainer(), list[dict[str, Any]]()
+    assert rl_trl.fastest(trainer, spec, [[1, 2]], clock, trials) == (16, True)
+    assert trainer.ran == [ways[0], *ways[:3], *ways[4:7]]
+    assert [one.get("out_of_memory", False) for one in trials] == [False, False, True, False, False, True]
+    assert trials[0]["update_s_per_1m"] == pytest.approx(3e6 / (8 * 102))
+    assert trainer.rollout_func is None and trainer._last_loaded_step == -1 and trainer._step == 0
 
 
 @pytest.mark.slow
