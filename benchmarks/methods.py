@@ -25,7 +25,7 @@ from posttrain.evaluate.estimators import bootstrap_ci, pass_contributions
 from posttrain.evaluate.summary import with_bounds
 from posttrain.places import shipped
 from posttrain.recipe.training_sections import Optim
-from posttrain.run.curves import Point, nice_ticks, number, running_mean
+from posttrain.report.curves import Point, nice_ticks, number, running_mean
 from posttrain.run.metrics import read_metrics
 
 METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "lite_ppo", "dler", "gdpo")

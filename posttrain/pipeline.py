@@ -24,6 +24,7 @@ from posttrain.errors import Interrupted, MissingExtra, PosttrainError, RecipeEr
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
 from posttrain.recipe.stages import PipelineRecipe, Stage
+from posttrain.report.live import LivePage, reported
 from posttrain.run import rounds
 from posttrain.run.children import ERROR, MILESTONE, Child, run_children
 from posttrain.run.directory import RunDirectory, refuse_other_recipe
@@ -32,7 +33,6 @@ from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import GracefulStop, stop_with_parent
 from posttrain.run.jsonl import finite
 from posttrain.run.progress import duration
-from posttrain.run.report import write_report
 
 RUNNERS = {
     "sft": "posttrain.train.sft:run",
@@ -49,7 +49,8 @@ HEAVY = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safe
 
 
 def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
-    """Run one stage in its open directory; write its summary.json (which marks it as finished) and report.html.
+    """Run one stage in its open directory; write its summary.json (which marks it as finished), and its status.json and
+    report.html as it goes on.
 
     Of several processes, only the one that has the directory open writes.
     """
@@ -60,10 +61,10 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
         if error.name not in HEAVY:
             raise
         raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
-    summary: dict[str, Any] = finite(runner(recipe, directory))
-    if not directory.follows:
-        write_json(directory.path / "summary.json", summary)
-        write_report(directory.path)
+    with reported(directory):
+        summary: dict[str, Any] = finite(runner(recipe, directory))
+        if not directory.follows:
+            write_json(directory.path / "summary.json", summary)
     return summary
 
 
@@ -129,6 +130,7 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
         took = duration(time.perf_counter() - started)
         terminal.note(f"{MILESTONE}{name} in {took}  {headline(summary)}")
         done[name] = Done(folder, summary, skipped=False)
+        LivePage(path).write()
         gc.collect()  # the stage's model goes before the next one is loaded
         for line in rounds.milestones([s["name"] for s in recipe.stages], {n: d.summary for n, d in done.items()}):
             terminal.note(f"{MILESTONE}{line}")

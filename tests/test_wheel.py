@@ -52,3 +52,4 @@ def test_a_shipped_recipe_runs_from_another_folder(unpacked: Path, tmp_path: Pat
     done = run(unpacked, folder, "rl", "debug/rl", "run.steps=2", "--output", "my run", "--json")
     assert json.loads(done.stdout)["steps"] == 2
     assert (folder / "my run" / "final" / "model.safetensors").is_file()
+    assert "uPlot" in (folder / "my run" / "report.html").read_text(encoding="utf-8")

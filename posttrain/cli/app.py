@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from posttrain import __version__, terminal
-from posttrain.cli import browse, doctor, generate, methods, plan, recipe, serve, stage, whatif
+from posttrain.cli import browse, doctor, generate, methods, plan, recipe, report, serve, stage, whatif
 from posttrain.cli.guard import DEBUG, guarded
 from posttrain.cli.help import App, Group
 
@@ -23,6 +23,7 @@ PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run"),
     "Data": ("data", "pairs"),
     "Measure": ("eval", "generate", "browse"),
+    "Follow": ("report", "runs", "diff"),
     "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "doctor"),
 }
 
@@ -87,6 +88,7 @@ serve.register(app)
 plan.register(app)
 whatif.register(app)
 browse.register(app)
+report.register(app)
 app.add_typer(recipe.app, name="recipe", help="List, show, check and copy recipes.")
 app.add_typer(methods.app, name="methods", help="Which methods there are, and their formulas, papers and keys.")
 for _name, (_, _about) in LAZY.items():

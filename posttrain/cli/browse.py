@@ -27,7 +27,7 @@ def browse(
     """Write one offline page to read every completion, filter and search; with two runs, side by side by problem."""
     from posttrain.cli.guard import say
     from posttrain.errors import UserError
-    from posttrain.run.browse import write_page
+    from posttrain.report.browse import write_page
 
     runs = [run] if other is None else [run, other]
     page = output or runs[-1] / "browse.html"

@@ -125,7 +125,8 @@ def _remove_if_unused(directory: Any) -> bool:
     """Remove a directory that this attempt made and that holds nothing but the recipe and the environment."""
     import shutil
 
-    written = {"recipe.yaml", "resolved.json", "env.json", "inputs.json", directory.logs.parent.name}
+    written = {"recipe.yaml", "resolved.json", "env.json", "inputs.json", "status.json", "report.html"}
+    written |= {directory.logs.parent.name}
     if (
         directory.follows
         or directory.attempt != 1

@@ -27,10 +27,10 @@ VERBS = {  # of other tools -> ours
     **dict.fromkeys(("inference", "infer", "chat", "predict"), "generate"),
     **dict.fromkeys(("validate", "check"), "recipe validate"),
     **dict.fromkeys(("list", "ls"), "recipe list"),
+    **dict.fromkeys(("plot", "dashboard", "watch", "monitor"), "report RUN --serve"),
     "preprocess": "data inspect",
 }
 INSTEAD = {  # what no verb does
-    **dict.fromkeys(("report", "plot", "dashboard"), "every run leaves its curves in report.html of its run directory"),
     **dict.fromkeys(("resume", "continue"), "repeat the command of the run with --output DIRECTORY --resume"),
     **dict.fromkeys(("init", "new"), "write posttrain recipe copy NAME for a recipe to begin with"),
 }

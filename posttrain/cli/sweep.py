@@ -63,7 +63,10 @@ def sweep(
         ctx.meta[RUN] = directory
         ctx.meta[RESUME] = [*typed, "--eval", evaluation, "--output", str(directory.path), "--resume"]
         say(f"run directory: {directory.path}")
-        summary = run(found, merges, evaluation, directory)
+        from posttrain.report.live import reported
+
+        with reported(directory):
+            summary = run(found, merges, evaluation, directory)
         report(summary, directory.path, as_json)
         say(CAVEAT)
 
@@ -80,7 +83,6 @@ def run(
     from posttrain.evaluate.table import closing_table, findings
     from posttrain.recipe.sweeping import best
     from posttrain.run.durable import write_json
-    from posttrain.run.report import write_report
 
     accuracies: dict[str, float | None] = {}
     for number, point in enumerate(points, 1):
@@ -104,7 +106,6 @@ def run(
         "caveat": CAVEAT,
     }
     write_json(directory.path / "summary.json", summary)
-    write_report(directory.path)
     return summary
 
 

@@ -4,8 +4,9 @@ recipe.yaml     the recipe as given            metrics.jsonl   one object a step
 resolved.json   every value in force           samples.jsonl   some completions with their scores
 env.json        versions, hardware, commit     checkpoints/    step-00000010, ...
 inputs.json     hashes of the files it names   final/          the trained model
-summary.json    the result, written at the end
-report.html     the same for people            logs/attempt_n  recipe, values and environment of each start
+summary.json    the result, written at the end status.json     running, or how it ended
+report.html     curves and samples for people, rewritten as the run goes on
+logs/attempt_n  recipe, values and environment of each start
 rollouts/       numbers of the newest rollouts, which `posttrain whatif` reads (rl)
 """
 
@@ -20,7 +21,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -62,12 +63,16 @@ _STARTED = {
     "inputs.json",
     "logs",
 }  # what a start that died before resolved.json has left
+OnRows = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
 class RunDirectory:
     """An open run directory, locked against other processes until `close`, the end of `with`, or the process's end.
 
     Of several processes of one run, the first opens it; the others `follow`: they know where it is and write nothing.
+
+    on_metrics, on_samples: functions that get the rows of metrics.jsonl and samples.jsonl right after they are written.
+    They must not raise.
     """
 
     def __init__(self, path: Path, lock: IO[str] | None, attempt: int) -> None:
@@ -76,6 +81,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.final = path / "final"
         self.logs = path / "logs" / f"attempt_{attempt}"
+        self.on_metrics: list[OnRows] = []
+        self.on_samples: list[OnRows] = []
         self._lock = lock
 
     @classmethod
@@ -149,14 +156,14 @@ class RunDirectory:
         if self.follows:
             return MetricsLog.muted()
         with explain_write_errors(self.path):
-            return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs)
+            return MetricsLog(self.path / "metrics.jsonl", resume_after, self.logs, self.on_metrics)
 
     def samples(self, resume_after: int | None) -> SamplesLog:
         """The open samples.jsonl, cut back like the metrics."""
         if self.follows:
             return SamplesLog.muted()
         with explain_write_errors(self.path):
-            return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs)
+            return SamplesLog(self.path / "samples.jsonl", resume_after, self.logs, self.on_samples)
 
     def close(self) -> None:
         """Let other processes have the directory."""
@@ -242,6 +249,20 @@ def _lock(path: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process works in this run directory. False where the system or the file system has no locks."""
+    if fcntl is None or not (path / LOCK).exists():
+        return False
+    try:
+        with (path / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def refuse_other_recipe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -22,11 +22,17 @@ class StepLog:
     On opening, rows after `resume_after` (all rows where it is None), broken lines and a torn last one leave the file;
     all but the torn one are kept in `attic`, so nothing that was measured is lost.
 
-    rows: how many the file has. last: the step of the newest.
+    rows: how many the file has. last: the step of the newest. on_rows: functions that get the rows of each `append`.
     """
 
-    def __init__(self, path: Path, resume_after: int | None, attic: Path) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        resume_after: int | None,
+        attic: Path,
+        on_rows: Sequence[Callable[[Sequence[Mapping[str, Any]]], None]] = (),
+    ) -> None:
+        self.path, self.on_rows = path, on_rows
         self.rows, self.last = 0, -1
         if path.exists():
             self._cut(resume_after, attic)
@@ -36,7 +42,7 @@ class StepLog:
     def muted(cls) -> Self:
         """A log that keeps nothing: of several processes of a run, one writes."""
         log = cls.__new__(cls)
-        log.path = Path(os.devnull)
+        log.path, log.on_rows = Path(os.devnull), ()
         log.rows, log.last = 0, -1
         log._file = log.path.open("a", encoding="utf-8")
         return log
@@ -67,6 +73,8 @@ class StepLog:
             self._file.write(to_lines(written))
             self._file.flush()
         self._count(written)
+        for on_rows in self.on_rows:
+            on_rows(written)
 
     def sync(self) -> None:
         """Bring all rows to the disk: a checkpoint must not outlive the rows of the steps before it."""

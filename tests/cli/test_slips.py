@@ -39,7 +39,7 @@ TYPED = [
     ("reward test debug/rl --scoring.workers 3", "write scoring.workers=3, without --"),
     ("data inspect debug/rl --data.source=x", "write data.source=x, without --"),
     ("train debug/rl", "write posttrain sft, dpo or rl"),
-    ("report runs/x", "every run leaves its curves in report.html of its run directory"),
+    ("plot runs/x", "write posttrain report RUN --serve"),
     ("resume runs/x", "repeat the command of the run with --output DIRECTORY --resume"),
     ("evl debug/eval", "did you mean `posttrain eval`?"),
 ]

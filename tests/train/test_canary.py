@@ -14,8 +14,9 @@ import pytest
 
 from posttrain.errors import RecipeError
 from posttrain.recipe.load import load_dict
+from posttrain.report.page import render
+from posttrain.report.view import RunView
 from posttrain.run.metrics import read_metrics
-from posttrain.run.report import render
 from posttrain.train import rl
 from posttrain.train.canary import Canaries, canaries_of, parted, trend
 
@@ -115,7 +116,7 @@ def test_a_run_tells_its_alarm_everywhere(values: dict[str, Any], opened: Opened
         summary = rl.run(recipe, directory)
         (directory.path / "summary.json").write_text(json.dumps(summary))
         steps = read_metrics(directory.path)
-        page = render(directory.path)
+        page = render([RunView(directory.path)])
         again = canaries_of(recipe, directory, 8).summary()
     alarms = [row["step"] for row in steps if row.get("canary/letters/alarm")]
     assert alarms and summary["canaries"]["letters"]["first_alarm"] == alarms[0]

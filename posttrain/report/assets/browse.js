@@ -13,7 +13,10 @@ const tests = {
   worse: (p) => share(p.sides[1]) < share(p.sides[0]),
 };
 let found = [], at = 0;
-const make = (tag, text, name) => { const e = document.createElement(tag); if (text !== undefined) e.textContent = text;
+// Control characters and marks that reverse or hide text are shown as \\u001b; tabs and line feeds stay.
+const CONTROLS = /[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\xad\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb]/g;
+const visible = (text) => String(text).replace(CONTROLS, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
+const make = (tag, text, name) => { const e = document.createElement(tag); if (text !== undefined) e.textContent = visible(text);
   if (name) e.className = name; return e; };
 function card(c) {
   const mark = c.correct === null || c.correct === undefined ? "" : right(c) ? "right" : "wrong";

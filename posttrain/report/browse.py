@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
+from posttrain.report.page import rendered_page
 from posttrain.run.jsonl import read_rows
 
 COMPLETIONS = "completions.jsonl"
@@ -70,24 +68,13 @@ def joined(sides: Sequence[Mapping[tuple[str, int], Problem]]) -> list[dict[str,
 
 def render(data: Mapping[str, Any]) -> str:
     """The page as text. What models wrote stands in a JSON island and is shown as text, never as HTML."""
-    island = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    style = files("posttrain.run").joinpath("report.css").read_text(encoding="utf-8")
-    script = files("posttrain.run").joinpath("browse.js").read_text(encoding="utf-8")
-    title = escape(" · ".join(data["runs"]))
-    options = [
+    choices = [
         ("all", "all problems"),
         ("mixed", "right and wrong samples"),
         ("wrong", "never right"),
         ("cut", "cut off"),
     ]
     if len(data["runs"]) > 1:
-        options += [("better", "second run better"), ("worse", "second run worse")]
-    choices = "".join(f"<option value={value}>{escape(text)}</option>" for value, text in options)
-    return (
-        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>'
-        f"<body><main><header><h1>Completions</h1><p class=origin>{title}</p></header>"
-        f"<p><select id=which>{choices}</select> <input id=text placeholder='text in prompt or completion'> "
-        "<button id=back>&lt;</button> <button id=on>&gt;</button> <span id=place></span></p>"
-        "<section id=shown></section>"
-        f'<script id=data type="application/json">{island}</script><script>{script}</script></main></body></html>'
-    )
+        choices += [("better", "second run better"), ("worse", "second run worse")]
+    values = {"title": " · ".join(data["runs"]), "choices": choices, "data": data}
+    return rendered_page("browse.html.j2", ("browse.js",), ("report.css",), values)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.errors import UserError
-from posttrain.run.browse import write_page
+from posttrain.report.browse import write_page
 
 
 def run_of(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -41,7 +41,7 @@ def two(tmp_path: Path) -> list[Path]:
 
 def island(page: Path) -> Any:
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r'<script id=data type="application/json">(.*?)</script>', text, re.DOTALL)
+    found = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert len(found) == 1
     return json.loads(found[0])
 

@@ -1,0 +1,239 @@
+"""`posttrain report`, `runs` and `diff`: see a run while it goes on, find runs, and compare two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain import terminal
+from posttrain.cli.guard import say
+from posttrain.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from posttrain.report.runs import RunRow
+
+SHOWN_TEXT = 600  # characters of a completion in a comparison on the terminal
+STATES = ("running", "finished", "stopped", "failed", "killed")
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directory; several are drawn over each other.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("report")(report)
+    app.command("runs")(runs)
+    app.command("diff")(diff)
+
+
+def report(
+    run: Runs,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show it on an address of this machine, renewed while the runs go on.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="With --serve; 0 takes a free one.")] = 8008,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Default: report.html in the run, compare.html in the last one."),
+    ] = None,
+) -> None:
+    """Write the page of a run, or of several over each other; with --serve, a page that renews itself."""
+    if serve:
+        if output is not None:
+            raise UserError("--output is for a page that is written", hint="leave out --serve, or --output")
+        _serve(run, port)
+        return
+    from posttrain.report.page import PAGE, write_report
+    from posttrain.report.view import open_runs
+
+    page = output or (run[0] / PAGE if len(run) == 1 else run[-1] / "compare.html")
+    if page.is_dir():
+        raise UserError(f"{page} is a directory", hint="--output names the page's file")
+    views = open_runs(run)
+    for view in views:
+        say(f"{view.path}: {view.status.state}{f' ({view.status.message})' if view.status.message else ''}")
+    write_report(views, page)
+    terminal.say(str(page))
+
+
+def _serve(run: Sequence[Path], port: int) -> None:
+    from posttrain.report.serve import HOST, make_server
+
+    with make_server(run, port) as server:
+        terminal.say(f"http://{HOST}:{server.server_address[1]}/")
+        say("only this machine can open it (from elsewhere: ssh -L); Ctrl-C ends it")
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            say("ended")
+
+
+def runs(
+    place: Annotated[
+        list[Path] | None, typer.Argument(metavar="FOLDER|RUN", help="Where to look (default: runs).")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(STATES)}.")
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Option("--filter", metavar="TEXT", help="Only runs with this in path, stage or note, or KEY=VALUE."),
+    ] = None,
+    inner: Annotated[bool, typer.Option("--stages", help="Also the stages inside of pipelines.")] = False,
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="Keep a note on the RUNs named.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove the RUNs named, after a question.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List runs with their state and newest numbers, the newest last; keep notes on them; remove them."""
+    if state is not None and state not in STATES:
+        raise UserError(f"--state: there is no `{state}`", allowed=f"one of {', '.join(STATES)}")
+    if (note is not None or delete) and not place:
+        raise UserError(
+            f"{'--delete' if delete else '--note'} needs the run directories", hint="posttrain runs RUN ..."
+        )
+    if note is not None:
+        from posttrain.report.runs import write_note
+
+        for run in place or ():
+            write_note(run, note)
+    if delete:
+        _delete(place or [], yes)
+        return
+    found = _listed(place or [Path("runs")], state, words or [], inner)
+    if as_json:
+        from posttrain.cli.show import print_json
+
+        print_json([_as_json(row) for row in found])
+    elif found:
+        _print_runs(found)
+    else:
+        say(f"no run{' of these' if state or words else ''} in {', '.join(map(str, place or [Path('runs')]))}")
+
+
+def _listed(places: Sequence[Path], state: str | None, words: Sequence[str], inner: bool) -> list[RunRow]:
+    from posttrain.report.runs import describe, find_runs, matches
+
+    for place in places:
+        if not place.is_dir() and place != Path("runs"):
+            raise UserError(f"there is no folder {place}")
+    rows = [describe(run) for place in places for run in find_runs(place, inner=inner)]
+    rows = [row for row in rows if (state is None or row.state == state) and matches(row, words)]
+    return sorted(rows, key=lambda row: row.when)
+
+
+def _delete(places: Sequence[Path], yes: bool) -> None:
+    from posttrain.report.runs import check_removable, remove, size_of
+
+    for run in places:
+        check_removable(run)
+        say(f"{run}  {size_of(run) / 1e6:.1f} MB")
+    if not yes:
+        if not _can_ask():
+            raise UserError("nothing was removed: there is nobody to ask", hint="--yes removes without a question")
+        if not typer.confirm(f"remove {counted(len(places), 'run')} for good?", default=False, err=True):
+            say("nothing was removed")
+            return
+    for run in places:
+        remove(run)
+        say(f"removed {run}")
+
+
+def _can_ask() -> bool:
+    import sys
+
+    return sys.stdin.isatty()
+
+
+def _as_json(row: RunRow) -> dict[str, Any]:
+    return {
+        "path": str(row.path),
+        "stage": row.stage,
+        "state": row.state,
+        "message": row.message,
+        "step": row.step,
+        "steps": row.steps,
+        "headline": dict([row.headline]) if row.headline else {},
+        "when": row.when,
+        "note": row.note,
+    }
+
+
+def _print_runs(rows: Sequence[RunRow]) -> None:
+    from posttrain.run.progress import duration
+
+    cells = []
+    for row in rows:
+        done = "" if not row.step else f"{row.step}/{row.steps}" if row.steps else str(row.step)
+        number = f"{row.headline[0]} {row.headline[1]:.3g}" if row.headline else ""
+        cells.append([str(row.path), row.stage, row.state, done, number, duration(time.time() - row.when), row.note])
+    _print_table(["run", "stage", "state", "step", "newest", "ago", "note"], cells)
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = terminal.console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 240
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    b: Annotated[Path, typer.Argument(metavar="OTHER", help="Run directory to compare with.")],
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=0, help="Prompts whose completions are shown.")
+    ] = 3,
+    every: Annotated[bool, typer.Option("--all", help="All metrics, not only the main ones.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs: what differs in their recipes, what their metrics came to, completions of the same prompts."""
+    from posttrain.report.diff import diff as compare
+
+    found = compare(a, b, samples, every=every or as_json)
+    if as_json:
+        from dataclasses import asdict
+
+        from posttrain.cli.show import print_json
+
+        print_json(asdict(found))
+        return
+    head = [str(a), str(b)]
+    if found.values or found.files:
+        rows = [[key, *cells] for key, cells in found.values.items()]
+        _print_table(["recipe", *head], [*rows, *([f"{key} (file)", *cells] for key, cells in found.files.items())])
+    else:
+        terminal.say("the recipes and their files are the same\n")
+    if found.metrics:
+        _print_table(
+            ["mean of the last 10 rows", *head, "difference"], [_metric(n, row) for n, row in found.metrics.items()]
+        )
+    for prompt, mine, theirs in found.samples:
+        terminal.say(f"prompt: {prompt.strip()[-SHOWN_TEXT:]}")
+        for path, record in zip(head, (mine, theirs), strict=True):
+            terminal.say(f"--- {path} ({_facts(record)})\n{str(record['completion'])[:SHOWN_TEXT]}")
+        terminal.say()
+    say(f"curves over each other: posttrain report {a} {b}")
+
+
+def _metric(name: str, values: Sequence[float | None]) -> list[str]:
+    first, second = values
+    shown = ["-" if value is None else f"{value:.4g}" for value in values]
+    return [name, *shown, "" if first is None or second is None else f"{second - first:+.4g}"]
+
+
+def _facts(record: dict[str, Any]) -> str:
+    facts = [f"step {record['step']}"] if "step" in record else []
+    facts += [f"reward {record['reward']:.3g}"] if isinstance(record.get("reward"), (int, float)) else []
+    facts += ["right" if record["correct"] else "wrong"] if record.get("correct") is not None else []
+    return ", ".join([*facts, *(["cut"] if record.get("finish") == "length" else [])])

@@ -1,0 +1,72 @@
+"""What differs between runs: values of their recipes, and what their metrics came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.report.curves import number, shown_first
+from posttrain.report.view import RunView
+from posttrain.run.directory import flatten
+
+RECENT = 10  # steps at the end of a run whose mean stands for what it came to
+NOT_SET = "-"
+
+
+def compared(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """Blocks of a page about several runs: a table of values that differ, and one of metrics."""
+    names = [view.name for view in views]
+    values = [[key, *cells] for key, cells in differing_values(views).items()]
+    metrics = [
+        [name, *(NOT_SET if value is None else number(value) for value in row)]
+        for name, row in final_metrics(views, every=False).items()
+    ]
+    tables = {
+        "What differs": (["key", *names], values),
+        f"What they came to (mean of the last {RECENT} rows)": (["metric", *names], metrics),
+    }
+    return [
+        {"title": title, "says": [], "bars": [], "tables": [{"title": "", "head": head, "rows": rows}]}
+        for title, (head, rows) in tables.items()
+        if rows
+    ]
+
+
+def differing_values(views: Sequence[RunView]) -> dict[str, list[str]]:
+    """Key -> the value of each run as text, for keys that are not the same in all."""
+    flat = [
+        {key: value for key, value in flatten(view.resolved).items() if key != "run.output"} | _environment(view)
+        for view in views
+    ]
+    keys = list(dict.fromkeys(key for values in flat for key in values))
+    cells = {key: [_text(values[key]) if key in values else NOT_SET for values in flat] for key in keys}
+    return {key: row for key, row in cells.items() if len(set(row)) > 1}
+
+
+def _environment(view: RunView) -> dict[str, Any]:
+    """Versions and commit, under names that are no keys of a recipe."""
+    packages = (view.env.get("packages") or {}).items()
+    found = {f"({name})": version for name, version in packages}
+    return {**found, "(commit)": view.commit(), "(GPUs)": ", ".join(view.env.get("gpus", [])) or "none"}
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[float | None]]:
+    """Name -> what each run came to, None where it has no such number: its summary's accuracy and tokens, and the mean
+    of metrics over its newest rows. every: all metrics, not only those that a page shows first."""
+    found: dict[str, list[float | None]] = {}
+    for key in ("accuracy", "mean_tokens", "truncated"):
+        row = [_number(view.summary.get(key)) for view in views]
+        if any(value is not None for value in row):
+            found[key] = row
+    first, rest = shown_first(list(dict.fromkeys(name for view in views for name in view.curves.points)))
+    for name in [*first, *(rest if every else [])]:
+        found[name] = [view.curves.recent(name, RECENT) for view in views]
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,57 @@
+"""Two runs beside each other: values that differ, metrics, and completions of the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.report.compare import differing_values, final_metrics
+from posttrain.report.view import RunView, open_runs, read_ends
+from posttrain.run.durable import read_json
+
+
+@dataclass(frozen=True)
+class Diff:
+    """values: key -> both runs' values as text. files: key -> both hashes. metrics: name -> both runs' numbers.
+    samples: prompt, and the record of each run that has it."""
+
+    values: dict[str, list[str]]
+    files: dict[str, list[str]]
+    metrics: dict[str, list[float | None]]
+    samples: list[tuple[str, dict[str, Any], dict[str, Any]]]
+
+
+def diff(a: Path, b: Path, samples: int, *, every: bool = False) -> Diff:
+    """Compare two run directories. samples: prompts whose completions are compared at most. every: all metrics, not
+    only the main ones. Raises UserError for what is no run directory."""
+    views = open_runs([a, b])
+    metrics = final_metrics(views, every=every)
+    return Diff(differing_values(views), _files(views), metrics, _same_prompts(views, samples))
+
+
+def _files(views: Sequence[RunView]) -> dict[str, list[str]]:
+    """The files that the recipes name and that were not the same: by key, what each run was started with."""
+    found = [
+        {key: fact["shown"] for key, fact in (read_json(view.path / "inputs.json") or {}).items()} for view in views
+    ]
+    keys = list(dict.fromkeys(key for facts in found for key in facts))
+    rows = {key: [facts.get(key, "-") for facts in found] for key in keys}
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
+
+
+def _same_prompts(views: Sequence[RunView], limit: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Prompts that both runs have completions of, with the newest completion of each."""
+    newest = [
+        {str(record.get("prompt")): record for record in _records(view.path) if record.get("completion") is not None}
+        for view in views
+    ]
+    shared = [prompt for prompt in newest[0] if prompt in newest[1]]
+    return [(prompt, newest[0][prompt], newest[1][prompt]) for prompt in shared[-limit:]] if limit else []
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    """Samples of training, or the completions of an evaluation."""
+    found = read_ends(run / "completions.jsonl")
+    return [r for r in found if r.get("sample", 0) == 0] if found else read_ends(run / "samples.jsonl")

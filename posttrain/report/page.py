@@ -1,0 +1,148 @@
+"""report.html: one page without external parts that shows what a run did or does, for a browser or a mail.
+
+Texts that models wrote come through templates that escape them; a policy in the page forbids any script but its own and
+any connection but to where it came from.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from posttrain.report import sections
+from posttrain.report.compare import compared
+from posttrain.report.curves import drawn, shown_first
+from posttrain.report.view import RunView
+from posttrain.run.durable import write_text
+from posttrain.terminal import escape_control_characters
+
+PAGE = "report.html"
+
+
+def write_report(views: Sequence[RunView], page: Path) -> None:
+    """Write the page of a run, or of several over each other."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, render(views))
+
+
+def render(views: Sequence[RunView], *, live: bool = False) -> str:
+    """The page as text. Whatever the runs do not have is left out. live: the page asks its server for news."""
+    return rendered_page(
+        "report.html.j2",
+        ("uplot.min.js", "report.js"),
+        ("uplot.min.css", "report.css"),
+        {**content(views), "live": live, "written": time.time()},
+        connects=live,
+    )
+
+
+def content(views: Sequence[RunView]) -> dict[str, Any]:
+    """What the template of the page shows, and `data`, which its script draws."""
+    alone = views[0] if len(views) == 1 else None
+    title = f"{views[0].stage} · {views[0].name}" if alone else " · ".join(view.name for view in views)
+    return {
+        "title": title,
+        "views": views,
+        "origins": [sections.origin(view) for view in views],
+        "tiles": sections.tiles(alone) if alone else [],
+        "blocks": sections.blocks(alone) if alone else compared(views),
+        "stages": sections.stage_links(alone) if alone else None,
+        "samples": [(view.name, sections.sample_cards(view)) for view in views],
+        "details": sections.details(alone) if alone else [],
+        "data": {"groups": chart_groups(views), "states": [view.status.state for view in views]},
+    }
+
+
+def chart_groups(views: Sequence[RunView]) -> list[dict[str, Any]]:
+    """Charts by title: the runs whose curves lie over each other. Of pipelines, the same stage of all seeds."""
+    groups: dict[str, list[tuple[str, RunView]]] = {}
+    for view in views:
+        if view.curves.points:
+            groups.setdefault("Curves", []).append((view.name, view))
+        for key, stage in view.stages.items():
+            seed, _, name = key.partition("/")
+            whose = seed.replace("-", " ") if len(views) == 1 else f"{view.name} {seed.replace('-', ' ')}"
+            if stage.curves.points:
+                groups.setdefault(f"Curves of {name}", []).append((whose, stage))
+    found = []
+    for title, runs in groups.items():
+        first, rest = shown_first(list(dict.fromkeys(name for _, view in runs for name in view.curves.points)))
+        found.append(
+            {
+                "title": title,
+                "first": first,
+                "rest": rest,
+                "runs": [{"name": name, "curves": drawn(view.curves, view.group_size)} for name, view in runs],
+            }
+        )
+    return found
+
+
+def rendered_page(
+    template: str, scripts: Sequence[str], styles: Sequence[str], values: Mapping[str, Any], *, connects: bool = False
+) -> str:
+    """A template of this package with its scripts and styles inlined. values: `data` becomes a JSON island."""
+    code = [asset(name) for name in scripts]
+    hashes = " ".join(f"'sha256-{_digest(text)}'" for text in code)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy += "; connect-src 'self'" if connects else ""
+    return (
+        templates()
+        .get_template(template)
+        .render(
+            {**values, "data": island(values["data"]), "policy": policy},
+            scripts=[Markup(text) for text in code],  # our own files
+            styles=[Markup(asset(name)) for name in styles],
+        )
+    )
+
+
+def fragment(template: str, values: Mapping[str, Any]) -> str:
+    """A part of a page as text."""
+    return templates().get_template(template).render(values)
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """Templates that escape what they show: markup, and control characters, as a terminal is spared them."""
+
+    def visible(value: Any) -> Any:
+        if isinstance(value, str) and not isinstance(value, Markup):
+            return escape_control_characters(value)
+        return value
+
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("posttrain.report", "templates"),
+        autoescape=True,
+        finalize=visible,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def island(data: Any) -> Markup:
+    """JSON that can stand in a <script> element: nothing in it ends the element or begins a comment."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return Markup(re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file of this package."""
+    return files("posttrain.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()

@@ -1,0 +1,130 @@
+"""The runs under a folder: what they are, how they stand, notes on them, and their removal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import UserError
+from posttrain.report.curves import Curves
+from posttrain.run import status
+from posttrain.run.directory import flatten, is_locked
+from posttrain.run.durable import explain_write_errors, read_json, write_text
+
+NOTE = "note.txt"
+HEADLINES = ("accuracy", "reward", "eval/accuracy", "loss")  # the first that a run has is its number in a list
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run as a list shows it. values: flat values of its recipe. when: its newest change, seconds since 1970."""
+
+    path: Path
+    stage: str
+    state: str
+    message: str
+    step: int
+    steps: int | None
+    headline: tuple[str, float] | None
+    when: float
+    note: str
+    values: dict[str, Any]
+
+
+def find_runs(folder: Path, *, inner: bool = False) -> Iterator[Path]:
+    """Run directories at and under `folder`, in the order of their names. inner: also the stages of pipelines."""
+    if (folder / "resolved.json").is_file():
+        yield folder
+        if not inner:
+            return
+    try:
+        entries = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return
+    for name in entries:
+        if not name.startswith(".") and name not in ("checkpoints", "final", "best", "logs", "rollouts", "track"):
+            yield from find_runs(folder / name, inner=inner)
+
+
+def describe(run: Path) -> RunRow:
+    """What a list says of a run."""
+    values = read_json(run / "resolved.json") or {}
+    summary = read_json(run / "summary.json") or {}
+    curves = Curves(run / "metrics.jsonl")
+    curves.read_more()
+    found = status.read(run)
+    headline = next(
+        ((name, value) for name in HEADLINES if (value := summary.get(name, curves.recent(name))) is not None), None
+    )
+    signs = (run / name for name in ("summary.json", "metrics.jsonl", "status.json", "resolved.json"))
+    return RunRow(
+        path=run,
+        stage=str(values.get("stage", "?")),
+        state=found.state,
+        message=found.message,
+        step=int(curves.last.get("step", 0)),
+        steps=(values.get("run") or {}).get("steps"),
+        headline=headline,
+        when=max((sign.stat().st_mtime for sign in signs if sign.exists()), default=0.0),
+        note=_note(run),
+        values=flatten(values),
+    )
+
+
+def matches(row: RunRow, words: Sequence[str]) -> bool:
+    """Whether all words fit. KEY=VALUE is a value of the recipe; others stand in path, stage, state, method or note."""
+    text = " ".join((str(row.path), row.stage, row.state, str(row.values.get("algorithm") or ""), row.note)).lower()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and str(row.values.get(key)).lower() != value.lower():
+            return False
+        if not equals and word.lower() not in text:
+            return False
+    return True
+
+
+def write_note(run: Path, text: str) -> None:
+    """Keep a note on a run; an empty text removes it. Raises UserError for what is no run directory."""
+    _check_run(run)
+    if text.strip():
+        write_text(run / NOTE, text.strip() + "\n")
+    else:
+        (run / NOTE).unlink(missing_ok=True)
+
+
+def check_removable(run: Path) -> None:
+    """Raises UserError for what is no run directory, is a link, or is in use by a process."""
+    _check_run(run)
+    if run.is_symlink():
+        raise UserError(f"{run} is a link; only run directories themselves are removed", hint=f"it is {run.resolve()}")
+    for inner in find_runs(run, inner=True):
+        if is_locked(inner):
+            raise UserError(f"a process is working in {inner}", hint="stop it first")
+
+
+def size_of(run: Path) -> int:
+    """Bytes of all files under a run directory."""
+    return sum((Path(folder) / name).lstat().st_size for folder, _, names in os.walk(run) for name in names)
+
+
+def remove(run: Path) -> None:
+    """Remove a run directory and all that it holds, after the checks of `check_removable`."""
+    check_removable(run)
+    with explain_write_errors(run):
+        shutil.rmtree(run)
+
+
+def _check_run(run: Path) -> None:
+    if not (run / "resolved.json").is_file():
+        raise UserError(
+            f"{run} is no run directory: it has no resolved.json", hint="`posttrain runs` lists those under runs/"
+        )
+
+
+def _note(run: Path) -> str:
+    path = run / NOTE
+    return " ".join(path.read_text(encoding="utf-8").split()) if path.is_file() else ""

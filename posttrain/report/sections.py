@@ -1,0 +1,223 @@
+"""The parts of a run's page as plain values: tiles, tables, sentences, samples."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import counted
+from posttrain.report.curves import number, proportion_interval
+from posttrain.report.view import RunView
+from posttrain.run import rounds
+from posttrain.run.directory import flatten
+from posttrain.run.progress import duration
+from posttrain.run.table import headers, row_cells
+
+TILES = (
+    *("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last", "steps", "num_tokens"),
+    "train_seconds",
+)
+NOW = ("reward", "correct", "loss", "completions/clipped_ratio", "num_tokens")  # tiles of a run without a summary
+SHARES = ("correct", "completions/clipped_ratio", "truncated")
+MANY_CUT = 0.1  # share of completions at the length limit that deserves a look
+
+
+def origin(view: RunView) -> dict[str, Any]:
+    """State, and one line: model, versions, where."""
+    resolved, env = view.resolved, view.env
+    model, packages = resolved.get("model"), env.get("packages", {})
+    parts = [
+        f"model {model['path']}" if isinstance(model, Mapping) else "",
+        f"algorithm {resolved['algorithm']}" if resolved.get("algorithm") else "",
+        *(f"{name} {packages[name]}" for name in ("posttrain", "torch", "transformers", "vllm") if name in packages),
+        ", ".join(env.get("gpus", [])) or f"{env.get('cpus', '?')} CPU cores",
+        f"commit {view.commit()}" if view.commit() else "",
+    ]
+    return {
+        "name": view.name,
+        "state": view.status.state,
+        "message": view.status.message,
+        "progress": progress(view),
+        "finished": view.status.state == "finished",
+        "line": " · ".join(part for part in parts if part),
+        "path": str(view.path),
+        "note": note_of(view.path),
+    }
+
+
+def note_of(run: Path) -> str:
+    """What someone wrote about the run with `posttrain runs --note`."""
+    path = run / "note.txt"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+
+
+def progress(view: RunView) -> str:
+    """`step 40 of 200`, and how long ago it was, for a run that is not finished."""
+    if view.status.state == "finished" or not view.done:
+        return ""
+    of = f" of {view.steps}" if view.steps else ""
+    age = time.time() - view.curves.path.stat().st_mtime
+    ago = f", {duration(age)} ago" if age > 60 else ""
+    return f"step {view.done}{of}{ago}"
+
+
+def tiles(view: RunView) -> list[dict[str, Any]]:
+    """The few numbers on top: of the summary, or, while there is none, of the newest step."""
+    summary, last = view.summary, view.curves.last
+    if not summary:
+        found = [(key, last[key]) for key in NOW if isinstance(last.get(key), (int, float))]
+        found = [("step", view.done), *found] if view.done else found
+    else:
+        found = [(key, summary[key]) for key in TILES if isinstance(summary.get(key), (int, float))]
+        cut = summary.get("truncated", last.get("completions/clipped_ratio"))
+        found += [("completions/clipped_ratio", cut)] if isinstance(cut, (int, float)) else []
+    return [_tile(view, key, value) for key, value in found]
+
+
+def _tile(view: RunView, key: str, value: float) -> dict[str, Any]:
+    shown = duration(value) if key.endswith("seconds") else f"{value:.1%}" if key in SHARES else number(value)
+    more = ""
+    rows = view.curves.last.get("rollout/rows")
+    if key == "correct" and rows and view.group_size:
+        low, high = proportion_interval(value, rows / view.group_size)
+        more = f"[{low:.2f}, {high:.2f}]"
+    if key == "accuracy" and (found := (view.summary.get("intervals") or {}).get("accuracy")):
+        more = f"[{found['low']:.3f}, {found['high']:.3f}]" if found.get("low") is not None else ""
+    name = "cut completions" if key == "completions/clipped_ratio" else _words(key)
+    return {"value": shown, "name": name, "more": more, "warn": name == "cut completions" and value > MANY_CUT}
+
+
+def _words(key: str) -> str:
+    return key.replace("_seconds", " time").replace("num_tokens", "tokens").replace("_", " ")
+
+
+def blocks(view: RunView) -> list[dict[str, Any]]:
+    """Titled blocks of sentences, tables and intervals, in the order of the page; empty ones are left out."""
+    summary = view.summary
+    found = [
+        *_best(summary),
+        *_intervals(summary),
+        *_closing_table(summary),
+        *_canaries(summary),
+        *_findings(summary),
+        *_rounds(summary),
+    ]
+    return [{"says": [], "tables": [], "bars": [], **block} for block in found]
+
+
+def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The evaluation by which the best weights were kept."""
+    best = summary.get("best_checkpoint")
+    if not best:
+        return []
+    says = [f"{best['metric']} {best['value']:.4g} after step {best['step']}: {best['model']}"]
+    if stopped := summary.get("stopped_early"):
+        says.append(str(stopped))
+    return [{"title": "Best evaluation", "says": says}]
+
+
+def _intervals(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What an evaluation measured, each number with its interval as a bar."""
+    bars = []
+    for name, found in (summary.get("intervals") or {}).items():
+        if found.get("mean") is None or found.get("low") is None:
+            continue
+        top = 1.0 if found["high"] <= 1 else found["high"] * 1.1
+        digits = 1 if name == "tokens" else 3
+        ends = [100 * found[key] / top for key in ("low", "mean", "high")]
+        text = f"{found['mean']:.{digits}f} [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+        bars.append({"name": name, "text": text, "low": ends[0], "mean": ends[1], "width": ends[2] - ends[0]})
+    level = max((found.get("level", 0.95) for found in (summary.get("intervals") or {}).values()), default=0.95)
+    return [{"title": f"Measured, with {100 * level:g}% intervals", "bars": bars}] if bars else []
+
+
+def _closing_table(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = summary.get("table") or []
+    if not rows:
+        return []
+    table = {"title": "", "head": headers(rows), "rows": [row_cells(row) for row in rows]}
+    return [{"title": "Comparison", "says": summary.get("findings", []), "tables": [table]}]
+
+
+def _findings(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a stage found: its sentences and its tables (`title`, `head`, `rows`), unless they are a comparison's."""
+    tables = summary.get("tables") or []
+    return [{"title": "Findings", "says": summary.get("findings", []), "tables": tables}] if tables else []
+
+
+def _rounds(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A table for each list of rounds, a row a round."""
+    found: Mapping[str, Any] = summary.get("rounds") or {}
+    tables = {name: rounds.table(rows) for name, rows in found.items()}
+    return [
+        {"title": f"{name} by round", "tables": [{"title": "", "head": head, "rows": rows}]}
+        for name, (head, rows) in tables.items()
+    ]
+
+
+def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the rewards say that were never trained on."""
+    says = []
+    for name, told in (summary.get("canaries") or {}).items():
+        since = f"from step {told['first_alarm']}, at {counted(told['alarm_steps'], 'step')} in all"
+        end = "and at the end" if told["alarm_at_the_end"] else "not at the end"
+        alarm = f"fell while the trained reward rose ({since}, {end})" if told["alarm_steps"] else "no alarm"
+        says.append(f"{name}: {alarm}")
+    return [{"title": "Canaries", "says": says}] if says else []
+
+
+def stage_links(view: RunView) -> dict[str, Any] | None:
+    """Links to the reports of a pipeline's stages, a row a stage and a column a seed; None for other runs."""
+    names = {key.partition("/")[0]: None for key in view.stages} | {
+        f"seed-{seed}": None for seed in view.summary.get("seeds") or {}
+    }
+    stages = {key.partition("/")[2]: None for key in view.stages}
+    for of_seed in (view.summary.get("seeds") or {}).values():
+        stages |= dict.fromkeys(of_seed)
+    rows = []
+    for stage in stages:
+        cells = []
+        for seed in names:
+            target = f"{seed}/{stage}/report.html"
+            state = view.stages[f"{seed}/{stage}"].status.state if f"{seed}/{stage}" in view.stages else "report"
+            text = "report" if state == "finished" else state
+            cells.append({"href": target, "text": text} if (view.path / target).exists() else {"href": "", "text": "-"})
+        rows.append({"stage": stage, "cells": cells})
+    return {"head": [seed.replace("-", " ") for seed in names], "rows": rows} if rows else None
+
+
+def sample_cards(view: RunView) -> list[dict[str, Any]]:
+    """Samples as cards: right, wrong or not judged; cut or not; scores."""
+    cards = []
+    for record in view.samples:
+        scores = {"reward": record.get("reward"), **(record.get("scores") or record.get("components") or {})}
+        judged = record.get("correct")
+        cards.append(
+            {
+                "step": record["step"],
+                "prompt": record["prompt"],
+                "completion": record["completion"],
+                "mark": "" if judged is None else "right" if judged else "wrong",
+                "cut": record.get("finish") == "length",
+                "evaluation": bool(record.get("eval")),
+                "scores": [(n, number(float(v))) for n, v in scores.items() if isinstance(v, (int, float))],
+                "tokens": counted(record["tokens"], "token") if isinstance(record.get("tokens"), int) else "",
+            }
+        )
+    return cards
+
+
+def details(view: RunView) -> list[tuple[str, str]]:
+    """Titles and texts that open on a click."""
+    recipe = view.path / "recipe.yaml"
+    env = {**view.env, "git": view.commit()}
+    found = [
+        ("Summary", json.dumps(view.summary, indent=2, ensure_ascii=False) if view.summary else ""),
+        ("Recipe", recipe.read_text(encoding="utf-8") if recipe.exists() else ""),
+        ("Every value in force", "\n".join(f"{k}: {v}" for k, v in flatten(view.resolved).items())),
+        ("Environment", json.dumps(env, indent=2, ensure_ascii=False)),
+    ]
+    return [(title, text) for title, text in found if text]

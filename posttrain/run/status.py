@@ -1,0 +1,92 @@
+"""Whether a run is going on or how it ended: status.json, and the lock of its directory.
+
+A process that is killed writes nothing more, so its status still says `running`; the lock, which ended with it, tells
+that it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.errors import Interrupted, PosttrainError
+from posttrain.run.directory import is_locked
+from posttrain.run.durable import write_json
+
+STATUS = "status.json"
+State = Literal["running", "finished", "stopped", "failed", "killed"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """state: `stopped` by a signal that it answered (Ctrl-C), `failed` with an error, `killed` without a last word."""
+
+    state: State
+    message: str = ""  # why it stopped or failed
+    attempt: int = 1
+    process: int = 0
+    host: str = ""
+    started: float | None = None  # of this attempt, seconds since 1970
+    ended: float | None = None
+
+
+def begin(run: Path, attempt: int) -> None:
+    """Note that this process has begun to work in the run directory."""
+    status = Status("running", "", attempt, os.getpid(), socket.gethostname(), time.time())
+    write_json(run / STATUS, asdict(status))
+
+
+def end(run: Path, error: BaseException | None = None) -> None:
+    """Note how this attempt ended. error: what ended it, None for a run that is finished."""
+    before = _stored(run) or {}
+    state: State = "finished"
+    if error is not None:
+        state = "stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    values = {**before, "state": state, "message": _message(error), "ended": time.time()}
+    write_json(run / STATUS, values)
+
+
+def read(run: Path) -> Status:
+    """What became of the run in this directory. One of an older version, without status.json, is known by its lock and
+    its summary."""
+    stored = _stored(run)
+    if stored is None:
+        if is_locked(run):
+            return Status("running")
+        done = (run / "summary.json").exists()
+        return Status("finished") if done else Status("stopped", "it has no summary")
+    status = Status(**{name: value for name, value in stored.items() if name in Status.__dataclass_fields__})
+    if status.state == "running" and not is_locked(run):
+        status = Status(**{**asdict(status), **_without_last_word(run, status)})
+    return status
+
+
+def _without_last_word(run: Path, status: Status) -> dict[str, Any]:
+    """State and message of a run whose process is gone: the watchdog ended it, or something from outside did."""
+    for path in sorted((run / "logs" / f"attempt_{status.attempt}").glob("hang-rank*.txt")):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return {"state": "failed", "message": f"{file.readline().strip()} (stacks: {path})"}
+    return {"state": "killed", "message": f"process {status.process} on {status.host} ended without a last word"}
+
+
+def _message(error: BaseException | None) -> str:
+    if isinstance(error, PosttrainError):
+        first = error.problems[0]
+        return f"{first.where}  {first.what}" if first.where and first.where not in first.what else first.what
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return "" if error is None else "interrupted"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _stored(run: Path) -> dict[str, Any] | None:
+    """The content of status.json; None where there is none that can be read."""
+    try:
+        found = json.loads((run / STATUS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "state" in found else None

@@ -1,0 +1,180 @@
+"""What became of a run: its status, its page whichever way it ended, and the commands that list, compare and remove."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+from posttrain.errors import UserError
+from posttrain.report.serve import make_server
+from posttrain.run import status
+from posttrain.run.directory import RunDirectory
+
+STATES = ("running", "finished", "stopped", "failed", "killed")
+
+
+def invoke(*words: object, stdin: str = "") -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words], input=stdin)
+
+
+@pytest.mark.parametrize("how", STATES)
+def test_the_state_and_the_page_of_each_end(how: str, make_run: Any) -> None:
+    run, _ = make_run("r", how)
+    found = status.read(run)
+    assert found.state == how
+    page = (run / "report.html").read_text()
+    written = "running" if how == "killed" else how  # who is killed writes nothing more
+    assert f'<span class="state {written}">' in page
+    assert ("not finished" in page) == (how != "finished")
+    if how == "failed":
+        assert found.message == "mine.py:3  the reward raised" and "the reward raised" in page
+    if how == "killed":
+        assert "posttrain report" in page and "ended without a last word" in found.message
+        assert invoke("report", run).exit_code == 0
+        assert '<span class="state killed">' in (run / "report.html").read_text()
+
+
+def test_a_run_that_hung_tells_its_phase(make_run: Any) -> None:
+    run, _ = make_run("r", "killed")
+    (run / "logs" / "attempt_1" / "hang-rank0.txt").write_text("rank 0, step 3: the phase `sync` takes longer\nstack\n")
+    found = status.read(run)
+    assert found.state == "failed" and found.message.startswith("rank 0, step 3: the phase `sync` takes longer (stacks")
+
+
+def test_a_run_goes_from_killed_to_finished(make_run: Any) -> None:
+    run, _ = make_run("r", "killed")
+    resolved = json.loads((run / "resolved.json").read_text())
+    with RunDirectory.open(run, name="r", text="x", resolved=resolved, resume=True) as directory:
+        status.begin(run, directory.attempt)
+        assert status.read(run).state == "running" and status.read(run).attempt == 2
+        status.end(run)
+    assert status.read(run).state == "finished"
+
+
+def test_runs_of_older_versions_have_a_state(tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text("{}")
+    assert status.read(tmp_path).state == "stopped"
+    (tmp_path / "summary.json").write_text("{}")
+    assert status.read(tmp_path).state == "finished"
+    (tmp_path / "status.json").write_text("torn {")
+    assert status.read(tmp_path).state == "finished"
+
+
+def test_runs_are_listed_filtered_and_noted(make_run: Any, tmp_path: Path) -> None:
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("inner/b", "killed", 1e-2)
+    assert invoke("runs", b, "--note", "too fast\nI think").exit_code == 0
+    table = invoke("runs", tmp_path).stdout
+    assert "killed" in table and "5/9" in table and "reward 0.3" in table and "too fast I think" in table
+    rows = {row["path"]: row for row in json.loads(invoke("runs", tmp_path, "--json").stdout)}
+    assert set(rows) == {str(a), str(b)}
+    assert rows[str(a)]["state"] == "finished" and rows[str(b)]["step"] == 5
+
+    def filtered(*words: str) -> list[str]:
+        return [row["path"] for row in json.loads(invoke("runs", tmp_path, "--json", *words).stdout)]
+
+    assert filtered("--state", "killed") == [str(b)]
+    assert filtered("--filter", "FAST") == [str(b)]
+    assert filtered("--filter", "optim.lr=0.001") == [str(a)]
+    assert filtered("--filter", "optim.lr=0.001", "--filter", "fast") == []
+    assert invoke("runs", tmp_path, "--filter", "nothing").stderr.startswith("no run of these in")
+    assert invoke("runs", "--state", "done").exit_code == 2
+    invoke("runs", b, "--note", "")
+    assert not (b / "note.txt").exists()
+
+
+def test_stages_of_a_pipeline_are_listed_when_asked_for(make_run: Any, tmp_path: Path) -> None:
+    whole, _ = make_run("p", "finished")
+    make_run("p/seed-0/rl", "finished")
+    assert len(json.loads(invoke("runs", tmp_path, "--json").stdout)) == 1
+    found = json.loads(invoke("runs", whole, "--json", "--stages").stdout)
+    assert {row["path"] for row in found} == {str(whole), str(whole / "seed-0" / "rl")}
+
+
+def test_a_run_is_removed_after_a_question_and_never_another_thing(
+    make_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, _ = make_run("done", "finished")
+    going, _ = make_run("going", "running")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(done)
+    for place, message in (("folder", "is no run directory"), ("going", "a process is working"), ("link", "is a link")):
+        refused = invoke("runs", tmp_path / place, done, "--delete", "--yes")
+        assert refused.exit_code == 2 and message in refused.stderr
+    assert done.exists() and going.exists()
+    unasked = invoke("runs", done, "--delete")
+    assert unasked.exit_code == 2 and "nobody to ask" in unasked.stderr and done.exists()
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    monkeypatch.setattr("posttrain.cli.report._can_ask", lambda: True)
+    assert "nothing was removed" in invoke("runs", done, "--delete").stderr and done.exists()
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: True)
+    assert invoke("runs", done, "--delete").exit_code == 0
+    assert not done.exists() and going.exists()
+    assert "needs the run directories" in invoke("runs", "--delete").stderr
+
+
+def test_two_runs_are_compared(make_run: Any) -> None:
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("b", "finished", 1e-2)
+    said = invoke("diff", a, b, "--samples", "1")
+    assert said.exit_code == 0
+    lines = [line.split() for line in said.stdout.splitlines()]
+    assert ["optim.lr", "0.001", "0.01"] in lines
+    assert ["reward", "0.3", "0.3", "+0"] in lines
+    assert "prompt: What is 5?" in said.stdout and "\x1b[31m" not in said.stdout and "\\u001b[31mred" in said.stdout
+    found = json.loads(invoke("diff", a, b, "--json").stdout)
+    assert found["values"] == {"optim.lr": ["0.001", "0.01"]} and len(found["samples"]) == 3
+    assert "kl" in found["metrics"]
+    assert "the recipes and their files are the same" in invoke("diff", a, a).stdout
+    assert invoke("diff", a, a.parent / "none").exit_code == 2
+
+
+def test_the_page_of_several_runs(make_run: Any) -> None:
+    a, _ = make_run("a", "finished")
+    b, _ = make_run("b", "failed", 1e-2)
+    said = invoke("report", a, b)
+    assert said.stdout.strip() == str(b / "compare.html")
+    page = (b / "compare.html").read_text()
+    assert "<td>optim.lr</td><td>0.001</td><td>0.01</td>" in page and page.count('class="state') == 2
+    assert invoke("report", a, "--output", a.parent).exit_code == 2
+    assert invoke("report", a.parent).exit_code == 2
+
+
+def ask(url: str, **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
+def test_the_server_answers_this_machine_alone_and_tells_what_is_new(make_run: Any) -> None:
+    run, child = make_run("r", "running")
+    with make_server([run], 0) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        assert server.server_address[0] == "127.0.0.1"
+        url = f"http://127.0.0.1:{server.server_address[1]}/"
+        code, page = ask(url)
+        assert code == 200 and 'data-live="yes"' in page
+        _, text = ask(url + "news")
+        news = json.loads(text)
+        assert news["data"]["groups"][0]["runs"][0]["curves"]["reward"]["x"][-1] == 5
+        assert ask(url + f"news?have={news['version']}")[0] == 204, "nothing is new"
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        again = json.loads(ask(url + f"news?have={news['version']}")[1])
+        assert again["data"]["groups"][0]["runs"][0]["curves"]["reward"]["x"][-1] == 6
+        assert ask(url, Host="evil.example:80")[0] == 403
+        assert ask(url + "../../etc/passwd")[0] == 404
+        with pytest.raises(UserError, match="cannot be used"):
+            make_server([run], server.server_address[1])
+        server.shutdown()
