@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig
 
-from posttrain.errors import EngineError
+from posttrain.errors import EngineError, PosttrainError
 from posttrain.models.host_memory import in_pieces
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import rank, vllm_start, weights
+from posttrain.rollout import compile_cache, rank, vllm_start, weights
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
 
@@ -51,7 +54,9 @@ class VllmCore:
         self.lora = lora_rank is not None
         self.adapter: Any = None  # vLLM's LoRARequest of the newest version
         self.had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.llm: Any = vllm_start.start(section, folder, dtype=dtype, max_len=window, lora_rank=lora_rank)
+        self.llm: Any = start_here(
+            vllm_start.EngineSpec(section, dtype, window, lora_rank, tuple(self.eos_ids)), folder
+        )
         self.per_request_seeds = bool(getattr(self.llm.llm_engine.vllm_config, "use_v2_model_runner", False))
 
     @property
@@ -218,6 +223,53 @@ class VllmCore:
         llm.llm_engine.engine_core.shutdown()
         del llm  # what vLLM still holds goes when garbage is collected: its objects know each other
         leave_process_groups(everything=not self.had_process_group)
+
+
+def start_here(spec: vllm_start.EngineSpec, folder: Path) -> Any:
+    """A vllm.LLM in this process."""
+    section = spec.section
+    vllm_start.check_settings(section)
+    vllm_start.prepare_environment()
+    vllm_start.quiet()
+    threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        vllm_start.check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        with compile_cache.apart():
+            from vllm import LLM, envs
+
+            with undisturbed_randomness(), compile_cache.same_path(folder, Path(envs.VLLM_CACHE_ROOT), 0) as path:
+                return LLM(**arguments_here(spec, path))
+    except PosttrainError:
+        raise
+    except Exception as cause:
+        raise vllm_start.explain(cause, section, "did not start") from cause
+    finally:
+        # The CPU worker replaces torch.set_num_threads by a function that refuses.
+        torch.set_num_threads = threads[1]
+        torch.set_num_threads(threads[0])
+
+
+def arguments_here(spec: vllm_start.EngineSpec, folder: Path) -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM."""
+    values = vllm_start.arguments(spec, folder)
+    for name in ("weight_transfer_config", "worker_extension_cls", "distributed_executor_backend"):
+        values.pop(name, None)
+    if (size := spec.section.tensor_parallel) > 1:
+        executor = {"distributed_executor_backend": "mp", "worker_extension_cls": rank.EXTENSION}
+        return values | {"tensor_parallel_size": size, **executor}
+    return values
+
+
+@contextlib.contextmanager
+def undisturbed_randomness() -> Iterator[None]:
+    """Global random states afterwards are what they were before: vLLM seeds all of them when it starts."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def read_base(folder: Path, *, pinned: bool = False) -> dict[str, Tensor]:

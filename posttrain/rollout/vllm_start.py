@@ -1,4 +1,4 @@
-"""Starting vLLM inside this process: environment, arguments, and start-up failures as sentences."""
+"""Starting vLLM with its engine core in a process of its own: environment, arguments, and failures as sentences."""
 
 from __future__ import annotations
 
@@ -6,20 +6,41 @@ import contextlib
 import importlib.util
 import logging
 import os
-import random
+import re
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
-from posttrain.recipe.rollout_sections import LORA_RANKS, Vllm
-from posttrain.rollout import compile_cache, rank
+from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
+from posttrain.rollout import compile_cache
+from posttrain.rollout.requests import Request
+from posttrain.rollout.weight_transfer import LOCAL_BACKEND
+
+EXTENSION = "posttrain.rollout.worker.Extension"
+LOG = "POSTTRAIN_ENGINE_LOG"  # where `worker` puts what its process says
+_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
+_ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
+_starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is started with, besides the folder of its model. Nothing of it needs the trainer's weights."""
+
+    section: Vllm
+    dtype: torch.dtype
+    window: int  # longest prompt + completion in tokens
+    lora_rank: int | None  # None: whole weights are sent; else adapters up to this rank are loaded
+    eos_ids: tuple[int, ...]
 
 
 def require_vllm() -> None:
@@ -29,12 +50,12 @@ def require_vllm() -> None:
 
 
 def prepare_environment() -> None:
-    """Settings that vLLM reads from the environment. Those that the user made stay, but for the first."""
-    # The engine core must live in this process: weights are handed over as tensors, not through a file or a pipe.
+    """Settings that vLLM reads from the environment. Those that the user made stay, but for the first two."""
+    # AsyncLLM's engine core has a process of its own in any case. With 1 the model gets another one behind it on a CPU.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork of a process with threads may hang
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about its own choices
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is data
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the trainer shares these threads
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; without it vLLM takes a share of the host's memory
     if importlib.util.find_spec("flashinfer") is None:
@@ -44,48 +65,52 @@ def prepare_environment() -> None:
 def quiet() -> None:
     """Hold vLLM to VLLM_LOGGING_LEVEL from its first import on, when its logging is not set up yet, and leave out
     Python's warnings about its own code."""
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    level = os.environ["VLLM_LOGGING_LEVEL"].upper()
+    logging.getLogger("vllm").setLevel(level)
+    if level == "ERROR":  # an engine core that died is told by `death`, not by a traceback of the half that lives
+        logging.getLogger("vllm.v1.engine.async_llm").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
-def start(section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora_rank: int | None) -> Any:
-    """A vllm.LLM on the model in `folder`. lora_rank None: weights are left random, to be pushed by the first sync.
+def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
+    """A vLLM AsyncLLM on the model in `folder`, whose engine core writes what it says to `log`. From any thread.
 
-    Raises RecipeError or EngineError with what to change.
+    Without `lora_rank` weights are left random, to be sent by the first sync. Raises RecipeError or EngineError with
+    what to change.
     """
     require_vllm()
-    check_settings(section)
+    check_settings(spec.section)
     prepare_environment()
     quiet()
-    threads = torch.get_num_threads(), torch.set_num_threads
+    log.unlink(missing_ok=True)
     try:
         check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        with compile_cache.apart():
-            from vllm import LLM, envs
+        with _starting, compile_cache.apart():
+            from vllm import envs
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
             cache, process = Path(envs.VLLM_CACHE_ROOT), int(os.environ.get("RANK", "0"))
-            with undisturbed_randomness(), compile_cache.same_path(folder, cache, process) as path:
-                return LLM(**arguments(section, path, dtype=dtype, max_len=max_len, lora_rank=lora_rank))
+            with compile_cache.same_path(folder, cache, process) as path, _environment_of_core(log):
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, path)))
     except PosttrainError:
         raise
     except Exception as cause:
-        raise explain(cause, section, "did not start") from cause
-    finally:
-        # The CPU worker replaces torch.set_num_threads by a function that refuses; the trainer needs the real one.
-        torch.set_num_threads = threads[1]
-        torch.set_num_threads(threads[0])
+        raise explain(cause, spec.section, "did not start", log) from cause
 
 
 @contextlib.contextmanager
-def undisturbed_randomness() -> Iterator[None]:
-    """Global random states afterwards are what they were before: vLLM seeds all of them when it starts."""
-    states = random.getstate(), numpy.random.get_state()
+def _environment_of_core(log: Path) -> Iterator[None]:
+    """Inside, processes are started with what only vLLM's is to have."""
+    store = os.environ.pop(_TORCHRUN, None)
+    if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
+        os.environ[LOG] = str(log.absolute())
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
+        os.environ.pop(LOG, None)
+        if store is not None:
+            os.environ[_TORCHRUN] = store
 
 
 def check_settings(section: Vllm) -> None:
@@ -154,36 +179,64 @@ def cpu_head_sizes() -> list[int]:
         return []
 
 
-def arguments(
-    section: Vllm, folder: Path, *, dtype: torch.dtype, max_len: int, lora_rank: int | None
-) -> dict[str, Any]:
-    """Keyword arguments of vllm.LLM."""
+def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
+    """vLLM's engine arguments, for an engine beside the trainer."""
+    section = spec.section
     values: dict[str, Any] = {
         "model": str(folder),
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_len,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": spec.window,
         "gpu_memory_utilization": section.share,
         "enforce_eager": section.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": section.sleep,
-        "logprobs_mode": "processed_logprobs",  # after temperature and cuts: `pushed.requests_of`
+        "logprobs_mode": "processed_logprobs",  # after temperature and cuts: `requests.requests_of`
         "generation_config": "vllm",  # no sampling defaults from the model's folder: the recipe says it all
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "distributed_executor_backend": "uni",  # the model in the engine core's own process
+        "worker_extension_cls": EXTENSION,
     }
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        values["distributed_executor_backend"] = "external_launcher"  # an engine a trainer process, in its group
-    if section.tensor_parallel > 1:
-        values |= {
-            "tensor_parallel_size": section.tensor_parallel,
-            "distributed_executor_backend": "mp",
-            "worker_extension_cls": rank.EXTENSION,
-        }
-    if lora_rank is None:
-        values["load_format"] = "dummy"
-    else:
-        values |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(lora_rank)}
-    return values
+    if spec.lora_rank is None:
+        return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
+    return values | {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(spec.lora_rank)}
+
+
+def sampling_params(sampling: Sampling, request: Request, eos_ids: Iterable[int]) -> Any:
+    """vLLM's SamplingParams for a request. vLLM tells of it once, when all its samples are finished.
+
+    Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens: ask for
+    those that are read.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1 if sampling.temperature == 0 else request.n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=request.max_new_tokens,
+        seed=request.seed % 2**31,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=sorted(eos_ids) if request.ends else None,
+        include_stop_str_in_output=True,
+        ignore_eos=True,  # the EOS set above is the only one
+        detokenize=bool(sampling.stop),  # texts are decoded by us, from the ids
+        skip_special_tokens=False,
+        logprobs=0 if request.logprobs else None,  # 0 = of the sampled token alone
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring_params() -> Any:
+    """vLLM's SamplingParams that report the log-probs of the prompt. Greedy, so that nothing is drawn."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
 
 
 def lora_slot(rank: int) -> int:
@@ -194,21 +247,52 @@ def lora_slot(rank: int) -> int:
     raise RecipeError(f"model.lora.rank {rank} is more than vLLM serves", allowed=f"at most {LORA_RANKS[-1]}")
 
 
-def explain(cause: Exception, section: Vllm, what: str) -> EngineError:
-    """What vLLM's exception means for the recipe."""
+def explain(cause: Exception, section: Vllm, what: str, log: Path | None = None) -> EngineError:
+    """What vLLM's exception means for the recipe. log: of a process whose own error comes first."""
     text = "; ".join(e["msg"] for e in cause.errors()) if isinstance(cause, ValidationError) else str(cause)
-    first = text.strip().splitlines()[0] if text.strip() else type(cause).__name__
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    said = f"{type(cause).__name__}: {first}" if first else type(cause).__name__
+    return explained(last_error(log) or said, section, what)
+
+
+def explained(said: str, section: Vllm, what: str) -> EngineError:
+    """The error with the hint that belongs to what vLLM said."""
     hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
-    if "head_dim" in text or "head size" in text.lower():
+    if "head_dim" in said or "head size" in said.lower():
         hint = "vLLM has no attention kernel for this model's head size here; use rollout.engine: transformers"
-    elif "CompileError" in text:
+    elif "CompileError" in said:
         hint = (
             "rollout.vllm.enforce_eager: true starts without compiling; on a CPU the path of vLLM's cache must have no"
             " space: VLLM_CACHE_ROOT, by default in the home directory"
         )
-    elif isinstance(cause, torch.OutOfMemoryError) or "memory" in text.lower() or "cache blocks" in text.lower():
+    elif "memory" in said.lower() or "cache blocks" in said.lower():
         hint = memory_hint(section)
-    return EngineError(f"vLLM {what}: {type(cause).__name__}: {first}", hint=hint)
+    return EngineError(f"vLLM {what}: {said}", hint=hint)
+
+
+def last_error(log: Path | None) -> str:
+    """The last error in the log of an engine's process, as `Type: message`; "" if there is none."""
+    try:
+        text = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = _ERROR.findall(text)
+    return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
+
+
+def death(code: int | None, log: Path, section: Vllm) -> EngineError:
+    """What to say of an engine's process that ended by itself."""
+    said = last_error(log)
+    if code is not None and code < 0:
+        killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        short = ": without anyone's doing that is most often the system's when memory is short"
+        return EngineError(
+            f"vLLM's process {killed}{short if -code == signal.SIGKILL else ''}",
+            hint="go on with the same command and --resume",
+        )
+    if said:
+        return explained(said, section, "failed")
+    return EngineError(f"vLLM's process ended with code {code}", hint=f"what it said is in {log}")
 
 
 def memory_hint(section: Vllm) -> str:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.rollout_sections import EngineSection, Vllm
-from posttrain.rollout import local_server, rank, remote, vllm_start, wire
+from posttrain.rollout import core, local_server, rank, remote, vllm_start, wire
 
 
 class Worker:
@@ -86,7 +86,7 @@ def test_no_method_is_one_of_vllm() -> None:
 
 def test_arguments(tmp_path: Path) -> None:
     one, two = (
-        vllm_start.arguments(Vllm(tensor_parallel=n), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=None)
+        core.arguments_here(vllm_start.EngineSpec(Vllm(tensor_parallel=n), torch.bfloat16, 64, None, (1,)), tmp_path)
         for n in (1, 2)
     )
     more = {k: v for k, v in two.items() if one.get(k) != v}

@@ -24,7 +24,7 @@ from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, V
 from posttrain.rollout import core, vllm_start, weights
 from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
-from posttrain.rollout.pushed import adapter_rank, engine_dtype, window_of
+from posttrain.rollout.vllm_engine import adapter_rank, engine_dtype, window_of
 
 
 def test_without_vllm_one_sentence_says_what_to_install(
@@ -85,7 +85,7 @@ def test_vllm_says_nothing_about_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also before it has set its logging up, unless the user asks for it."""
-    given = vllm_start.arguments(Vllm(), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=None)
+    given = vllm_start.arguments(spec(None), tmp_path)
     assert given["use_tqdm_on_load"] is False
     monkeypatch.setattr(logging.getLogger("vllm"), "level", logging.NOTSET)
     for level, told in (("ERROR", []), ("info", ["Triton is installed"])):
@@ -107,13 +107,18 @@ def test_what_is_told_before_an_engine_starts() -> None:
     assert start_note(EngineSection(engine="vllm", vllm=Vllm(enforce_eager=True))) == "starting vLLM"
 
 
-def test_arguments_push_weights_or_serve_adapters(tmp_path: Path) -> None:
-    full = vllm_start.arguments(Vllm(), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=None)
+def spec(lora_rank: int | None, **settings: Any) -> vllm_start.EngineSpec:
+    return vllm_start.EngineSpec(Vllm(**settings), torch.bfloat16, 64, lora_rank, (1,))
+
+
+def test_arguments_transfer_weights_or_load_adapters(tmp_path: Path) -> None:
+    full = vllm_start.arguments(spec(None), tmp_path)
     assert (full["load_format"], full["dtype"], full["max_model_len"]) == ("dummy", "bfloat16", 64)
+    assert full["weight_transfer_config"] == {"backend": "posttrain"}
     assert "enable_lora" not in full
-    lora = vllm_start.arguments(Vllm(), tmp_path, dtype=torch.bfloat16, max_len=64, lora_rank=12)
+    lora = vllm_start.arguments(spec(12), tmp_path)
     assert (lora["enable_lora"], lora["max_lora_rank"]) == (True, 16)
-    assert "load_format" not in lora
+    assert not {"load_format", "weight_transfer_config"} & set(lora)
 
 
 def test_sleep_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +217,7 @@ def test_starting_leaves_random_states_alone() -> None:
     import numpy
 
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
-    with vllm_start.undisturbed_randomness():
+    with core.undisturbed_randomness():
         random.seed(3)
         numpy.random.seed(3)
         torch.manual_seed(3)

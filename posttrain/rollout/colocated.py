@@ -1,0 +1,217 @@
+"""vLLM's engine core in a process of its own on this machine, on the trainer's GPU where there is one.
+
+vLLM's AsyncLLM is the half that lives here: it hands requests on and puts outputs together. The engine core, which has
+the model, is the other: vLLM spawns it, and both talk over a private socket. Nothing of the model is in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from posttrain.errors import EngineError
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout import loop, vllm_start
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.requests import Request
+from posttrain.rollout.vllm_start import EngineSpec
+
+T = TypeVar("T")
+LAST_WORDS_S = 10.0  # for the process to end once vLLM has noticed that its engine core failed
+
+
+class ColocatedClient:
+    """An `EngineClient` of vLLM 0.22 to 0.32."""
+
+    name = "the engine beside the trainer"
+    workers = 1
+
+    def __init__(self, llm: Any, spec: EngineSpec, log: Path) -> None:
+        """Of a started AsyncLLM, see `start`."""
+        self.llm, self.spec, self.log = llm, spec, log
+        self.adapter: Any = None  # vLLM's LoRARequest of the newest version
+        self.numbers = itertools.count()
+        self.adding = self.asked = 0  # requests on their way to vLLM; those that it has not answered
+        self.pausing = self.stopped = False  # answers are paused ones; vLLM takes no requests
+        self.processes = list(llm.engine_core.resources.engine_manager.processes)
+        self.ended = loop.run(self._watch())
+
+    @classmethod
+    def start(cls, spec: EngineSpec, folder: Path, log: Path) -> ColocatedClient:
+        """Start vLLM on the model in `folder`, from any thread; returns when it is ready.
+
+        Without `spec.lora_rank` config and tokenizer are enough: the weights are random until the first update. Else
+        the folder has the weights, on which adapters are put. log: the file that gets what the process says.
+        Raises RecipeError or EngineError with what to change.
+        """
+        client = cls(vllm_start.start(spec, folder, log), spec, log)
+        loop.run(client._all_workers("posttrain_leave_terminal"))
+        return client
+
+    async def _watch(self) -> asyncio.Future[None]:
+        """A future that ends with the engine's process."""
+        here = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = here.create_future()
+
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        def wait() -> None:
+            connection.wait([process.sentinel for process in self.processes])
+            here.call_soon_threadsafe(end)
+
+        threading.Thread(target=wait, daemon=True, name="engine-watch").start()
+        return ended
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """See `EngineClient.complete`."""
+        greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
+        params = vllm_start.sampling_params(sampling, request, self.spec.eos_ids)
+        output = await self._call(self._answer(request.ids, params))
+        found = [completion(c, request.logprobs, paused=self.pausing) for c in output.outputs]
+        return found * request.n if greedy else found
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """See `EngineClient.score`."""
+        reported = (await self._call(self._answer(ids, vllm_start.scoring_params()))).prompt_logprobs
+        return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
+
+    async def _answer(self, ids: Sequence[int], params: Any) -> Any:
+        """vLLM's RequestOutput."""
+        self.asked += 1
+        try:
+            self.adding += 1
+            try:
+                answer = await self.llm.add_request(
+                    str(next(self.numbers)),
+                    {"type": "token", "prompt_token_ids": list(ids)},  # as vLLM's renderer would make it of text
+                    params,
+                    lora_request=self.adapter,
+                )
+            finally:
+                self.adding -= 1
+            try:
+                output = await answer.get()
+                while not output.finished:
+                    output = await answer.get()
+            except asyncio.CancelledError:
+                if not self.ended.done():
+                    await self.llm.abort(answer.request_id, internal=True)
+                raise
+            return output
+        finally:
+            self.asked -= 1
+
+    async def pause(self) -> None:
+        """See `EngineClient.pause`."""
+        self.pausing = True
+        while self.adding:  # half of a request's samples, say
+            await asyncio.sleep(0)
+        while self.asked:
+            self.stopped = True
+            await self._call(self.llm.pause_generation(mode="abort"))
+
+    async def resume(self) -> None:
+        """See `EngineClient.resume`."""
+        if self.stopped:
+            await self._call(self.llm.resume_generation())
+        self.pausing = self.stopped = False
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """See `EngineClient.init_transfer`."""
+        await self._all_workers("init_weight_transfer_engine", init_info=dict(info))
+
+    async def start_update(self) -> None:
+        """See `EngineClient.start_update`."""
+        await self._all_workers("start_weight_update")
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """See `EngineClient.update_weights`."""
+        await self._all_workers("update_weights", update_info=dict(info))
+
+    async def finish_update(self) -> None:
+        """See `EngineClient.finish_update`."""
+        await self._all_workers("finish_weight_update")
+        if not torch.cuda.is_available():
+            await self._all_workers("posttrain_repack_head")
+        await self._call(self.llm.reset_prefix_cache())
+
+    async def _all_workers(self, method: str, **arguments: Any) -> None:
+        await self._call(self.llm.collective_rpc(method, kwargs=arguments))
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """See `EngineClient.load_adapter`. An adapter has a new id every time: vLLM takes a known id for a known
+        adapter."""
+        from vllm.lora.request import LoRARequest
+
+        number = 1 if self.adapter is None else self.adapter.lora_int_id + 1
+        adapter = LoRARequest(f"version-{version}", number, str(folder))
+        await self._call(self.llm.add_lora(adapter))
+        self.adapter = adapter
+        await self._call(self.llm.reset_prefix_cache())
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """See `EngineClient.sleep`."""
+        await self._call(self.llm.sleep(level=1 if keep_weights else 2))
+
+    async def wake(self) -> None:
+        """See `EngineClient.wake`."""
+        await self._call(self.llm.wake_up())
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises EngineError for what vLLM raises, and as soon as the process has ended."""
+        task: asyncio.Future[T] = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self.ended}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        except EngineError:
+            raise
+        except Exception as cause:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            if not isinstance(cause, EngineDeadError):
+                raise vllm_start.explain(cause, self.spec.section, "failed") from cause
+            await asyncio.wait({self.ended}, timeout=LAST_WORDS_S)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        raise self._death()
+
+    def _death(self) -> EngineError:
+        code = self.processes[0].exitcode
+        return vllm_start.death(code, self.log, self.spec.section)
+
+    def close(self) -> None:
+        """See `EngineClient.close`. vLLM's own way to end takes its process seconds, which no one needs."""
+        if self.llm is None:
+            return
+        llm, self.llm = self.llm, None
+        llm.engine_core.resources.engine_manager.manager_stopped.set()  # vLLM need not tell that it died
+        for process in self.processes:
+            process.kill()
+            process.join()
+        llm.shutdown()
+
+
+def completion(output: Any, logprobs: bool, *, paused: bool = False) -> Completion:
+    """vLLM's CompletionOutput as ours. paused: an aborted request is one that goes on later. Raises EngineError for
+    another end than stop or length."""
+    finish: Any = "paused" if paused and output.finish_reason == "abort" else output.finish_reason
+    if finish not in ("stop", "length", "paused"):
+        raise EngineError(f"vLLM gave up a request: finish reason {output.finish_reason}")
+    logps = None
+    if logprobs:
+        flat = output.logprobs
+        logps = tuple(flat.logprobs[i] for i in flat.start_indices)
+    return Completion(tuple(output.token_ids), logps, finish)

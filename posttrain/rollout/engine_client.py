@@ -1,0 +1,70 @@
+"""What `VllmEngine` asks of a vLLM that runs in a process of its own, wherever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.requests import Request
+
+
+class EngineClient(Protocol):
+    """One vLLM engine in a process of its own.
+
+    Coroutines run in the loop of `posttrain.rollout.loop`. All raise EngineError when the engine fails, and soon after
+    its process has ended, whatever they wait for.
+    """
+
+    name: str  # where the engine is, for messages
+    workers: int  # processes that each hold a part of the weights: GPUs of tensor parallelism
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """n samples. Those that `pause` cut short have finish `paused`. Cancelling it gives the request up."""
+        ...
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """log p(ids[t] | ids[:t]) for t = 1 ... len(ids)-1, at temperature 1."""
+        ...
+
+    async def pause(self) -> None:
+        """Cut short what is under way. Returns when the engine is idle and every `complete` has returned."""
+        ...
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        ...
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """vLLM's init_weight_transfer_engine, once. The engine must have been started with that backend."""
+        ...
+
+    async def start_update(self) -> None:
+        """vLLM's start_weight_update. Nothing is generated from here to `finish_update`."""
+        ...
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """vLLM's update_weights: some of the weights. It returns once they are taken over."""
+        ...
+
+    async def finish_update(self) -> None:
+        """vLLM's finish_weight_update; the prefix cache of the old weights is dropped."""
+        ...
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Use the LoRA adapter in `folder` from now on; the prefix cache is dropped. The folder may go afterwards."""
+        ...
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Give the GPU's memory back: the cache's, and the weights' (kept in the host's memory, or dropped)."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again. Dropped weights are undefined until an update."""
+        ...
+
+    def close(self) -> None:
+        """End the engine. When it returns, the process is gone and its memory is free. Calling it twice is fine."""
+        ...

@@ -1,0 +1,302 @@
+"""The trainer's half of vLLM, wherever that runs: seeds, versions, syncs and their probe, pauses, adapters.
+
+vLLM is never in the trainer's process. An `EngineClient` talks to each engine: `ColocatedClient` to one on the
+trainer's GPU, `ServerClient` to `vllm serve` on others. docs/engine.md follows a token through all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import EngineError, RecipeError
+from posttrain.models import adapters
+from posttrain.models.precision import compute_dtype
+from posttrain.models.rounding import logp_tolerance
+from posttrain.recipe.rollout_sections import Sampling, Vllm
+from posttrain.rollout import loop, weights
+from posttrain.rollout.colocated import ColocatedClient
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.engine_client import EngineClient
+from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
+from posttrain.rollout.requests import Request, generate_concurrently
+from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.rollout.weight_transfer import LocalSender, WeightSender
+from posttrain.seeds import derive
+
+if TYPE_CHECKING:
+    from posttrain.models.load import LoadedModel
+
+PROBE_LENGTH = 32
+
+
+def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
+    """What an engine for this model is started with. Raises RecipeError for a window that is too short, and where an
+    adapter cannot be added."""
+    if loaded.is_lora:
+        adapters.check_addable(loaded.model.get_base_model())
+    rank = None if section.merge_adapter else adapter_rank(loaded)
+    return EngineSpec(
+        section, engine_dtype(loaded), window_of(section, loaded, max_len), rank, tuple(sorted(loaded.eos_ids))
+    )
+
+
+def make_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> VllmEngine:
+    """A VllmEngine beside the trainer. See `make_engine`."""
+    spec = spec_of(section, loaded, max_len)
+    folder = scratch / "engine-model"
+    if spec.lora_rank is None:
+        weights.write_config(loaded, folder)
+    else:
+        weights.write_base(loaded, folder, spec.dtype)
+    try:
+        client = ColocatedClient.start(spec, folder, scratch / "engine.log")
+    finally:
+        shutil.rmtree(folder)  # read, and under LoRA as large as the model
+    return colocated_engine(client, loaded, scratch=scratch)
+
+
+def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
+    """A VllmEngine on a started client, which is closed if this fails."""
+    try:
+        sender = None if client.spec.lora_rank is not None else LocalSender(client, loaded.device, client.spec.dtype)
+    except BaseException:
+        client.close()
+        raise
+    return VllmEngine(client.spec, loaded, [client], sender, scratch=scratch, apart=False)
+
+
+class VllmEngine:
+    """A ConcurrentEngine on one or several vLLM engines that hold equal weights and share the requests.
+
+    Full training: every sync sends all weights. LoRA: vLLM has the dense base, and a sync replaces the adapter, some
+    megabytes; with `merge_adapter` the sums of base and adapter are sent as the weights of full training are. Either
+    way the sync ends in a probe: one fixed sequence through both, and EngineError where the gap is more than rounding.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        loaded: LoadedModel,
+        clients: Sequence[EngineClient],
+        sender: WeightSender | None,
+        *,
+        scratch: Path,
+        apart: bool,
+    ) -> None:
+        """Takes the clients over, and closes them also if this fails; the weights of `loaded` become version 0.
+
+        sender: None if adapters are loaded (`adapter_rank`), else what brings whole weights to all clients.
+        apart: see `Engine.apart`.
+        """
+        self.spec, self.loaded, self.clients, self.sender = spec, loaded, list(clients), sender
+        self.scratch, self.window, self.apart = scratch, spec.window, apart
+        self.version, self.gap = 0, 0.0
+        self.asleep = False
+        self.empty = False  # slept without keeping weights, and given none since
+        self.ids = probe_ids(loaded.tokenizer, min(PROBE_LENGTH, spec.window - 1))
+        self.seen: list[Seen] = []  # of each engine, when it last changed
+        self.adapters = 0  # written so far
+        self.turn = 0  # which engine gets the next request
+        self.open: asyncio.Event = loop.run(_opened())  # clear while weights are replaced
+        try:
+            self.sync(loaded.model, 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, **more: Any) -> list[Rollout]:
+        """See `Engine.generate`."""
+        self.wake()
+        return generate_concurrently(self, self.loaded.tokenizer, prompts, n, sampling, **more)
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """See `ConcurrentEngine.complete`."""
+        if self.asleep or self.empty:
+            raise EngineError(
+                "vLLM slept without its weights: sync before it generates" if self.empty else "vLLM is asleep: wake it"
+            )
+        client = self.clients[self.turn % len(self.clients)]
+        self.turn += 1
+        samples = await self._round(client, request, sampling)
+        rounds = 0
+        while any(sample.finish == "paused" for sample in samples):
+            rounds += 1
+            samples = await asyncio.gather(
+                *(self._continued(client, request, place, c, rounds, sampling) for place, c in enumerate(samples))
+            )
+        return samples
+
+    async def _round(self, client: EngineClient, request: Request, sampling: Sampling) -> list[Completion]:
+        """What the engine samples for the request until it is done or paused, with the version that it holds."""
+        await self.open.wait()
+        version = self.version
+        found = await client.complete(request, sampling)
+        return [dataclasses.replace(c, versions=(version,) * len(c.ids)) for c in found]
+
+    async def _continued(
+        self, client: EngineClient, request: Request, place: int, sample: Completion, rounds: int, sampling: Sampling
+    ) -> Completion:
+        """A paused sample with more tokens. It draws by its place in the request, and by how often it was paused."""
+        if sample.finish != "paused":
+            return sample
+        rest = dataclasses.replace(
+            request,
+            ids=request.ids + sample.ids,
+            n=1,
+            seed=derive(request.seed + place, "continued", rounds),
+            max_new_tokens=request.max_new_tokens - len(sample.ids),
+        )
+        return joined(sample, (await self._round(client, rest, sampling))[0])
+
+    def sync(self, model: Any, version: int) -> None:
+        """Hand the weights of `model` (or its adapter) to the engines and check that they arrived. Raises EngineError.
+
+        Rollouts that are being generated go on with the new weights. What the ranks of a divided model do together, its
+        forward pass and putting the weights together, is done to the end also where the engine fails.
+        """
+        expected = tuple(trainer_logps(self.loaded, model, self.ids))
+        offered = weights.offered(model, merged=self.loaded.is_lora)
+        with torch.no_grad(), offered as whole, self._paused():
+            self.wake()
+            if self.sender is None:
+                self._push_adapter(model, version)
+            else:
+                self.sender.send(whole)
+            self.empty = False
+            loop.run(self._resume())
+            self._check(expected, version)
+            self.version = version
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Inside, nothing is generated. What was under way goes on afterwards."""
+        loop.run(self._pause())
+        try:
+            yield
+        finally:  # also after an error, which whoever waits gets of the engine then
+            loop.run(_set(self.open))
+
+    async def _pause(self) -> None:
+        self.open.clear()
+        await asyncio.gather(*(client.pause() for client in self.clients))
+
+    async def _resume(self) -> None:
+        await asyncio.gather(*(client.resume() for client in self.clients))
+
+    def _push_adapter(self, model: Any, version: int) -> None:
+        """Nothing but an adapter goes over the disk."""
+        self.adapters += 1
+        folder = weights.write_adapter(model, self.scratch / f"engine-adapter-{self.adapters}", self.spec.dtype)
+        try:
+            loop.run_all([client.load_adapter(folder, version) for client in self.clients])
+        finally:
+            shutil.rmtree(folder)
+
+    def _check(self, expected: tuple[float, ...], version: int) -> None:
+        """Every engine says of the sequence what the trainer says."""
+        tolerance = logp_tolerance(self.spec.dtype, other_kernels=True)
+        hint = "rollout.engine: transformers samples with the trainer's own weights"
+        found = [Seen(tuple(of_engine), expected) for of_engine in self._scores()]
+        self.gap = max(mean_gap(seen.engine, seen.trainer) for seen in found)
+        if not self.gap <= tolerance:
+            raise EngineError(
+                f"stale engine: after syncing version {version} its log-probs are {self.gap:.3g} nats"
+                " from the trainer's",
+                allowed=f"at most {tolerance} on average over {len(self.ids) - 1} tokens",
+                hint=hint,
+            )
+        if any(before.missed(now, tolerance) for before, now in zip(self.seen, found, strict=False)):
+            raise EngineError(
+                f"stale engine: after syncing version {version} it still has the weights of an earlier one",
+                allowed="its log-probs stayed where they were, and the trainer's have moved",
+                hint=hint,
+            )
+        changed = [not self.seen or now.engine != self.seen[n].engine for n, now in enumerate(found)]
+        self.seen = [now if new else self.seen[n] for n, (now, new) in enumerate(zip(found, changed, strict=True))]
+
+    def _scores(self) -> list[list[float]]:
+        return loop.run_all([client.score(self.ids) for client in self.clients])
+
+    def probe(self, model: Any) -> float:
+        """See `Engine.probe`; of several engines, the one that is farthest off."""
+        expected = trainer_logps(self.loaded, model, self.ids)
+        self.wake()
+        return max(mean_gap(of_engine, expected) for of_engine in self._scores())
+
+    def sleep(self) -> None:
+        """With vllm.sleep: give weights and cache memory back until `wake`. Else nothing.
+
+        Whole weights are dropped, since a sync brings new ones; under adapters the base stays in host memory.
+        """
+        if self.spec.section.sleep and not self.apart and not self.asleep:
+            keep = self.sender is None
+            loop.run_all([client.sleep(keep_weights=keep) for client in self.clients])
+            self.asleep, self.empty = True, not keep
+
+    def wake(self) -> None:
+        """Take the memory back. `sync` and `generate` do it themselves; dropped weights need a sync first."""
+        if self.asleep:
+            torch.cuda.empty_cache()  # what the trainer's allocator holds but does not use
+            loop.run_all([client.wake() for client in self.clients])
+            self.asleep = False
+
+    def close(self) -> None:
+        """End the engines, and free their memory. Calling it twice is fine."""
+        if self.sender is not None:
+            self.sender.close()
+        for client in self.clients:
+            client.close()
+
+
+async def _opened() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
+def joined(before: Completion, new: Completion) -> Completion:
+    """`before`, continued by `new`. Tokens, log-probs and versions stay as they were sampled."""
+    logps = None if before.logps is None or new.logps is None else before.logps + new.logps
+    versions = (before.versions or ()) + (new.versions or ())
+    return Completion(before.ids + new.ids, logps, new.finish, versions)
+
+
+def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
+    """The engine's max_model_len. Raises RecipeError if the recipe's, or the model's own, is too short."""
+    limit = loaded.window
+    window = section.max_model_len or max_len
+    if window < max_len:
+        raise RecipeError(
+            f"rollout.vllm.max_model_len is {window}, but the longest prompt and max_new_tokens need {max_len} tokens",
+            hint="leave it out to take what the data need, or set data.max_length",
+        )
+    if limit is not None and window > limit:
+        raise RecipeError(f"a window of {window} tokens is more than the model's own, {limit}")
+    return window
+
+
+def engine_dtype(loaded: LoadedModel) -> torch.dtype:
+    """What the trainer computes its forward pass in: the autocast type if there is one, else the weights'."""
+    with loaded.autocast():
+        return compute_dtype(loaded.device, loaded.model.dtype)
+
+
+def adapter_rank(loaded: LoadedModel) -> int | None:
+    """The largest rank of the trained adapter; None without one."""
+    if not loaded.is_lora:
+        return None
+    config = loaded.model.peft_config["default"]
+    return max([config.r, *config.rank_pattern.values()])

@@ -1,0 +1,166 @@
+"""Sending weights to vLLM engines by vLLM's own weight transfer: the trainer's half. `worker` is the other.
+
+An update is start, any number of buckets, finish; `EngineClient` hands these on to an engine. How a bucket travels:
+
+- `LocalSender`, engine on this machine: through memory that both processes map. On a GPU the bucket is copied into one
+  buffer whose CUDA handle is sent; without one it is a safetensors file in memory.
+- `NcclSender`, engines on other GPUs or machines: vLLM's backend `nccl`, one broadcast a bucket to all of them.
+
+Weights are read in the thread that calls `send`, which is the trainer's: it may gather divided weights there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from posttrain.rollout import loop
+
+if TYPE_CHECKING:
+    from posttrain.rollout.engine_client import EngineClient
+
+LOCAL_BACKEND = "posttrain"  # as `worker` registers it
+BUCKET_BYTES = 1 << 28
+
+Named = list[tuple[str, Tensor]]
+
+
+class WeightSender(Protocol):
+    """Brings weights to one or several engines."""
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights, by checkpoint name. Blocks; raises EngineError. The engines must be idle."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int = BUCKET_BYTES
+) -> Iterator[tuple[Named, int]]:
+    """(weights, their bytes once sent) up to `limit` bytes; a larger tensor comes alone.
+
+    Within a bucket those of wider types come first, so that each begins where its type may. See `sent_dtype`.
+    """
+    bucket, size = Named(), 0
+    for name, tensor in weights:
+        more = tensor.numel() * sent_dtype(tensor, dtype).itemsize
+        if bucket and size + more > limit:
+            yield sorted(bucket, key=lambda item: -sent_dtype(item[1], dtype).itemsize), size
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += more
+    if bucket:
+        yield sorted(bucket, key=lambda item: -sent_dtype(item[1], dtype).itemsize), size
+
+
+def sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type that a weight is sent in: matrices in the engine's, `dtype`; vectors, some of which some architectures
+    keep in float32, and whole numbers as they are."""
+    return dtype if tensor.is_floating_point() and tensor.dim() > 1 else tensor.dtype
+
+
+class LocalSender:
+    """To one engine on this machine and, if this process has a GPU, on the same GPU."""
+
+    def __init__(self, client: EngineClient, device: torch.device, dtype: torch.dtype) -> None:
+        self.client, self.device, self.dtype = client, device, dtype
+        loop.run(client.init_transfer({}))
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `WeightSender`."""
+        loop.run(self.client.start_update())
+        if self.device.type == "cuda":
+            self._send_on_gpu(weights)
+        else:
+            self._send_files(weights)
+        loop.run(self.client.finish_update())
+
+    def _send_on_gpu(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        staging: Staging | None = None
+        for bucket, size in buckets(weights, self.dtype):
+            if staging is None or staging.size < size:
+                staging = Staging(max(size, BUCKET_BYTES), self.device)
+            described = staging.fill([(name, tensor, sent_dtype(tensor, self.dtype)) for name, tensor in bucket])
+            loop.run(self.client.update_weights({"gpu": described}))
+        del staging
+        torch.cuda.ipc_collect()
+
+    def _send_files(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for bucket, _ in buckets(weights, self.dtype):
+            state = {name: tensor.to(sent_dtype(tensor, self.dtype)).contiguous() for name, tensor in bucket}
+            with memory_file(save(state)) as path:
+                loop.run(self.client.update_weights({"file": path}))
+
+    def close(self) -> None:
+        """Do nothing: no memory is held between updates."""
+
+
+class Staging:
+    """A buffer on the GPU that another process maps. It must live until that has read it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.uuid = str(torch.cuda.get_device_properties(device).uuid)
+        with plain_segments() as self.pool:
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def fill(self, weights: Sequence[tuple[str, Tensor, torch.dtype]]) -> dict[str, Any]:
+        """Put weights into the buffer, each in its type; what `worker.read_gpu` needs to read them.
+
+        The buffer is exported anew each time, as torch counts one reader for each export.
+        """
+        end = 0
+        for _, tensor, dtype in weights:
+            begin, end = end, end + tensor.numel() * dtype.itemsize
+            self.buffer[begin:end].view(dtype).view(tensor.shape).copy_(tensor)
+        torch.cuda.current_stream(self.buffer.device).synchronize()
+        _, (_, shape, _, offset, _, _, *handle) = reduce_tensor(self.buffer)
+        return {
+            "names": [name for name, _, _ in weights],
+            "shapes": [list(tensor.shape) for _, tensor, _ in weights],
+            "dtypes": [str(dtype).removeprefix("torch.") for _, _, dtype in weights],
+            "uuid": self.uuid,
+            "buffer": [shape[0], offset, *handle],
+        }
+
+
+@contextlib.contextmanager
+def plain_segments() -> Iterator[Any]:
+    """What is allocated inside lies in memory from cudaMalloc, also with `expandable_segments:True`; gives the pool
+    that it is from, if that is one of its own, which must live as long.
+
+    Of expandable segments another process may only map those of one that it could debug.
+    """
+    settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
+    change: Any = torch.cuda.memory._set_allocator_settings
+    if not settings.get("expandable_segments"):
+        yield None
+        return
+    change("expandable_segments:False")
+    try:
+        pool = torch.cuda.MemPool()  # an ordinary free block may be of an expandable segment
+        with torch.cuda.use_mem_pool(pool):
+            yield pool
+    finally:
+        change("expandable_segments:True")
+
+
+@contextlib.contextmanager
+def memory_file(content: bytes) -> Iterator[str]:
+    """A path, until the end of `with`, by which processes of this user on this machine read `content`. It is memory of
+    this process, so that nothing is left behind if that is killed."""
+    number = os.memfd_create("posttrain-weights")
+    try:
+        with open(number, "wb", closefd=False) as file:
+            file.write(content)
+        yield f"/proc/{os.getpid()}/fd/{number}"
+    finally:
+        os.close(number)

@@ -1,0 +1,171 @@
+"""What vLLM's own processes import of posttrain: how they take the trainer's weights over, and when they end.
+
+vLLM imports this module in each of its workers, whose `worker_extension_cls` is `Extension`. Nothing else does. Both
+forms of vLLM's weight transfer are served: up to 0.23 the worker reloads layer by layer, and an engine of weight
+transfer only receives; since then the engine does both.
+
+vLLM's own backend for processes of one GPU, `ipc`, is not used: it unpickles what it is sent, in 0.23 it cannot be
+imported without ray, and there it releases a shared buffer once for every chunk that it reads, which keeps the
+trainer's memory for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from posttrain.rollout.weight_transfer import LOCAL_BACKEND
+
+PARENT_POLL_S = 0.5
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Both processes are on one machine: there is nothing to connect."""
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    """Some weights, in memory that this process maps: a safetensors file, or bytes of the GPU (`Staging.describe`)."""
+
+    file: str | None = None
+    gpu: dict[str, Any] | None = None
+
+
+class LocalTransfer(WeightTransferEngine[NoInit, Bucket]):  # type: ignore[misc]
+    """Weights from a trainer on this machine, by `weight_transfer.LocalSender`."""
+
+    init_info_cls = NoInit
+    update_info_cls = Bucket
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        """Begin to reload layer by layer (vLLM behind 0.23; before that the worker does)."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(
+        self, update_info: Bucket, load_weights: Callable[[list[tuple[str, Tensor]]], Any] | None = None
+    ) -> None:
+        """Load a bucket. Afterwards the trainer may use its memory for the next one."""
+        if update_info.gpu is not None:
+            weights = read_gpu(**update_info.gpu)
+        else:
+            assert update_info.file is not None
+            weights = list(load_file(update_info.file).items())
+        (load_weights or self.model.load_weights)(weights)
+
+    def finish_weight_update(self) -> None:
+        """End what `start_weight_update` began."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Do nothing: no memory is held between buckets."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Not used: `weight_transfer.LocalSender` sends."""
+        raise NotImplementedError
+
+
+def read_gpu(
+    names: list[str], shapes: list[list[int]], dtypes: list[str], uuid: str, buffer: list[Any]
+) -> list[tuple[str, Tensor]]:
+    """Weights that lie one behind the other in a buffer of the trainer on this GPU.
+
+    They are copied at once: a layer is loaded when all its weights are there, and the buffer holds others by then.
+    """
+    here = torch.cuda.current_device()
+    if uuid != str(torch.cuda.get_device_properties(here).uuid):
+        raise ValueError(f"the trainer's weights are on another GPU: {uuid}")
+    size, offset, *handle = buffer
+    handle[0] = here  # the trainer's number for it
+    shared = rebuild_cuda_tensor(torch.Tensor, (size,), (1,), offset, torch.storage.TypedStorage, torch.uint8, *handle)
+    types = [getattr(torch, name) for name in dtypes]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]
+    copied = shared[: sum(sizes)].clone()
+    torch.cuda.synchronize()
+    del shared  # the mapping ends, once for each export
+    parts = copied.split(sizes)
+    return [
+        (name, part.view(dtype).view(shape))
+        for name, part, dtype, shape in zip(names, parts, types, shapes, strict=True)
+    ]
+
+
+class Extension:
+    """Methods that vLLM's workers get, for `collective_rpc`. The names must not be taken there."""
+
+    def posttrain_repack_head(self) -> None:
+        """Bring the output head up to date on a CPU, after an update.
+
+        There vLLM keeps a repacked copy of every matrix. An update repacks what was loaded; a head that is tied to the
+        embeddings is not loaded, so its copy would stay what it was at the start.
+        """
+        worker: Any = self
+        for module in worker.get_model().modules():
+            if type(module).__name__ == "ParallelLMHead":
+                module.quant_method.process_weights_after_loading(module)
+
+    def posttrain_leave_terminal(self) -> None:
+        """Leave Ctrl-C to the trainer, which finishes its step with this engine."""
+        os.setsid()
+
+
+def say_in_log() -> None:
+    """What this process says goes to the file that the environment names: the trainer finds the reason there if it
+    fails."""
+    log = os.environ.get("POSTTRAIN_ENGINE_LOG")
+    if log is None:
+        return
+    number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    os.close(number)
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it is gone, also by kill -9.
+
+    Not PR_SET_PDEATHSIG: that is sent when the *thread* ends that started the process.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent.pid:
+            time.sleep(PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="posttrain-parent").start()
+
+
+say_in_log()
+WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, LocalTransfer)
+end_with_parent()
