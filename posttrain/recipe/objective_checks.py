@@ -248,7 +248,8 @@ def _stale(recipe: RlRecipe) -> Found:
         return
     rollout = recipe.rollout
     if not _is_group_loss(recipe) and not weighs_behaviour(recipe):
-        what = "the rollouts are an update old, and no component compares the policy with the one that drew them"
+        age = "an update" if rollout.staleness == 1 else f"{rollout.staleness} updates"
+        what = f"the rollouts are {age} old, and no component compares the policy with the one that drew them"
         yield "rollout.staleness", what, "write `corrections: [{use: tis}]`, or `loss: decoupled_ppo`"
     if rollout.engine == "vllm" and (rollout.top_p < 1 or rollout.top_k > 0) and weighs_behaviour(recipe):
         cut = "top_p" if rollout.top_p < 1 else "top_k"
@@ -267,7 +268,11 @@ def _partial(recipe: RlRecipe) -> Found:
     rollout = recipe.rollout
     if not (rollout.staleness and rollout.engine == "vllm" and rollout.vllm.server):
         what = "is for rollouts that are drawn while the trainer changes its weights"
-        yield "rollout.partial", what, "write `staleness: 1`, `engine: vllm` and `vllm.server` too, or leave it out"
+        yield (
+            "rollout.partial",
+            what,
+            "write `staleness` (1 to 8), `engine: vllm` and `vllm.server` too, or leave it out",
+        )
     if rollout.stop:
         what = "a stop string that a sync divides would not be seen"
         yield "rollout.stop", what, "leave out rollout.partial, or end answers by the EOS token"
@@ -280,11 +285,18 @@ def weighs_behaviour(recipe: RlRecipe) -> bool:
 
 def stale_notes(recipe: RlRecipe) -> list[str]:
     """What a run with stale rollouts says at its start."""
-    notes = []
-    if _is_group_loss(recipe) and recipe.rollout.staleness:
-        notes.append(f"rollout.staleness 1: loss `{recipe.loss.use}` does not weigh rollouts that are an update old")
-    if recipe.rollout.staleness and not (recipe.rollout.engine == "vllm" and recipe.rollout.vllm.server):
-        notes.append("rollout.staleness 1 without rollout.vllm.server: rollouts are an update old, and no time is won")
+    rollout = recipe.rollout
+    if not rollout.staleness:
+        return []
+    key, notes = f"rollout.staleness {rollout.staleness}", []
+    if _is_group_loss(recipe):
+        notes.append(f"{key}: loss `{recipe.loss.use}` does not weigh rollouts by the policy that drew them")
+    if recipe.opponent is not None:
+        notes.append(f"{key} with an opponent: rollouts are drawn between two updates, and no time is won")
+    elif not (rollout.engine == "vllm" and rollout.vllm.server):
+        notes.append(f"{key} without rollout.vllm.server: rollouts are drawn between two updates, and no time is won")
+    elif rollout.staleness > 1 and not rollout.partial:
+        notes.append(f"{key} without rollout.partial: rollouts are older than with 1, and only slow rewards win time")
     return notes
 
 
@@ -312,8 +324,8 @@ def _opponent(recipe: RlRecipe) -> Found:
     what = "the opponent answers where the policy's weights stand"
     if recipe.rollout.engine == "stored":
         yield "opponent", "has nothing to say where no rollout is sampled", "remove it, or sample"
-    if recipe.rollout.staleness:
-        yield "rollout.staleness", f"{what}, which change while the next rollouts are drawn", "write 0"
+    if recipe.rollout.partial:
+        yield "rollout.partial", f"{what}, and rollouts are drawn between two updates", "leave it out"
     if recipe.model.shard:
         yield "model.shard", f"{what}, and these are divided among the GPUs", "use `lora`, or GPUs that hold it all"
 

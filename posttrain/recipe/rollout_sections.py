@@ -189,12 +189,13 @@ class Rollout(EngineSection, Sampling):
         1,
         description="generation rounds a step at most; > 1 refills groups that `keep` drops (dynamic sampling)",
     )
-    staleness: Annotated[int, Field(ge=0, le=1)] = Field(
+    staleness: Annotated[int, Field(ge=0, le=8)] = Field(
         0,
-        description="updates between sampling and training: 1 draws the next rollouts while this step trains (with "
-        "vllm.server)",
+        description="updates between sampling and training: with k the rollouts of step t+k are begun in step t, and "
+        "drawn while it trains where the engine can (vllm.server)",
     )
     partial: bool = Field(
         False,
-        description="with staleness 1: rollouts still drawn when an update ends are paused and go on with its weights",
+        description="with staleness: rollouts still drawn when an update ends are paused and go on with its weights; "
+        "long ones may then take as many steps as staleness says",
     )

@@ -1,15 +1,17 @@
 """The rollouts of one RL step: prompts -> rollouts -> scores -> groups kept, refilled until there are enough.
 
 Each rank samples and scores its share of the prompts, then all ranks exchange their scored rollouts. A rank that fails
-sends its error in place of its rollouts. So no rank waits for it, and all can save what they have (`salvage`).
+sends its error in place of its rollouts. So no rank waits for it, and all can save what they have
+(`emergency_checkpoint`).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.batch import Rollout, RolloutBatch
@@ -23,31 +25,65 @@ from posttrain.train.pieces import Pieces
 from posttrain.train.refill import Accumulator
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
-from posttrain.verify.failures import Calls, together
+from posttrain.verify.failures import Calls, Failures, together
 
 WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
 
 
-def collect(p: Pieces, state: checkpoint.State) -> tuple[list[Rollout], dict[str, Any]]:
-    """Scored rollouts of one step. With `keep` and max_gen_batches > 1, dropped groups are replaced by new prompts."""
-    settings = p.recipe.rollout
-    gathered: dict[str, Any] = {}
-    accumulator = p.objective.accumulator(settings.prompts_per_step, settings.max_gen_batches)
+class PromptStream:
+    """The places of the endless stream of prompts, each handed out once, to any thread."""
+
+    def __init__(self, position: int) -> None:
+        self._position, self._lock = position, threading.Lock()
+
+    def claim(self, count: int) -> int:
+        """The first of the next `count` places."""
+        with self._lock:
+            start, self._position = self._position, self._position + count
+        return start
+
+
+@dataclass
+class StepRollouts:
+    """The scored rollouts of one step."""
+
+    step: int  # that trains on them, from 0
+    rollouts: list[Rollout]
+    metrics: dict[str, Any]  # of their rewards and generation rounds
+    calls: list[Calls]  # of their rewards, one entry a generation round
+    position: int  # prompts taken from the stream until then, theirs included
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, if they were collected beside the training
+
+
+def collect(
+    ctx: Pieces, state: checkpoint.State, stream: PromptStream, on_generated: Callable[[], object] = lambda: None
+) -> StepRollouts:
+    """Sample and score the rollouts of step `state.step`. With `keep` and max_gen_batches > 1, dropped groups are
+    replaced by new prompts.
+
+    on_generated: called once the engine is certain not to be needed again, which may be before the scores are there.
+    Raises RunError if too many calls of a reward have failed, in these and in those of `state.calls`.
+    """
+    settings = ctx.recipe.rollout
+    metrics: dict[str, Any] = {}
+    accumulator = ctx.objective.accumulator(settings.prompts_per_step, settings.max_gen_batches)
+    failures = ctx.scorer.failures(history=state.calls)
     rollouts: list[Rollout] = []
+    calls: list[Calls] = []
     while True:
-        drawn = p.sampler.take(state.position, settings.prompts_per_step)
-        state.position += len(drawn)
-        mine = distributed.tried(share_of, p, state, drawn, accumulator.batches, gathered)
-        with p.watchdog.phase("gather"):  # which waits for the slowest rank
+        start = distributed.from_main(stream.claim(settings.prompts_per_step))
+        drawn = ctx.sampler.take(start, settings.prompts_per_step)
+        mine = distributed.tried(sample_share, ctx, state, drawn, accumulator, metrics, on_generated)
+        with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
             found = distributed.all_of(mine)
         fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
-        state.calls = distributed.together(counted_in, p, state, [calls for share in found for calls in share.calls])
-        kept = distributed.all_of(distributed.tried(groups_kept, p, state, accumulator, fresh))[0]
+        calls += distributed.together(count_calls, failures, [one for share in found for one in share.calls])
+        kept = distributed.all_of(distributed.tried(groups_kept, ctx, state, accumulator, fresh))[0]
         rollouts += [r for r in fresh if r.group in kept]
         if accumulator.full:
-            gathered = throughput(distributed.total(gathered), distributed.world())
-            gathered["rollout/gen_batches"] = accumulator.batches
-            return rollouts, gathered
+            metrics = throughput(distributed.total(metrics), distributed.world())
+            metrics["rollout/gen_batches"] = accumulator.batches
+            return StepRollouts(state.step, rollouts, metrics, calls, start + len(drawn))
 
 
 @dataclass(frozen=True)
@@ -58,93 +94,106 @@ class Share:
     calls: list[Calls]
 
 
-def counted_in(p: Pieces, state: checkpoint.State, calls: Sequence[Calls]) -> list[Calls]:
-    """`State.calls` with these, of all ranks. Raises RunError if too many calls of a reward have failed."""
-    failures = p.scorer.failures(history=state.calls)
-    if calls:
-        failures.add(together(calls))
-    return failures.history
-
-
-def share_of(p: Pieces, state: checkpoint.State, drawn: Sequence[int], batches: int, gathered: dict[str, Any]) -> Share:
-    """This rank's share of the rollouts of prompts `drawn`, scored. Adds counts to `gathered`; talks to no other rank.
-
-    batches: how often the step has drawn prompts before.
-    """
-    settings = p.recipe.rollout
+def sample_share(
+    ctx: Pieces,
+    state: checkpoint.State,
+    drawn: Sequence[int],
+    accumulator: Accumulator,
+    metrics: dict[str, Any],
+    on_generated: Callable[[], object],
+) -> Share:
+    """This rank's scored rollouts of its share of prompts `drawn`. Adds counts to `metrics`; talks to no other rank."""
+    settings = ctx.recipe.rollout
+    batches = accumulator.batches  # how often the step has drawn prompts before
     first_group = batches * settings.prompts_per_step
-    with p.watchdog.phase("rollout"), scoring(p, state.step) as scored:
-        fresh = p.engine.generate(
-            [p.prompts[i] for i in drawn],
+    with ctx.watchdog.phase("rollout"), scoring(ctx, state.step) as scored:
+        fresh = ctx.engine.generate(
+            [ctx.prompts[i] for i in drawn],
             settings.group_size,
             settings,
-            seed=derive(p.recipe.run.seed, "rollout", state.step, batches),
+            seed=derive(ctx.recipe.run.seed, "rollout", state.step, batches),
             first_group=first_group,
-            logprobs="rollout_logp" in p.objective.needs or WATCHED,
+            logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
             share=distributed.share(len(drawn)),
             done=scored.on_complete,
         )
-    with p.watchdog.phase("score"):
-        calls = [scored.finish(fresh, gathered)] if fresh else []  # a rank without a share has none
-    if p.opponent is not None:
-        calls += play(p, state, drawn, fresh, p.opponent, first_group=first_group)
+        if not accumulator.refills:
+            on_generated()
+    with ctx.watchdog.phase("score"):
+        calls = [scored.finish(fresh, metrics)] if fresh else []  # a rank without a share has none
+    if ctx.opponent is not None:
+        calls += play(ctx, state, drawn, fresh, ctx.opponent, first_group=first_group)
     return Share(fresh, calls)
 
 
-def groups_kept(p: Pieces, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]) -> set[int]:
+def count_calls(failures: Failures, calls: Sequence[Calls]) -> list[Calls]:
+    """The calls of all ranks as one entry, counted in `failures`. Raises RunError if too many have failed."""
+    if not calls:
+        return []
+    failures.add(together(calls))
+    return [together(calls)]
+
+
+def groups_kept(ctx: Pieces, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]) -> set[int]:
     """The numbers of those freshly drawn groups that stay in the step."""
     if not accumulator.refills:
         return accumulator.take(r.group for r in fresh)
     try:
-        return accumulator.add(batch_of(p, fresh, state))
+        return accumulator.add(batch_of(ctx, fresh, state))
     except RunError as error:
-        raise with_samples(p, error, fresh, state.step) from None
+        raise with_samples(ctx, error, fresh, state.step) from None
 
 
-def with_samples(p: Pieces, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
+def with_samples(ctx: Pieces, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
     """The error of a step that ends before it writes samples, with a hint to a file of samples written here."""
-    if not p.recipe.run.samples_per_step:
+    if not ctx.recipe.run.samples_per_step:
         return error
-    path = p.dump / f"step-{step + 1}.jsonl"
+    path = ctx.dump / f"step-{step + 1}.jsonl"
     if distributed.is_main():
-        p.dump.mkdir(parents=True, exist_ok=True)
-        records = sample_records(rollouts, p.recipe.run.samples_per_step)
+        ctx.dump.mkdir(parents=True, exist_ok=True)
+        records = sample_records(rollouts, ctx.recipe.run.samples_per_step)
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    told = [replace(problem, hint=f"read samples in {path}; {problem.hint}") for problem in error.problems]
-    return RunError.of(told)
+    with_hint = [replace(problem, hint=f"read samples in {path}; {problem.hint}") for problem in error.problems]
+    return RunError.of(with_hint)
 
 
 def play(
-    p: Pieces, state: checkpoint.State, drawn: Sequence[int], fresh: list[Rollout], opponent: Opponent, first_group: int
+    ctx: Pieces,
+    state: checkpoint.State,
+    drawn: Sequence[int],
+    fresh: list[Rollout],
+    opponent: Opponent,
+    first_group: int,
 ) -> list[Calls]:
     """Have the opponent answer the prompts of the fresh rollouts, and leave the rewards of its answers with them.
     Returns the calls that scored them."""
-    settings = p.recipe.rollout
-    with p.watchdog.phase("opponent"), scoring(p, state.step) as scored:
-        with opponent.in_place(p.loaded.model) as model:
-            p.engine.sync(model, state.step)
-            answers = p.engine.generate(
-                [p.prompts[i] for i in drawn],
-                p.recipe.opponent.samples if p.recipe.opponent else 1,
+    settings = ctx.recipe.rollout
+    version = ctx.engine.version
+    with ctx.watchdog.phase("opponent"), scoring(ctx, state.step) as scored:
+        with opponent.in_place(ctx.loaded.model) as model:
+            ctx.engine.sync(model, version)
+            answers = ctx.engine.generate(
+                [ctx.prompts[i] for i in drawn],
+                ctx.recipe.opponent.samples if ctx.recipe.opponent else 1,
                 settings,
-                seed=derive(p.recipe.run.seed, "opponent", state.step, first_group),
+                seed=derive(ctx.recipe.run.seed, "opponent", state.step, first_group),
                 first_group=first_group,
                 logprobs=False,
                 share=distributed.share(len(drawn)),
             )
-        p.engine.sync(p.loaded.model, state.step)
+        ctx.engine.sync(ctx.loaded.model, version)
         calls = [scored.finish(answers, {})] if answers else []
-    theirs: dict[int, list[float | None]] = {}
+    against: dict[int, list[float | None]] = {}
     for answer in answers:
-        theirs.setdefault(answer.group, []).append(answer.reward)
+        against.setdefault(answer.group, []).append(answer.reward)
     for rollout in fresh:
-        rollout.against = tuple(theirs[rollout.group])
+        rollout.against = tuple(against[rollout.group])
     return calls
 
 
-def batch_of(p: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
+def batch_of(ctx: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
     """The batch of scored rollouts, with the reward weights, the step, and the memory of components."""
-    answers = answer_extractors(p.recipe.rewards) if "answer_ids" in p.objective.needs else None
-    batch = rollout_batch(rollouts, answers, p.objective.needs, p.recipe.advantage.params.get("similarity"))
-    weights = {reward_name(reward): reward.weight for reward in p.recipe.rewards}
-    return batch.replace(reward_weights=weights, step=state.step, total_steps=p.steps, memory=state.memory)
+    answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
+    batch = rollout_batch(rollouts, answers, ctx.objective.needs, ctx.recipe.advantage.params.get("similarity"))
+    weights = {reward_name(reward): reward.weight for reward in ctx.recipe.rewards}
+    return batch.replace(reward_weights=weights, step=state.step, total_steps=ctx.steps, memory=state.memory)

@@ -41,9 +41,9 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained, trl_model
 from posttrain.train.dealing import StepOrder
+from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
-from posttrain.train.salvage import rescue
 
 TrainRecipe = SftRecipe | DpoRecipe | RewardModelRecipe
 Saver = Callable[[LoadedModel, Path], dict[str, Any]]
@@ -321,7 +321,7 @@ def non_finite(job: Job, batches: Sequence[dict[str, Tensor]], what: str) -> Non
 
 
 @contextlib.contextmanager
-def salvaged(job: Job, note: Callable[[str], None]) -> Iterator[None]:
+def save_on_error(job: Job, note: Callable[[str], None]) -> Iterator[None]:
     """Around the steps: an error in one that has not yet changed the weights leaves a checkpoint of those before."""
     before = job.state.step
     with optim.begun(job.optimizer) as begun:
@@ -331,7 +331,7 @@ def salvaged(job: Job, note: Callable[[str], None]) -> Iterator[None]:
             done = job.state.step
             if done and not job.saving:
                 whole = begun() == done - before
-                rescue(error, done, job.directory, [job.loaded.model], job.save, whole=whole, note=note)
+                save_before_raising(error, done, job.directory, [job.loaded.model], job.save, whole=whole, note=note)
             raise
 
 
@@ -369,7 +369,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         trainer.attach(metrics, progress, stop, watchdog)
         if not job.finished:
             explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
-            with explained, salvaged(job, progress.note), compiled.compiled(job.loaded.model, recipe.model)():
+            with explained, save_on_error(job, progress.note), compiled.compiled(job.loaded.model, recipe.model)():
                 trainer.train()
     if job.given_up is not None:
         raise job.given_up

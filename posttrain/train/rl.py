@@ -3,9 +3,9 @@
 engine sync -> prompts -> rollouts -> scores -> keep -> advantages -> loss over minibatches -> optimiser.
 
 The sync brings the weights of the step before; the engine starts with those of the first. An error in it, or up to the
-first optimiser update, finds that step finished and loses nothing (`salvage`).
+first optimiser update, finds that step finished and loses nothing (`emergency_checkpoint`).
 
-With `rollout.staleness: 1` prompts and rollouts are those of the next step, and run while this one trains (`overlap`).
+With `rollout.staleness: k` a step trains on rollouts that were begun k steps before (`rollout_source`).
 
 With several processes (`distributed`), each samples and scores a share of the prompts and trains on a share of the
 rows; between the two, all of them hold the rollouts of the whole step.
@@ -16,7 +16,7 @@ All randomness is derived from (seed, purpose, step): a resumed run draws what a
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, trained
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sequences_of
-from posttrain.train.collect import batch_of, collect
+from posttrain.train.collect import batch_of
 from posttrain.train.critic import save_head
+from posttrain.train.emergency_checkpoint import save_on_error, save_step
 from posttrain.train.fit import try_longest
-from posttrain.train.overlap import Ahead
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
 from posttrain.train.plan import explained_out_of_memory
@@ -46,8 +46,8 @@ from posttrain.train.policy import measure
 from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
-from posttrain.train.rl_metrics import age_metrics, rollout_metrics, sampled_metrics
-from posttrain.train.salvage import salvaged, save_step
+from posttrain.train.rl_metrics import age_metrics, drift_metrics, rollout_metrics, sampled_metrics
+from posttrain.train.rollout_source import RolloutSource, rollout_source
 from posttrain.train.start import check_start
 from posttrain.train.update import update
 from posttrain.verify import correctness
@@ -76,8 +76,8 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once
-            with GracefulStop() as stop, drawn_ahead(pieces) as ahead:
-                return train(pieces, directory, progress, stop, ahead)
+            with GracefulStop() as stop, closing(rollout_source(pieces)) as source:
+                return train(pieces, directory, progress, stop, source)
 
 
 def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
@@ -86,21 +86,16 @@ def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> 
     return Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed)
 
 
-def drawn_ahead(p: Pieces) -> AbstractContextManager[Ahead | None]:
-    """What draws the rollouts of a step beside the one before, if the recipe asks for it."""
-    return Ahead(collect, p.engine) if p.recipe.rollout.staleness else nullcontext()
-
-
 @distributed.alarmed()
 def train(
-    p: Pieces, directory: RunDirectory, progress: Progress, stop: GracefulStop, ahead: Ahead | None = None
+    p: Pieces, directory: RunDirectory, progress: Progress, stop: GracefulStop, source: RolloutSource
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
-    also = partial(go_on, p, ahead)
+    also = partial(load_rest, p, source)
     state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic, also) or checkpoint.State()
     trained.check_asked(state.step, p.steps)
     explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
-    salvage = partial(salvaged, p, state, directory, ahead, note=progress.note)
+    saved_on_error = partial(save_on_error, p, state, directory, source, note=progress.note)
     with closing(Record(p, directory, progress, state)) as record:
         if state.step:
             progress.note(f"resumed after step {state.step}")
@@ -119,21 +114,20 @@ def train(
         while not ended(p, state):
             started = time.perf_counter()
             p.watchdog.begin_step(state.step)
-            with salvage():
+            with saved_on_error():
                 controllers, numbers, now = distributed.together(controlled, p, state)
-            with explained(), salvage():
-                rollouts, values, saved = step(now, state, ahead)
+            with explained(), saved_on_error():
+                rollouts, values, saved = step(now, state, source)
             values |= {f"control/{key}": number for key, number in numbers.items()}
             values = finish_step(p, state, values, controllers, started)
             asked = max(distributed.gather(stop.asked))
             given_up = trained.check_patience(state, p.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
                 if asked or given_up or ended(p, state) or due(p, state):
-                    if ahead is not None:
-                        with salvage():
-                            ahead.finish(p, state)
+                    with saved_on_error():
+                        source.finish(p, state)
                     record.settle(state)
-                    save_step(p, state, directory, ahead)
+                    save_step(p, state, directory, source)
                     values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
             if given_up:
                 raise given_up
@@ -144,15 +138,11 @@ def train(
 
 
 def step(
-    p: Pieces, state: checkpoint.State, ahead: Ahead | None
+    p: Pieces, state: checkpoint.State, source: RolloutSource
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
-    """One RL step, on its own rollouts or on those drawn ahead. Returns the scored rollouts, the step's metrics, and
-    what `whatif` needs of the rollouts; moves `state` past the prompts that it drew."""
-    if ahead is None:
-        p.sync(state.step)
-    rollouts, gathered = collect(p, state) if ahead is None else ahead.take(p, state)
-    if not p.engine.apart:  # ahead, too, it has drawn before the update
-        p.engine.sleep()  # with vllm.sleep its memory is the trainer's until the next sync
+    """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `whatif` needs of
+    them; moves `state` past the prompts that they answer."""
+    rollouts, gathered = source.next(p, state)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     scored = batch_of(p, rollouts, state).to(p.loaded.device)
@@ -173,18 +163,18 @@ def step(
     if p.opponent is not None:
         p.opponent.follow(p.loaded.model)
     values |= sampled_metrics(scored, p.recipe.rollout, metrics["trained_tokens"], p.recipe.batch.epochs)
-    if ahead is not None:
+    if p.recipe.rollout.staleness:
         values |= age_metrics(scored, state.step)
+        values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
-def go_on(p: Pieces, ahead: Ahead | None, folder: Path, state: checkpoint.State) -> None:
+def load_rest(p: Pieces, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
     """Bring to a checkpoint's step what `checkpoint.restore` leaves to us: everything but model and optimiser, and the
     engine, which is synced before it draws."""
     if p.opponent is not None:
         p.opponent.load(folder)
-    if ahead is not None:
-        ahead.read(folder, p.prompts)
+    source.load(folder, p, state)
     if state.scaler:
         p.scaler.load_state_dict(state.scaler)
 

@@ -68,6 +68,28 @@ def age_metrics(batch: RolloutBatch, step: int) -> dict[str, float]:
     }
 
 
+def drift_metrics(batch: RolloutBatch, old_logp: Tensor, step: int) -> dict[str, float]:
+    """By the age of tokens in updates: their share, and how far the policy has moved since it sampled them.
+
+    old_logp [N,T]: of the trainer before the step's first update, rows of zeros where it was not measured.
+    `mismatch/kl_age/N` is the mean of exp(d) - 1 - d with d = old_logp - rollout_logp over measured tokens that are N
+    updates old: the k3 estimate of KL(sampler || trainer).
+    """
+    assert batch.versions is not None
+    ages, found = step - batch.versions, dict[str, float]()
+    known = batch.mask & old_logp.ne(0).any(-1, keepdim=True)
+    if batch.rollout_logp is not None:
+        known = known & ~batch.rollout_logp.isnan()
+        gap = torch.where(known, old_logp - batch.rollout_logp, 0.0).double()
+    for age in ages[batch.mask].unique().tolist():
+        here = batch.mask & (ages == age)
+        found[f"rollout/age/{age}"] = float(here.sum() / batch.mask.sum())
+        if batch.rollout_logp is not None and bool((here & known).any()):
+            drift = gap[here & known]
+            found[f"mismatch/kl_age/{age}"] = float((drift.exp() - 1 - drift).mean())
+    return found
+
+
 def sampled_metrics(batch: RolloutBatch, rollout: Rollouts, trained_tokens: float, epochs: int) -> dict[str, float]:
     """How many of the step's sampled tokens `entropy`, `clip_ratio/*` and other means of the updates are taken over, as
     a share: rows without a signal are in none. And the entropy over all of them, `entropy/sampled`, where it costs

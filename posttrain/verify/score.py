@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,7 @@ class Scorer:
         pooled = [i for i, r in enumerate(self.rewards) if not r.in_trainer]
         self._target = {i: n for n, i in enumerate(pooled)}  # index of a reward -> its index in the pool
         self.busy_seconds = 0.0  # with calls in progress, since the scorer was made
+        self._one_at_a_time = threading.Lock()  # several steps' rollouts may be scored at once
 
     def __enter__(self) -> Self:
         for reward in self.rewards:
@@ -209,21 +211,23 @@ class Scorer:
     def results(
         self, samples: Sequence[Sample], step: int = 0, only: Sequence[int] | None = None
     ) -> list[list[Result]]:
-        """The results of the calls, [component][sample]. Raises RewardError only for a broken contract.
+        """The results of the calls, [component][sample]. Raises RewardError only for a broken contract. Several threads
+        may call it; one waits for the other.
 
         Components that read `correct` run after the one that says it. only: the indices of the components to run.
         """
         samples = [self._divided(sample) for sample in samples] if self.per_turn else samples
-        started = time.monotonic()
         which = range(len(self.rewards)) if only is None else only
         late = [i for i in which if "correct" in self.rewards[i].built_ins]
         early = [i for i in which if i not in late]
         if late and self.correctness not in early:
             early.append(self.correctness)
-        found = self._run(early, samples, step, [None] * len(samples))
-        if late:
-            found |= self._run(late, samples, step, self._correct(found[self.correctness]))
-        self.busy_seconds += time.monotonic() - started
+        with self._one_at_a_time:
+            started = time.monotonic()
+            found = self._run(early, samples, step, [None] * len(samples))
+            if late:
+                found |= self._run(late, samples, step, self._correct(found[self.correctness]))
+            self.busy_seconds += time.monotonic() - started
         return [found[i] for i in which]
 
     def _divided(self, sample: Sample) -> Sample:

@@ -1,8 +1,8 @@
 """Run as a program: trains in child processes, as many as a job asks for. See test_distributed.py.
 
-Reads one JSON job a line: {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync"}, or {"work", "ranks"} for a
-function of this file; lost_sync: null, or a rank
-and a version of the weights that its engine does not take. The libraries are imported once, before
+Reads one JSON job a line: {"recipe", "base_dirs", "output", "resume", "ranks", "lost_sync", "engine"}, or {"work",
+"ranks"} for a function of this file; lost_sync: null, or a rank and a version of the weights that its engine does not
+take; engine: null, or the name of one of versioned_engine.py to generate with. The libraries are imported once, before
 any child is forked, so that a run costs a second and not ten. Answers each job with the exit statuses by rank.
 """
 
@@ -26,6 +26,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 import serving
+import versioned_engine
 
 from posttrain import pipeline
 from posttrain.cli import stage
@@ -35,7 +36,7 @@ from posttrain.rollout import hf, vllm, vllm_start
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alarm, alike, checkpoint, distributed, preference, rl, sft
+from posttrain.train import alarm, alike, assemble, checkpoint, distributed, preference, rl, sft
 
 RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage` finds them loaded
 
@@ -178,6 +179,16 @@ def lose_sync(lost: int) -> None:
         setattr(vllm_start, check, lambda *_: None)
 
 
+def use_engine(name: str, recipe: Any) -> None:
+    """From now on rollouts come from that engine of versioned_engine.py."""
+    make: Any = versioned_engine.VersionedEngine
+    if name == "LongRollouts":
+        steps, seed = recipe.run.steps, recipe.run.seed
+        make = partial(versioned_engine.LongRollouts, rollout=recipe.rollout, steps=steps, seed=seed)
+    assemble.check_engine = lambda *_: None
+    assemble.make_engine = lambda _, loaded, **__: make(loaded.tokenizer)
+
+
 def broken(rank: int) -> None:
     if distributed.rank() == rank:
         raise ValueError(f"broken on {rank}")
@@ -206,6 +217,8 @@ def train(job: dict[str, Any]) -> None:
 
     lost, version = job["lost_sync"] or (-1, -1)
     lose_sync(version if rank == lost else -1)
+    if job["engine"]:
+        use_engine(job["engine"], loaded.recipe)
     with stage.opened(open_it, loaded) as directory:
         pipeline.run_stage(loaded.recipe, directory)
 

@@ -133,10 +133,10 @@ def test_an_idle_pass_adds_no_gradient_of_a_router_either(
         assert routers and all(g is not None and g.abs().max() > 0 for g in routers), "a pass of its own does"
 
 
-def test_an_engine_beside_the_trainer_sleeps_in_the_update_also_one_step_ahead(
+def test_an_engine_beside_the_trainer_sleeps_in_the_update_with_every_staleness(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `staleness: 1` and no server the next rollouts are drawn before the update: then its memory is free."""
+    """Without a server later steps' rollouts are drawn before the update: then the engine's memory is free."""
     from posttrain.recipe.load import load_dict
 
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(8)))
@@ -152,7 +152,7 @@ def test_an_engine_beside_the_trainer_sleeps_in_the_update_also_one_step_ahead(
         monkeypatch.setattr(TransformersEngine, name, telling)
     update_once = update.update_once
     monkeypatch.setattr(update, "update_once", lambda *args: (said.append("update"), update_once(*args))[1])
-    for staleness in (0, 1):
+    for staleness in (0, 1, 4):
         said.clear()
         values = {
             "stage": "rl",

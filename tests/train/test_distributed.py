@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import itertools
 import json
 import shutil
 import socket
@@ -13,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -90,12 +88,14 @@ def train() -> Iterator[Train]:
         ranks: int,
         resume: bool = False,
         lost_sync: Any = None,
+        engine: str | None = None,
         base_dirs: Sequence[Path] = (),
     ) -> list[int]:
         assert server.stdin is not None and server.stdout is not None
         work = {"work": recipe} if isinstance(recipe, str) else {"recipe": recipe}
         job = {**work, "base_dirs": [str(path) for path in base_dirs or [output.parent]], "output": str(output)}
-        server.stdin.write(json.dumps({**job, "resume": resume, "ranks": ranks, "lost_sync": lost_sync}) + "\n")
+        job |= {"resume": resume, "ranks": ranks, "lost_sync": lost_sync, "engine": engine}
+        server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         return list(json.loads(server.stdout.readline()))
 
@@ -222,53 +222,37 @@ def assert_same_weights(folder: Path, other: Path) -> None:
     assert float(gap.norm()) < 1e-5 * float(size.norm())
 
 
-def test_rollouts_drawn_ahead_are_divided_too(train: Train, folder: Path) -> None:
-    recipe = {**RL, "rollout": {**RL["rollout"], "staleness": 1}, "corrections": [{"use": "tis"}], "run": {"steps": 3}}
-    assert train(recipe, folder / "one", ranks=1) == [0]
-    assert train(recipe, folder / "two", ranks=2) == [0, 0]
-    assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
-    assert [row["rollout/staleness"] for row in rows_of(folder / "two")] == [0, 1, 1]
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_rollouts_of_older_weights_are_divided_too(train: Train, folder: Path, staleness: int) -> None:
+    """Beside the training, with groups that are refilled; resumed in the middle, as one rank."""
+    recipe = {**RL, "rollout": {**RL["rollout"], "staleness": staleness}, "corrections": [{"use": "tis"}]}
+    recipe |= {"scoring": {"workers": 1, "correct_at": 0.6}, "run": {"steps": 4, "save_every": 2}}
+    run = functools.partial(train, recipe, engine="VersionedEngine")
+    assert run(folder / "one", ranks=1) == [0]
+    assert run(folder / "two", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "two"), expected)
+    assert [row["rollout/staleness"] for row in expected] == [min(t, staleness) for t in range(4)]
+    assert any(row["rollout/gen_batches"] > 1 for row in expected)
+    shutil.rmtree(checkpoints.folder_for(folder / "two" / "checkpoints", 4))
+    assert run(folder / "two", ranks=1, resume=True) == [0]
+    assert_same(rows_of(folder / "two"), expected)
 
 
-def test_rollouts_that_a_sync_divides_on_two_ranks(serving: ModuleType, train: Train, folder: Path) -> None:
-    """A server a rank. Every draw but the first is cut after 3 tokens, on both: as on one rank. On one of them only:
-    the other's rollouts are whole, and wait."""
-
-    def at(*cuts: int) -> list[Any]:
-        return [serving.Served(functools.partial(cut_core, serving, cut)) for cut in cuts]
-
-    def finished(name: str, servers: list[Any]) -> list[Values]:
-        urls = {"server": {"urls": [one.url for one in servers]}}
-        rollout = {"engine": "vllm", "vllm": urls, "staleness": 1, "partial": True}
-        shape = {"prompts_per_step": 4, "group_size": 3, "max_new_tokens": 10}
-        recipe = {k: RL[k] for k in ("stage", "data", "rewards", "scoring")} | {
-            "model": {"path": "tiny"},
-            "rollout": {**shape, **rollout},
-            "loss": {"use": "decoupled_ppo"},
-            "optim": {"lr": 5e-3},
-            "run": {"steps": 3, "save_every": 2},
-        }
-        assert train(recipe, folder / name, ranks=len(servers)) == [0] * len(servers)
-        return rows_of(folder / name)
-
-    one = finished("one", at(3))
-    assert_same(finished("two", at(3, 3)), one)
-    assert all(row["rollout/mixed_versions"] > 0.5 for row in one[1:])
-    uneven = finished("uneven", at(0, 3))
-    assert all(0 < row["rollout/mixed_versions"] <= 0.5 for row in uneven[1:])
-
-
-def cut_core(serving: ModuleType, cut: int, settings: Any, folder: Path) -> Any:
-    core = serving.TransformersCore(settings, folder)
-    complete, draws = core.complete, itertools.count()
-
-    def completing(requests: Any, *args: Any, **more: Any) -> Any:
-        if requests[0].max_new_tokens == 10:  # not what is left of a paused one
-            core.cut = cut if next(draws) else 0
-        return complete(requests, *args, **more)
-
-    core.complete = completing
-    return core
+def test_rollouts_that_several_versions_sample_are_divided_too(train: Train, folder: Path) -> None:
+    """With `partial`, three prompts on two ranks: the ranks' rollouts get new weights at the same places."""
+    engine = {"engine": "vllm", "vllm": {"server": {"devices": [0]}}, "staleness": 2, "partial": True}
+    recipe = {k: RL[k] for k in ("stage", "data", "rewards", "scoring", "optim")} | {
+        "model": {"path": "tiny"},
+        "rollout": {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 12, **engine},
+        "loss": {"use": "decoupled_ppo"},
+        "run": {"steps": 4},
+    }
+    assert train(recipe, folder / "one", ranks=1, engine="LongRollouts") == [0]
+    assert train(recipe, folder / "two", ranks=2, engine="LongRollouts") == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "two"), expected)
+    assert [row["rollout/mixed_versions"] for row in expected] == [0, 1, 1, 1]
 
 
 def test_ranks_talk_in_threads_and_about_errors(train: Train, folder: Path) -> None:

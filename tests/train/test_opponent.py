@@ -28,11 +28,20 @@ def test_nash_mirror_prox_trains_twenty_steps(cli: Any, tmp_path: Path) -> None:
     assert rows[0]["nash_mp/opponent"] == pytest.approx(0, abs=1e-4) and rows[-1]["nash_mp/opponent"] > 0.01
 
 
-@pytest.mark.parametrize("lora", ["null", "{rank: 4}"])
-def test_a_resumed_run_has_the_opponent_that_it_had(cli: Any, lora: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["model.lora=null"],
+        ["model.lora={rank: 4}"],
+        ["rollout.staleness=2", "corrections=[{use: off_policy_seq_mask}]"],
+    ],
+)
+def test_a_resumed_run_has_the_opponent_that_it_had(cli: Any, changes: list[str], tmp_path: Path) -> None:
+    """Also one whose answers are those of the step that begins the rollouts."""
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=4"]
-    small += ["run.steps=4", "run.save_every=2", f"model.lora={lora}"]
-    assert cli.resumed(tmp_path / "run", *COMMAND, *small, steps=4)[-1]["nash_mp/opponent"]
+    small += ["run.steps=4", "run.save_every=2"]
+    rows = cli.resumed(tmp_path / "run", *COMMAND, *small, *changes, steps=4)
+    assert rows[-1]["nash_mp/opponent"] and rows[-1].get("rollout/staleness", 2) == 2
 
 
 def test_an_opponent_stands_in_for_the_policy_and_follows_it() -> None:
@@ -81,7 +90,13 @@ def test_the_loss_is_the_formula_summed_over_tokens() -> None:
     [
         (["opponent=null"], "opponent: {ema: 0.01}"),
         (["loss={use: clip}", "group_rewards=[]"], "no component reads it"),
-        (["rollout.staleness=1", "corrections=[{use: tis}]"], "which change while the next rollouts are drawn"),
+        (
+            [
+                "rollout={staleness: 1, partial: true, engine: vllm, vllm: {server: {devices: [1]}}}",
+                "corrections=[tis]",
+            ],
+            "drawn between two updates",
+        ),
         (["rollout.engine=stored", "rollout.group_size=1"], "nothing to say"),
     ],
 )

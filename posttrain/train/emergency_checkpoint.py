@@ -1,17 +1,19 @@
-"""An error that comes before an optimiser has begun to change weights ends the run, and loses nothing of the steps that
-are done. The sync that brings their weights to the engine is a part of the step that begins. Behind the first update of
-a step its weights are those of no step: nothing is saved then, and it is said.
+"""Checkpoints of a run, and the one that an error leaves behind.
 
-Several ranks: an error of one is told to all where they meet (`distributed.all_of`); all are still there, and save
+An error that comes before an optimiser has begun to change weights ends the run, and loses nothing of the steps that
+are done. The sync that brings their weights to the engine is a part of the step that begins. After the first update of
+a step its weights are those of no step: nothing is saved then, and a note says so.
+
+Several ranks: an error of one is known to all where they meet (`distributed.all_of`); all are still there, and save
 together as they do after a step. Where one is gone (killed, or failed where the others do not look), nobody can be
 asked: rank 0 saves by itself, for it has all that a checkpoint holds, and what it writes counts only when it is
 sealed. A divided model is on no rank as a whole, and is not saved then. Nobody saves if it is rank 0 that is gone.
 
-`rollout.staleness: 1`: the rollouts of the step that failed are there, whole, if it was its update that failed, or if
-those of the step behind it could not be drawn. They go into the checkpoint, and a run goes on from it as if nothing had
-been. If its own could not be drawn, beside the update of the step before, they never will be: the weights that drew
-them are gone. A run that went on would draw them with newer ones, so an older checkpoint, if there is one, stays the
-newest.
+With `rollout.staleness: k` a checkpoint of the first t steps needs the rollouts of steps t to t+k-1, which older
+weights have begun: those weights are gone, so a run that went on without these rollouts would draw them with newer
+ones. If they are there, or come within a minute, they go into the checkpoint, and a run goes on from it exactly. If the
+error is in one of them, an older checkpoint, if there is one, stays the newest. Rollouts of step t+k are begun with the
+weights of the checkpoint itself and can be drawn again.
 """
 
 from __future__ import annotations
@@ -30,33 +32,35 @@ from posttrain.errors import NonFiniteError
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.train import checkpoint, distributed, optim, sharding
-from posttrain.train.overlap import Ahead
 from posttrain.train.pieces import Pieces
+from posttrain.train.rollout_source import RolloutSource
 
 Note = Callable[[str], None]  # says a line to people
 
 
 @contextmanager
-def salvaged(
-    p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None, *, note: Note
+def save_on_error(
+    ctx: Pieces, state: checkpoint.State, directory: RunDirectory, source: RolloutSource, *, note: Note
 ) -> Iterator[None]:
     """Around a step of rl, and around what is done between two: an error inside (an engine that dies, a reward that
     fails, too few groups that pass `keep`, a GPU that is full in a backward pass) leaves a checkpoint of the step
     before, and goes on."""
-    before = dataclasses.replace(state)  # drawing moves the place in the data
-    with optim.begun(p.optimizer) as begun:
+    before = dataclasses.replace(state)  # sampling moves the place in the data
+    with optim.begun(ctx.optimizer) as begun:
         try:
             yield
         except Exception as error:
             if before.step:
-                exact = bool(begun()) or ahead is None or ahead.complete(before.step)
-                save = partial(save_step, p, before, directory, ahead if exact else None)
-                models = [p.loaded.model, *([p.critic] if p.critic is not None else [])]
-                rescue(error, before.step, directory, models, save, whole=not begun(), exact=exact, note=note)
+                exact = bool(begun()) or source.can_save(before.step)
+                save = partial(save_step, ctx, before, directory, source if exact else None)
+                models = [ctx.loaded.model, *([ctx.critic] if ctx.critic is not None else [])]
+                save_before_raising(
+                    error, before.step, directory, models, save, whole=not begun(), exact=exact, note=note
+                )
             raise
 
 
-def rescue(
+def save_before_raising(
     error: Exception,
     done: int,
     directory: RunDirectory,
@@ -67,8 +71,8 @@ def rescue(
     exact: bool = True,
     note: Note,
 ) -> None:
-    """Have `save`, told whether it is alone, write a checkpoint of the `done` steps, unless there is one; says what
-    became of it.
+    """Have `save(alone=...)` write a checkpoint of the `done` steps, unless there is one; a note says what became of
+    it.
 
     models: what is trained. whole: their weights are those of that step. exact: a run goes on from the checkpoint as if
     nothing had been; otherwise an older one is worth more.
@@ -84,7 +88,7 @@ def rescue(
     if not whole:
         note(f"not saved after step {done}: the next step failed after it had begun to change the weights")
         return
-    sick = isinstance(error, NonFiniteError) and not all(map(finite, models))
+    sick = isinstance(error, NonFiniteError) and not all(map(has_finite_weights, models))
     if distributed.any_rank(sick) if together else sick:
         note(f"not saved after step {done}: its weights are not finite")
         return
@@ -98,20 +102,25 @@ def rescue(
         note(f"saved after step {done}: the next step failed before its update")
 
 
-def finite(model: nn.Module) -> bool:
+def has_finite_weights(model: nn.Module) -> bool:
     """Whether all weights that are trained are finite."""
     trained = (sharding.local(weight.detach()) for weight in model.parameters() if weight.requires_grad)
     return all(bool(torch.isfinite(weight).all()) for weight in trained)
 
 
 def save_step(
-    p: Pieces, state: checkpoint.State, directory: RunDirectory, ahead: Ahead | None, *, alone: bool = False
+    ctx: Pieces, state: checkpoint.State, directory: RunDirectory, source: RolloutSource | None, *, alone: bool = False
 ) -> None:
-    """A checkpoint of the step that is done, with the rollouts that are drawn ahead or the opponent. alone: see
-    `checkpoint.save`."""
-    more: Callable[[Path], None] = p.opponent.save if p.opponent is not None else lambda _: None
-    if ahead is not None:
-        more = partial(ahead.write, done=state.step)
-    keep = p.recipe.run.keep_checkpoints
-    with p.watchdog.phase("save"):
-        checkpoint.save(directory.checkpoints, state, p.loaded, p.optimizer, keep, p.critic, more, alone=alone)
+    """A checkpoint of the step that is done, with the opponent and the rollouts of steps to come (source None: without
+    them). alone: see `checkpoint.save`."""
+
+    def save_more(folder: Path) -> None:
+        if ctx.opponent is not None:
+            ctx.opponent.save(folder)
+        if source is not None:
+            source.save(folder, state.step)
+
+    keep = ctx.recipe.run.keep_checkpoints
+    root = directory.checkpoints
+    with ctx.watchdog.phase("save"):
+        checkpoint.save(root, state, ctx.loaded, ctx.optimizer, keep, ctx.critic, save_more, alone=alone)

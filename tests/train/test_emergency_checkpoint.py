@@ -18,7 +18,17 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
-from posttrain.train import assemble, checkpoint, hf_trainer, overlap, rl, saved_rollouts, sft, update
+from posttrain.train import (
+    assemble,
+    checkpoint,
+    hf_trainer,
+    rl,
+    rollout_json,
+    rollout_source,
+    saved_rollouts,
+    sft,
+    update,
+)
 
 from .conftest import merged
 
@@ -266,7 +276,7 @@ def test_rollouts_drawn_ahead_that_fail_leave_those_of_the_step_itself(
         rl.run(made, directory)
     newest = checkpoints.latest(directory.checkpoints)
     assert newest is not None and checkpoints.step_of(newest) == 1
-    assert (newest / overlap.FILE).is_file()
+    assert (newest / rollout_json.FILE).is_file()
     (tmp_path / "broken").unlink()
     assert finished(opened, "broken run", made, resume=True) == expected
 
@@ -294,7 +304,8 @@ def test_rollouts_that_are_still_drawn_are_waited_for(recipe: Make, opened: Open
         rl.run(made, directory)
     newest = checkpoints.latest(directory.checkpoints)
     assert newest is not None and checkpoints.step_of(newest) == 2
-    assert len(json.loads((newest / overlap.FILE).read_text())["rollouts"]) == 16
+    (saved,) = json.loads((newest / rollout_json.FILE).read_text())
+    assert saved["step"] == 2 and len(saved["rollouts"]) == 16
 
 
 @pytest.mark.usefixtures("engine_apart")
@@ -341,14 +352,14 @@ def test_ctrl_c_in_the_last_step_leaves_the_final_model(
     recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in sft and dpo: there is nothing to go on with."""
-    collect = rl.collect
+    collect = rollout_source.collect
 
-    def interrupted(p: Any, state: Any) -> Any:
+    def interrupted(ctx: Any, state: Any, *args: Any) -> Any:
         if state.step == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return collect(p, state)
+        return collect(ctx, state, *args)
 
-    monkeypatch.setattr(rl, "collect", interrupted)
+    monkeypatch.setattr(rollout_source, "collect", interrupted)
     with opened() as directory:
         summary = rl.run(recipe(run={"steps": 2}), directory)
     assert summary["steps"] == 2 and (directory.final / "model.safetensors").is_file()

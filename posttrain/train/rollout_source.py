@@ -1,0 +1,292 @@
+"""Where a step's rollouts come from: drawn when the step begins, or up to k steps earlier (`rollout.staleness: k`).
+
+With staleness k the rollouts of step t (from 0) are begun with version max(0, t-k) of the weights. Step t:
+
+    without `partial`: wait until nothing is being generated, so that no rollout has tokens of two versions
+    sync: the engine holds version t; with `partial`, rollouts in progress go on with it
+    begin to generate and score the rollouts of step t+k (in the first step: those of steps 0 to k)
+    wait for the rollouts of step t, and train on them: the trainer holds version t+1
+
+Where the engine can generate while the trainer changes its weights (`Engine.apart`), the third line goes on beside the
+fourth. Elsewhere it ends first, and the engine sleeps during the update.
+
+Without `partial` the rollouts depend on the recipe, the step and the weights, not on timing nor on where the engine
+runs. With it timing matters too, and each token records which version sampled it. A batch of rollouts is begun with the
+controllers' numbers and the components' memory of the step that begins it.
+
+A checkpoint waits for the rollouts in progress and holds them, so that a resumed run goes on with the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.batch import Rollout
+from posttrain.errors import EngineError
+from posttrain.run.watchdog import Watchdog
+from posttrain.train import distributed, rollout_json
+from posttrain.train.checkpoint import State
+from posttrain.train.collect import PromptStream, StepRollouts, collect
+from posttrain.train.pieces import Pieces
+
+PATIENCE_S = 60.0  # to wait for rollouts that are given up, or saved after an error
+
+
+class RolloutSource(Protocol):
+    """Gives each step its rollouts. Each rank has one, and all ranks call the same methods in the same order."""
+
+    def next(self, ctx: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+        """The scored rollouts of step `state.step`, and metrics of how they were collected.
+
+        The engine gets the trainer's weights first; one that shares the trainer's GPU is left asleep. Moves `state`
+        past the prompts and reward calls of these rollouts.
+        """
+        ...
+
+    def finish(self, ctx: Pieces, state: State) -> None:
+        """Wait for rollouts in progress, so that `save` can write them. state: behind the step that is done."""
+        ...
+
+    def can_save(self, done: int) -> bool:
+        """Whether a run could go on exactly from a checkpoint of its first `done` steps, written by `save` now."""
+        ...
+
+    def save(self, folder: Path, done: int) -> None:
+        """Write the rollouts of steps from `done` on that are there."""
+        ...
+
+    def load(self, folder: Path, ctx: Pieces, state: State) -> None:
+        """Read what `save` wrote, if it wrote anything. state: the checkpoint's."""
+        ...
+
+    def close(self) -> None:
+        """Give up the rollouts in progress."""
+        ...
+
+
+def rollout_source(ctx: Pieces) -> RolloutSource:
+    """The source that `rollout.staleness` asks for."""
+    return AsyncRollouts(ctx) if ctx.recipe.rollout.staleness else SynchronousRollouts()
+
+
+class SynchronousRollouts:
+    """Every step draws its own rollouts, with the newest weights: between two steps there are none."""
+
+    def next(self, ctx: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+        """See `RolloutSource.next`."""
+        ctx.sync(state.step)
+        batch = collect(ctx, state, PromptStream(state.position))
+        if not ctx.engine.apart:
+            ctx.engine.sleep()
+        distributed.together(take_batch, ctx, state, batch, 0)
+        return batch.rollouts, batch.metrics
+
+    def finish(self, ctx: Pieces, state: State) -> None: ...
+
+    def can_save(self, done: int) -> bool:
+        """See `RolloutSource.can_save`."""
+        del done
+        return True
+
+    def save(self, folder: Path, done: int) -> None: ...
+
+    def load(self, folder: Path, ctx: Pieces, state: State) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AsyncRollouts:
+    """A queue of the rollouts of steps t to t+k, where t is the step that trains and k `rollout.staleness`."""
+
+    def __init__(self, ctx: Pieces) -> None:
+        settings = ctx.recipe.rollout
+        self._staleness, self._partial = settings.staleness, settings.partial
+        self._engine = ctx.engine
+        self._side_by_side = self._partial and inspect.iscoroutinefunction(getattr(ctx.engine, "complete", None))
+        # an opponent takes the place of the weights that the update would change
+        self._beside = ctx.engine.apart and ctx.opponent is None
+        self._stream = PromptStream(0)
+        self._tasks: dict[int, RolloutTask] = {}  # by step
+        # Each task in progress talks to other ranks over a group of its own: messages of two threads must not mix.
+        self._groups = [distributed.new_group() for _ in range(self._staleness + 1)]
+
+    def next(self, ctx: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+        """See `RolloutSource.next`."""
+        step = state.step
+        self._tasks = {n: task for n, task in self._tasks.items() if n >= step}
+        if not self._partial:
+            with ctx.watchdog.phase("rollout"):
+                for task in self._tasks.values():
+                    task.generated.wait()
+        ctx.sync(step)
+        for number in range(step, min(step + self._staleness + 1, ctx.steps)):
+            if number not in self._tasks:
+                self._tasks[number] = self._begin(ctx, dataclasses.replace(state, step=number), version=step)
+        if not ctx.engine.apart:
+            ctx.engine.sleep()
+        task = self._tasks[step]
+        with ctx.watchdog.phase("rollout"):
+            batch = task.result()
+        ctx.watchdog.seconds |= {f"ahead_{name}": seconds for name, seconds in batch.seconds.items()}
+        try:
+            distributed.together(take_batch, ctx, state, batch, self._staleness)
+        except Exception as error:
+            task.error = error  # not to be saved: the run would go on to fail again
+            raise
+        return batch.rollouts, batch.metrics
+
+    def _begin(self, ctx: Pieces, state: State, *, version: int) -> RolloutTask:
+        """Begin to collect the rollouts of step `state.step` with the weights that the engine holds."""
+        clock = Watchdog(ctx.watchdog.folder, None)  # only measures phases: the thread that waits is watched for hangs
+        own, group = dataclasses.replace(ctx, watchdog=clock), self._groups[state.step % len(self._groups)]
+        before = None if self._side_by_side else self._tasks.get(state.step - 1)
+
+        def work(on_generated: Callable[[], object]) -> StepRollouts:
+            if before is not None:
+                before.generated.wait()  # in order, so that prompts are drawn in the same order everywhere
+            with distributed.over(group):
+                batch = collect(own, state, self._stream, on_generated)
+            return dataclasses.replace(batch, seconds=clock.seconds)
+
+        task = RolloutTask(version, work)
+        if self._beside:
+            task.start()
+        else:
+            with ctx.watchdog.phase("rollout"):
+                task.run()
+                task.result()
+        return task
+
+    # --- checkpoints ---
+
+    def finish(self, ctx: Pieces, state: State) -> None:
+        """See `RolloutSource.finish`. With `partial`, rollouts in progress go on with the newest weights."""
+        left = [task for n, task in self._tasks.items() if n >= state.step]
+        if self._partial and distributed.any_rank(any(task.running for task in left)):
+            ctx.sync(state.step)
+        with ctx.watchdog.phase("rollout"):
+            for task in left:
+                task.result()
+
+    def can_save(self, done: int) -> bool:
+        """See `RolloutSource.can_save`. Rollouts that older weights have begun cannot be drawn again.
+
+        Those of a task in progress are waited for, but not for long.
+        """
+        needed = [task for n, task in self._tasks.items() if n >= done and task.version < done]
+        give_up = time.monotonic() + PATIENCE_S
+        for task in needed:
+            if not any(other.error for other in needed):
+                task.wait(max(give_up - time.monotonic(), 0.0))
+        return all(task.finished for task in needed)
+
+    def save(self, folder: Path, done: int) -> None:
+        """See `RolloutSource.save`: up to the first step whose rollouts are not there."""
+        batches: list[StepRollouts] = []
+        while (task := self._tasks.get(done + len(batches))) is not None and task.finished:
+            batches.append(task.result())
+        if batches:
+            rollout_json.write(folder, batches)
+
+    def load(self, folder: Path, ctx: Pieces, state: State) -> None:
+        """See `RolloutSource.load`."""
+        batches = rollout_json.read(folder, ctx.prompts)
+        self._stream = PromptStream(max([state.position, *(batch.position for batch in batches)]))
+        self._tasks = {}
+        for batch in batches:
+            self._tasks[batch.step] = RolloutTask(state.step - 1, partial(_as_it_is, batch))
+            self._tasks[batch.step].run()
+
+    def close(self) -> None:
+        """Give up the rollouts in progress: closing the engine ends its requests."""
+        running = [task for task in self._tasks.values() if task.running]
+        if running:
+            self._engine.close()
+        give_up = time.monotonic() + PATIENCE_S
+        for task in running:
+            task.wait(max(give_up - time.monotonic(), 0.0))
+
+
+class RolloutTask:
+    """Collects the rollouts of one step, in a thread of its own after `start`, in this one by `run`.
+
+    version: of the weights that begin them. work: collects them; it calls its argument when the engine is done with
+    them. generated: set then, and when the task has ended.
+    """
+
+    def __init__(self, version: int, work: Callable[[Callable[[], object]], StepRollouts]) -> None:
+        self.version = version
+        self.generated = threading.Event()
+        self.error: BaseException | None = None
+        self._work, self._batch = work, list[StepRollouts]()
+        self._thread = threading.Thread(target=self.run, name="rollouts of a step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def run(self) -> None:
+        """Do the work; `result` raises what it raised."""
+        try:
+            self._batch.append(self._work(self.generated.set))
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.generated.set()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the rollouts are there, without an error."""
+        return bool(self._batch) and self.error is None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for the end, at most so long."""
+        if self.running:
+            self._thread.join(seconds)
+
+    def result(self) -> StepRollouts:
+        """The rollouts, once they are there. Raises what the work raised."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self._batch[0]
+
+
+def _as_it_is(batch: StepRollouts, _: Callable[[], object]) -> StepRollouts:
+    return batch
+
+
+def take_batch(ctx: Pieces, state: State, batch: StepRollouts, staleness: int) -> None:
+    """Move `state` past the prompts and reward calls of its step's rollouts.
+
+    Raises EngineError if they are older than `staleness` updates, RunError if too many reward calls have failed in
+    these and earlier steps.
+    """
+    check_versions(batch.rollouts, state.step, staleness)
+    failures = ctx.scorer.failures(history=state.calls)
+    for calls in batch.calls:
+        failures.add(calls)
+    state.calls = failures.history
+    state.position = max(state.position, batch.position)
+
+
+def check_versions(rollouts: list[Rollout], step: int, staleness: int) -> None:
+    """Raise EngineError unless all tokens were sampled by versions step-staleness to step."""
+    mixed = [version for r in rollouts for s in r.segments for version in s.versions or ()]
+    found = [*mixed, *(r.version for r in rollouts)]
+    oldest, newest = min(found, default=step), max(found, default=step)
+    if oldest < step - staleness or newest > step:
+        raise EngineError(
+            f"step {step + 1} was given rollouts of versions {oldest} to {newest}",
+            allowed=f"versions {max(step - staleness, 0)} to {step}, by rollout.staleness {staleness}",
+        )

@@ -1,0 +1,610 @@
+"""Rollouts of older weights: which version draws them, what a checkpoint holds, and what an error costs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn
+from posttrain.errors import EngineError, Interrupted, RecipeError, RunError
+from posttrain.loss.correction import tis
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.stages import Stage
+from posttrain.run import checkpoints
+from posttrain.run.metrics import read_metrics
+from posttrain.run.watchdog import Watchdog
+from posttrain.train import assemble, rl, rollout_json, rollout_source
+from posttrain.train.checkpoint import State
+from posttrain.train.collate import rollout_batch
+from posttrain.train.collect import PromptStream, StepRollouts
+from posttrain.train.rl_metrics import age_metrics, drift_metrics
+from posttrain.train.rollout_source import AsyncRollouts
+from posttrain.verify.failures import Calls, Failures
+
+from .conftest import merged
+from .versioned_engine import LongRollouts, VersionedEngine
+
+Opened = Callable[..., AbstractContextManager[Any]]
+Make = Callable[..., Stage]
+Values = dict[str, Any]
+
+
+# --- the schedule, without a model ---
+
+
+class Engine:
+    """Holds a version. asleep: whether it was put to sleep after it was last synced."""
+
+    def __init__(self, *, apart: bool) -> None:
+        self.apart, self.version, self.said, self.closed = apart, 0, list[str](), threading.Event()
+
+    def sync(self, version: int) -> None:
+        self.version = version
+        self.said.append(f"sync {version}")
+
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a source uses of the context of a run."""
+
+    engine: Engine
+    recipe: Any
+    watchdog: Watchdog
+    steps: int = 7
+    opponent: Any = None
+    prompts: tuple[Prompt, ...] = (Prompt("p", {}, "", (1,)),)
+    scorer: Any = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(failures=lambda history: Failures({"r": "r"}, 0.1, history=history))
+    )
+
+    def sync(self, version: int) -> None:
+        if self.engine.version != version:
+            self.engine.sync(version)
+
+
+class Collected:
+    """Takes the place of `collect`: `drawn` are (step, version before, version after) of what was generated, in order.
+
+    hold: steps whose generation, or `slow`: whose scoring, waits for `go`."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[int, int, int]] = []
+        self.hold, self.slow, self.failing = set[int](), set[int](), set[int]()
+        self.go, self.begun = threading.Event(), threading.Event()
+        self.refills = False
+
+    def __call__(
+        self, ctx: Context, state: State, stream: PromptStream, on_generated: Callable[[], object] = lambda: None
+    ) -> StepRollouts:
+        start, before = stream.claim(2), ctx.engine.version
+        self.begun.set()
+        if state.step in self.hold:
+            while not (self.go.wait(0.01) or ctx.engine.closed.is_set()):
+                pass
+        self.drawn.append((state.step, before, ctx.engine.version))
+        if not self.refills:
+            on_generated()
+        if state.step in self.slow:
+            assert self.go.wait(20)
+        if state.step in self.failing:
+            raise RunError(f"rollouts of step {state.step}")
+        rollout = Rollout(ctx.prompts[0], 0, (Segment("model", (1,), (-1.0,)),), "", "stop", before)
+        failed = Calls(state.step, 1, 1, {}, {}, {})
+        return StepRollouts(state.step, [rollout], {"seen": state.memory}, [failed], start + 2)
+
+
+@pytest.fixture
+def collected(monkeypatch: pytest.MonkeyPatch) -> Collected:
+    found = Collected()
+    monkeypatch.setattr(rollout_source, "collect", found)
+    return found
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Callable[..., Context]:
+    def make(staleness: int, *, apart: bool = True, partial: bool = False) -> Context:
+        recipe = SimpleNamespace(rollout=SimpleNamespace(staleness=staleness, partial=partial))
+        return Context(Engine(apart=apart), recipe, Watchdog(tmp_path, None))
+
+    return make
+
+
+def trained(ctx: Context, source: AsyncRollouts, state: State, upto: int) -> list[int]:
+    """Take the rollouts of steps up to that one; the versions that drew them."""
+    found = []
+    while state.step < upto:
+        rollouts, _ = source.next(ctx, state)
+        found.append(rollouts[0].version)
+        state.step += 1
+    return found
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("staleness", [1, 2, 4, 8])
+def test_rollouts_of_step_t_are_drawn_by_version_t_minus_k(
+    context: Any, collected: Collected, staleness: int, apart: bool
+) -> None:
+    """Whole, in order, and none for a step that never comes; an engine that cannot work beside the trainer then
+    sleeps."""
+    ctx, state = context(staleness, apart=apart), State()
+    source = AsyncRollouts(ctx)
+    versions = [max(0, t - staleness) for t in range(7)]
+    assert trained(ctx, source, state, 7) == versions
+    assert collected.drawn == [(t, v, v) for t, v in enumerate(versions)]
+    assert state.position == 14 and [Calls._make(c).step for c in state.calls] == list(range(7))
+    synced = [f"sync {v}" for v in range(1, 7)]
+    assert ctx.engine.said == (synced if apart else ["sleep", *(x for s in synced for x in (s, "sleep"))])
+
+
+def test_they_are_drawn_while_the_step_trains(context: Any, collected: Collected) -> None:
+    """Those of step 2 wait for the trainer to be in the update of step 1, and the sync of step 2 waits for them."""
+    collected.hold = {2}
+    ctx, state = context(1), State()
+    source = AsyncRollouts(ctx)
+    assert trained(ctx, source, state, 2) == [0, 0]
+    assert collected.drawn == [(0, 0, 0), (1, 0, 0)]
+    threading.Timer(0.05, collected.go.set).start()
+    assert trained(ctx, source, state, 3) == [1] and collected.drawn[2] == (2, 1, 1)
+
+
+@pytest.mark.parametrize("refills", [False, True])
+def test_a_sync_waits_for_the_engine_and_not_for_scores(context: Any, collected: Collected, refills: bool) -> None:
+    """The scores of step 3 take until step 3 needs them; if they decide what else is drawn, the sync waits for them."""
+    collected.slow, collected.refills = {3}, refills
+    ctx, state = context(3), State()
+    source = AsyncRollouts(ctx)
+    assert trained(ctx, source, state, 1) == [0]
+    if refills:
+        threading.Timer(0.05, collected.go.set).start()
+        assert trained(ctx, source, state, 2) == [0] and collected.go.is_set()
+    trained(ctx, source, state, 3)
+    assert collected.go.is_set() == refills
+    collected.go.set()
+    assert trained(ctx, source, state, 7) == [0, 1, 2, 3]
+    assert [step for step, *_ in collected.drawn] == list(range(7))
+
+
+def test_with_partial_a_sync_waits_for_nothing(context: Any, collected: Collected) -> None:
+    """Long rollouts of step 2 are in progress until it needs them: weights of steps 1 and 2 arrive meanwhile."""
+    collected.hold = {2}
+    ctx, state = context(2, partial=True), State()
+    ctx.engine.complete = complete  # it works on requests side by side
+    source = AsyncRollouts(ctx)
+    assert trained(ctx, source, state, 2) == [0, 0]
+    threading.Timer(0.05, collected.go.set).start()
+    assert trained(ctx, source, state, 3) == [0]
+    assert (2, 0, 2) in collected.drawn
+    assert trained(ctx, source, state, 7) == [1, 2, 3, 4]
+
+
+async def complete() -> None:
+    """An engine that has a coroutine of this name takes requests as they come."""
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+@pytest.mark.parametrize("done", range(1, 7))
+def test_a_checkpoint_holds_what_older_weights_drew(
+    context: Any, collected: Collected, tmp_path: Path, staleness: int, done: int
+) -> None:
+    ctx, state = context(staleness), State()
+    source = AsyncRollouts(ctx)
+    straight = trained(ctx, source, state, done)
+    source.finish(ctx, state)
+    source.save(tmp_path, done)
+    held = json.loads((tmp_path / rollout_json.FILE).read_text())
+    assert [batch["step"] for batch in held] == list(range(done, min(done + staleness, 7)))
+    saved = dataclasses.replace(state)
+    straight += trained(ctx, source, state, 7)
+
+    collected.drawn.clear()
+    ctx = context(staleness)
+    source = AsyncRollouts(ctx)
+    source.load(tmp_path, ctx, saved)  # type: ignore[arg-type]
+    assert trained(ctx, source, saved, 7) == straight[done:]
+    assert saved == state and straight == [max(0, t - staleness) for t in range(7)]
+    assert collected.drawn == [(t, t - staleness, t - staleness) for t in range(done + staleness, 7)]
+
+
+def test_nothing_is_held_at_the_end_and_more_steps_begin_anew(
+    context: Any, collected: Collected, tmp_path: Path
+) -> None:
+    ctx, state = context(4), State()
+    source = AsyncRollouts(ctx)
+    trained(ctx, source, state, 7)
+    source.finish(ctx, state)
+    source.save(tmp_path, 7)
+    assert not (tmp_path / rollout_json.FILE).exists()
+    ctx = dataclasses.replace(context(4), steps=9)
+    source = AsyncRollouts(ctx)
+    source.load(tmp_path, ctx, state)
+    collected.drawn.clear()
+    assert trained(ctx, source, state, 9) == [7, 7] and state.position == 18
+
+
+def test_a_finish_with_partial_brings_the_newest_weights(context: Any, collected: Collected) -> None:
+    collected.hold = {3}
+    ctx, state = context(2, partial=True), State()
+    ctx.engine.complete = complete
+    source = AsyncRollouts(ctx)
+    trained(ctx, source, state, 2)
+    threading.Timer(0.05, collected.go.set).start()
+    source.finish(ctx, state)
+    assert (3, 1, 2) in collected.drawn and ctx.engine.version == 2
+
+
+@pytest.mark.parametrize(
+    ("failing", "exact", "kept"),
+    [
+        (4, True, [2, 3]),  # begun by version 2: the checkpoint's weights draw them again
+        (3, False, [2]),
+        (2, False, []),
+    ],
+)
+def test_what_an_error_leaves_to_save(
+    context: Any, collected: Collected, tmp_path: Path, failing: int, exact: bool, kept: list[int]
+) -> None:
+    """Two steps are done, and the third one fails before its update, or its own rollouts do."""
+    collected.failing = {failing}
+    ctx, state = context(2), State()
+    source = AsyncRollouts(ctx)
+    trained(ctx, source, state, 2)
+    with pytest.raises(RunError, match="rollouts of step 2") if failing == 2 else contextlib.nullcontext():
+        source.next(ctx, dataclasses.replace(state))
+    assert source.can_save(2) == exact
+    source.save(tmp_path, 2)
+    found = rollout_json.read(tmp_path, ctx.prompts)
+    assert [batch.step for batch in found][: len(kept)] == kept and len(found) <= len(kept) + (failing > 4)
+
+
+def test_rollouts_in_progress_are_waited_for_after_an_error_but_not_for_ever(
+    context: Any, collected: Collected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected.hold = {3}
+    ctx, state = context(2), State()
+    source = AsyncRollouts(ctx)
+    trained(ctx, source, state, 2)
+    monkeypatch.setattr(rollout_source, "PATIENCE_S", 0.05)
+    assert not source.can_save(2)
+    monkeypatch.undo()
+    threading.Timer(0.05, collected.go.set).start()
+    assert source.can_save(2)
+
+
+@pytest.mark.usefixtures("collected")
+def test_rewards_that_fail_too_often_are_found_in_the_order_of_steps(
+    context: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each step's calls are within the limit, those of steps 0 to 2 together are not; the rollouts that went over it
+    are not saved, since a run could not go on from them."""
+    inner = Collected.__call__
+
+    def failing(self: Collected, *args: Any) -> StepRollouts:
+        found = inner(self, *args)
+        return dataclasses.replace(found, calls=[Calls(found.step, 40, 40, {"r": 16}, {}, {"r": "why"})])
+
+    monkeypatch.setattr(Collected, "__call__", failing)
+    ctx, state = context(2), State()
+    source = AsyncRollouts(ctx)
+    trained(ctx, source, state, 2)
+    with pytest.raises(RunError, match="48 of 120 calls failed in the last 3 steps"):
+        source.next(ctx, state)
+    assert not source.can_save(2)
+    source.save(tmp_path, 2)
+    assert not (tmp_path / rollout_json.FILE).exists()
+
+
+def test_what_is_given_up_leaves_no_thread(context: Any, collected: Collected) -> None:
+    """Ctrl-C arrives while a step waits for its rollouts: the engine is closed, which ends its requests."""
+    collected.hold = {1, 2}
+    ctx, state = context(2), State()
+    with contextlib.closing(AsyncRollouts(ctx)) as source:
+        assert trained(ctx, source, state, 1) == [0]
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            source.next(ctx, state)
+    assert ctx.engine.closed.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollouts of a step"]
+
+
+@pytest.mark.parametrize(("version", "wrong"), [(2, False), (5, False), (1, True), (6, True)])
+def test_versions_that_cannot_be_end_the_run(version: int, wrong: bool) -> None:
+    """Of step 5 with staleness 3: versions 2 to 5, of each token."""
+    segments = (Segment("model", (1, 2), None, (3, version)),)
+    rollout = Rollout(Prompt("p", {}, "", (1,)), 0, segments, "", "stop", 3)
+    with pytest.raises(EngineError, match=r"step 6 .* versions") if wrong else contextlib.nullcontext():
+        rollout_source.check_versions([rollout], 5, 3)
+
+
+def test_rollouts_read_back_as_they_were(tmp_path: Path) -> None:
+    prompts = [Prompt("a", {"x": 1}, "A", (1, 2)), Prompt("b", {}, "B", (3,))]
+    segments = (Segment("model", (5, 6), (-0.1, -1 / 3), (6, 7)), Segment("tool", (7,), None))
+    turns = (
+        Turn("asks", (ToolCall("sql", {"query": "q"}, "7"), ToolCall("?", {}, "no", "malformed")), "7", 0.5),
+        Turn("ends"),
+    )
+    more: Values = {"turns": turns, "ended": "answer", "world_score": 1.0, "against": (0.5, None)}
+    more |= {"part_ends": (1, 2), "turn_rewards": (0.5, -1 / 3), "turn_scores": {"r": (0.25, 0.0)}}
+    rollouts = [
+        Rollout(prompts[1], 3, segments, "text\n\u00e9", "length", 7, {"r": 0.1, "s": None}, 0.1, None, **more),
+        Rollout(prompts[0], 4, (Segment("model", (), ()),), "", "stop", 8, {"r": None}, None, True),
+    ]
+    batches = [
+        StepRollouts(9, rollouts, {"rewards/r/errors": 2}, [Calls(7, 2, 2, {"r": 2}, {}, {})], 12),
+        StepRollouts(10, [], {}, [], 14),
+    ]
+    rollout_json.write(tmp_path, batches)
+    back = rollout_json.read(tmp_path, prompts)
+    assert back == batches and back[0].rollouts[0].prompt is prompts[1]
+
+
+# --- ratios by hand ---
+
+
+def test_each_token_is_weighed_by_the_version_that_sampled_it() -> None:
+    """Four versions sampled the two rollouts of step 5; a tool's reply between two turns counts nowhere."""
+    prompt = Prompt("p", {}, "", (1,))
+    long = (Segment("model", (1, 2, 3), (-1.0, -2.0, -3.0), (2, 3, 3)), Segment("tool", (4,), None))
+    last = Segment("model", (5, 6), (-1.0, -1.0), (4, 5))
+    rollouts = [
+        Rollout(prompt, 0, (*long, last), "", "stop", 2),
+        Rollout(prompt, 0, (Segment("model", (7, 8), (-0.5, -0.5)),), "", "stop", 4),
+    ]
+    batch = rollout_batch(rollouts)
+    assert batch.versions is not None and batch.rollout_logp is not None
+    assert batch.versions[0, [0, 1, 2, 4, 5]].tolist() == [2, 3, 3, 4, 5] and batch.versions[1, :2].tolist() == [4, 4]
+    # the trainer at step 5 has -1 everywhere: ratios e^0, e^1, e^2 | e^0, e^0 and e^-0.5 twice, cut at 2
+    logp = batch.rollout_logp.nan_to_num(nan=0.0) * 0 - 1.0
+    weights = tis(batch, logp, clip_max=2.0).weights
+    assert weights[0].tolist() == [1.0, 2.0, 2.0, 0.0, 1.0, 1.0]
+    assert weights[1, :2].tolist() == pytest.approx([0.60653066, 0.60653066])
+    # ages 3, 2, 2, 1, 0 and 1, 1: oldest 3 and 1, mean 10 / 7
+    assert age_metrics(batch, 5) == {
+        "rollout/staleness": 2.0,
+        "rollout/token_age": 10 / 7,
+        "rollout/mixed_versions": 0.5,
+    }
+    # d is 0 | 1, 2 | 0 | 0, and -1/2 twice; if the second rollout has no log-probs of the trainer, it has no drift
+    drift = drift_metrics(batch, logp, 5)
+    assert [drift[f"rollout/age/{age}"] for age in range(4)] == pytest.approx([1 / 7, 3 / 7, 2 / 7, 1 / 7])
+    k3 = [0.0, (0.0 + 2 * (math.exp(-0.5) - 0.5)) / 3, (math.e - 2 + math.exp(2) - 3) / 2, 0.0]
+    assert [drift[f"mismatch/kl_age/{age}"] for age in range(4)] == pytest.approx(k3)
+    logp[1] = 0.0
+    assert drift_metrics(batch, logp, 5)["mismatch/kl_age/1"] == 0.0
+
+
+# --- whole runs on `tiny` ---
+
+REWARDS = """
+def digits(completion, token_count):
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Make:
+    """An RL recipe on `tiny` whose corrections weigh old rollouts; keyword arguments change keys of its sections."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(24):
+            file.write(json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3)}) + "\n")
+    base: Values = {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 3, "group_size": 2, "max_new_tokens": 12},
+        "rewards": [{"use": "rewards.py:digits"}],
+        "corrections": [{"use": "tis"}],
+        "scoring": {"workers": 1, "correct_at": 0.6},
+        "optim": {"lr": 5e-3},
+        "run": {"steps": 6, "save_every": 1, "keep_checkpoints": 9},
+    }
+    return lambda **changes: load_dict(merged(base, changes), base_dir=tmp_path, where="test").recipe
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Runs get their engine from a function of the tokenizer."""
+
+    def set_engine(make: Callable[[Any], Any]) -> None:
+        monkeypatch.setattr(assemble, "make_engine", lambda _, loaded, **__: make(loaded.tokenizer))
+
+    return set_engine
+
+
+@pytest.fixture
+def run(opened: Opened) -> Callable[..., list[Values]]:
+    """Runs a recipe; its metrics without times."""
+
+    def run_in(name: str, recipe: Stage, *, resume: bool = False) -> list[Values]:
+        with opened(name, resume=resume) as directory:
+            rl.run(recipe, directory)  # type: ignore[arg-type]
+        return timeless(directory.path)
+
+    return run_in
+
+
+def timeless(path: Path) -> list[Values]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_metrics(path)]
+
+
+def sampled_by(path: Path) -> list[set[int]]:
+    """The versions that began the rollouts of each step."""
+    rows = [json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()]
+    return [{row["version"] for row in rows if row["step"] == step} for step in range(1, 7)]
+
+
+@pytest.mark.parametrize(("staleness", "refilled"), [(0, False), (1, True), (4, False), (4, True)])
+def test_a_run_that_was_killed_after_any_step_goes_on_exactly(
+    recipe: Make, run: Any, use: Any, tmp_path: Path, staleness: int, refilled: bool
+) -> None:
+    """Also where groups are replaced by those of new prompts; and an engine that cannot work beside the trainer draws
+    the same."""
+    changes: Values = {"rollout": {"staleness": staleness}}
+    if refilled:
+        changes = {"algorithm": "dapo", "rollout": {"staleness": staleness, "max_gen_batches": 40, "group_size": 3}}
+    made = recipe(**changes)
+    use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.001))
+    straight = run("straight", made)
+    assert sampled_by(tmp_path / "straight") == [{max(0, t - staleness)} for t in range(6)]
+    ages = [row.get("rollout/staleness") for row in straight]
+    assert ages == ([None] * 6 if not staleness else [min(t, staleness) for t in range(6)])
+    if refilled:
+        assert any(row["rollout/gen_batches"] > 1 for row in straight)
+    for done in (2,) if refilled else (1, 3, 5):
+        shutil.copytree(tmp_path / "straight", tmp_path / f"killed {done}")
+        for step in range(done + 1, 7):
+            shutil.rmtree(checkpoints.folder_for(tmp_path / f"killed {done}" / "checkpoints", step))
+        assert run(f"killed {done}", made, resume=True) == straight, done
+
+    def together(tokenizer: Any) -> VersionedEngine:
+        engine = VersionedEngine(tokenizer)
+        engine.apart = False
+        return engine
+
+    use(together)
+    assert run("together", made) == straight
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_rollouts_that_several_versions_sample(
+    recipe: Make, run: Any, use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """With `partial` a rollout of 11 tokens goes on for up to 3 updates; a checkpoint, which waits for it, ends it
+    sooner. A run that was killed goes on from there."""
+    rollout = {"staleness": staleness, "partial": True, "engine": "vllm", "vllm": {"server": {"devices": [1]}}}
+    made: Any = recipe(rollout=rollout, run={"save_every": 3})
+    engines: list[LongRollouts] = []
+
+    def use_long(resumed: int = 0) -> None:
+        def make(tokenizer: Any) -> LongRollouts:
+            engines.append(LongRollouts(tokenizer, made.rollout, steps=6, seed=made.run.seed, resumed=resumed))
+            return engines[-1]
+
+        use(make)
+
+    finish = AsyncRollouts.finish
+
+    def finishing(self: AsyncRollouts, *args: Any) -> None:
+        engines[-1].finishing = True
+        finish(self, *args)
+        engines[-1].finishing = engines[-1].hurried = False
+
+    monkeypatch.setattr(AsyncRollouts, "finish", finishing)
+    monkeypatch.setattr(assemble, "check_engine", lambda *_: None)
+    use_long()
+    straight = run("straight", made)
+    assert straight[0]["rollout/token_age"] == 0
+    assert [row["rollout/mixed_versions"] for row in straight[1:]] == [1.0] * 5
+    # token i of a rollout that version v began is of version min(v + i // 3, step): 11 tokens or more, 12 at most.
+    # Those of step 2 (from 0), begun by version 1 or 0:
+    expected = {1: (3, 3 * 1), 4: (6, 3 * 2 + 3 * 1)}[staleness]
+    lengths = straight[2]["completions/mean_length"] * 6
+    assert straight[2]["rollout/token_age"] == pytest.approx(6 * expected[1] / lengths)
+    assert all(row["rollout/staleness"] == min(t, staleness) for t, row in enumerate(straight))
+    shutil.rmtree(checkpoints.folder_for(tmp_path / "straight" / "checkpoints", 6))
+    use_long(resumed=3)
+    assert run("straight", made, resume=True) == straight
+
+
+def test_ctrl_c_saves_what_is_drawn(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
+    """It arrives in step 2, while rollouts of steps 3 to 6 are there or in progress."""
+    made = recipe(rollout={"staleness": 4}, run={"save_every": None})
+    use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.002))
+    straight = run("straight", made)
+    with opened("broken") as directory, stopping_after(2), pytest.raises(Interrupted, match="step 2 of 6"):
+        rl.run(made, directory)  # type: ignore[arg-type]
+    newest = checkpoints.latest(directory.checkpoints, hashes=True)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    saved = json.loads((newest / rollout_json.FILE).read_text())
+    assert [(batch["step"], batch["position"]) for batch in saved] == [(2, 9), (3, 12), (4, 15), (5, 18)]
+    assert run("broken", made, resume=True) == straight
+
+
+@contextlib.contextmanager
+def stopping_after(steps: int) -> Iterator[None]:
+    """Ctrl-C arrives while that step runs."""
+    original, left = rl.step, steps
+
+    def step(*args: Any) -> Any:
+        nonlocal left
+        found = original(*args)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    rl.step = step
+    try:
+        yield
+    finally:
+        rl.step = original
+
+
+def test_an_engine_that_dies_ends_the_run_and_leaves_it_whole(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
+    """While it draws for step 5, whose rollouts a checkpoint of steps 3 or 4 would have to hold: that of step 2 is the
+    newest."""
+
+    class Dying(VersionedEngine):
+        async def complete(self, request: Any, sampling: Any) -> Any:
+            if len(self.drawn) >= 13:
+                raise EngineError("the engine is gone")
+            return await super().complete(request, sampling)
+
+    made = recipe(rollout={"staleness": 2}, run={"save_every": 2})
+    use(VersionedEngine)
+    straight = run("straight", made)
+    use(Dying)
+    with opened("broken") as directory, pytest.raises(EngineError, match="the engine is gone"):
+        rl.run(made, directory)  # type: ignore[arg-type]
+    newest = checkpoints.latest(directory.checkpoints)
+    assert newest is not None and checkpoints.step_of(newest) == 2
+    use(VersionedEngine)
+    assert run("broken", made, resume=True) == straight
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"corrections": []}, r"rollout.staleness: .*an update old(.|\n)*corrections: \[\{use: tis\}\]"),
+        ({"corrections": [], "rollout": {"staleness": 4}}, r"rollout.staleness: .*4 updates old"),
+        ({"corrections": [], "loss": {"use": "decoupled_ppo"}}, None),
+        ({"corrections": [{"use": "off_policy_seq_mask"}]}, None),
+        ({"corrections": [], "loss": {"use": "disco"}}, None),
+        ({"corrections": [], "rollout": {"staleness": 0}}, None),
+        ({"rollout": {"engine": "vllm", "top_p": 0.9}}, r"rollout.top_p: vLLM then reports no log-probs"),
+        ({"rollout": {"top_p": 0.9}}, None),
+        ({"rollout": {"staleness": 8}}, None),
+        ({"rollout": {"staleness": 9}}, "staleness"),
+        ({"rollout": {"partial": True}}, r"rollout.partial(.|\n)*vllm.server"),
+        ({"rollout": {"partial": True, "staleness": 0}}, r"rollout.partial(.|\n)*staleness"),
+        ({"rollout": {"engine": "vllm", "vllm": {"server": {"devices": [1]}}, "partial": True, "stop": ["x"]}},
+         "rollout.stop: a stop string that a sync divides"),
+        ({"rollout": {"engine": "vllm", "vllm": {"server": {"devices": [1]}}, "partial": True, "staleness": 4}}, None),
+    ],
+)  # fmt: skip
+def test_what_old_rollouts_need(recipe: Make, changes: Values, told: str | None) -> None:
+    changes = {**changes, "rollout": {"staleness": 1, **changes.get("rollout", {})}}
+    if told is None:
+        assert recipe(**changes).rollout.staleness == changes["rollout"]["staleness"]  # type: ignore[union-attr]
+        return
+    with pytest.raises(RecipeError, match=told):
+        recipe(**changes)
