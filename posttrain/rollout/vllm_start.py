@@ -27,6 +27,9 @@ from posttrain.rollout.weight_transfer import LOCAL_BACKEND
 
 EXTENSION = "posttrain.rollout.worker.Extension"
 LOG = "POSTTRAIN_ENGINE_LOG"  # where `worker` puts what its process says
+# Batches for which vLLM captures CUDA graphs; others are filled up to the next one, which costs a decoding step little:
+# it waits for memory and for the host. Fewer than vLLM's own 51, since each takes its time at every start.
+GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
 _TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
 _ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
 _starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
@@ -88,11 +91,13 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
         with _starting, compile_cache.apart():
             from vllm import envs
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
             cache, process = Path(envs.VLLM_CACHE_ROOT), int(os.environ.get("RANK", "0"))
             with compile_cache.same_path(folder, cache, process) as path, _environment_of_core(log):
-                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, path)))
+                many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, path)), usage_context=many)
     except PosttrainError:
         raise
     except Exception as cause:
@@ -196,6 +201,7 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "distributed_executor_backend": "uni",  # the model in the engine core's own process
         "worker_extension_cls": EXTENSION,
+        **({} if section.enforce_eager else {"cudagraph_capture_sizes": GRAPH_SIZES}),
     }
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}

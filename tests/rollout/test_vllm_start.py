@@ -9,6 +9,7 @@ import os
 import sys
 import types
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,14 @@ def test_arguments_transfer_weights_or_load_adapters(tmp_path: Path) -> None:
     lora = vllm_start.arguments(spec(12), tmp_path)
     assert (lora["enable_lora"], lora["max_lora_rank"]) == (True, 16)
     assert not {"load_format", "weight_transfer_config"} & set(lora)
+
+
+def test_graphs_are_captured_for_few_batches_up_to_vllms_own_largest(tmp_path: Path) -> None:
+    """A batch is filled up to less than 1.5 times its size from 8 on, and not at all where it is one of the sizes."""
+    sizes = vllm_start.arguments(spec(None), tmp_path)["cudagraph_capture_sizes"]
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 512 and len(sizes) < 51 / 2
+    assert all(b <= 1.5 * a for a, b in pairwise(sizes) if a > 8)
+    assert "cudagraph_capture_sizes" not in vllm_start.arguments(spec(None, enforce_eager=True), tmp_path)
 
 
 def test_sleep_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
