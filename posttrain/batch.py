@@ -177,6 +177,7 @@ class RolloutBatch:
     # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
     new_values: Tensor | None = None  # [N,T] critic
     vocab_mean_logp: Tensor | None = None  # [N,T]
+    router_loss: Tensor | None = None  # [N] load-balancing loss of a mixture of experts over a row's tokens
     step: int = 0  # finished steps of the run
     total_steps: int = 1  # planned steps of the run
     memory: Mapping[str, Any] = field(default_factory=dict)  # component name -> what it remembers from the last step

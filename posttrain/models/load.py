@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -386,7 +387,8 @@ def generation_config(tokenizer: Any, eos: tuple[int, ...]) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers on stderr."""
+    """No progress bars of transformers on stderr, and no warning of PEFT that two ranks of its own are unused: those of
+    experts' gate and up projections, which are one tensor. It uses them."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
@@ -394,7 +396,9 @@ def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     gguf.tqdm = functools.partial(bar, disable=True)  # this one does not ask transformers' switch
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+            yield
     finally:
         gguf.tqdm = bar
         if shown:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.models.experts import compute_experts_in_half
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -34,6 +36,8 @@ def keep_master_weights(model: nn.Module) -> torch.dtype | None:
     for module in model.modules():
         if half is not None and hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False
+    if half is not None:
+        compute_experts_in_half()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

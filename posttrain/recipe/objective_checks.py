@@ -18,7 +18,7 @@ Found = Iterator[tuple[str, str, str]]
 FROM_ROLLOUTS = {"rewards", "components", "correct", "truncated", "lengths", "columns", "answer_ids", "rollout_logp"}
 FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if a component needs it
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
-    *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask"),
+    *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask", "router_loss"),
 }
 BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # of FROM_MODEL, those of the reference
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment

@@ -24,6 +24,12 @@ class SftObjective(ComponentSection):
         0.0, description="noise on the input embeddings while training: alpha, 5 is usual; smaller with packing"
     )
 
+    router_aux_loss: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        None,
+        description="mixtures of experts: what the router's load-balancing loss is multiplied by; default: the model's "
+        "own router_aux_loss_coef; 0 = none",
+    )
+
     @property
     def divisor(self) -> str:
         """`tokens` or `weights`."""

@@ -16,6 +16,8 @@ from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.sampler import PromptSampler
 from posttrain.errors import counted
 from posttrain.models import load as models
+from posttrain.models.adapters import causal_of
+from posttrain.models.experts import experts_a_token
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
@@ -111,6 +113,8 @@ def assembled(
     the end."""
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.same_weights(loaded.model)
+    if "router_loss" in work.objective.needs:
+        experts_a_token(causal_of(loaded.model))
     critic = critic_of(recipe, work.objective, loaded)
     learner = critic if recipe.critic.path is None else None
     engine = engine_of(recipe, directory, work, loaded, watchdog, note)

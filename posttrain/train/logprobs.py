@@ -18,7 +18,9 @@ from torch.nn import functional
 
 from posttrain.batch import on_device, ranges
 from posttrain.errors import NonFiniteError
+from posttrain.loss.router import load_balance
 from posttrain.models.adapters import causal_of
+from posttrain.models.experts import experts_a_token
 from posttrain.models.load import LoadedModel
 from posttrain.rollout.hf import evaluating
 from posttrain.train.attention import Packed, takes_borders
@@ -107,6 +109,7 @@ class Extras:
     top_k: int = 0  # the K largest log-probs, and which of them is the sampled token's
     hidden: bool = False  # the last hidden states
     value_head: nn.Module | None = None  # values, read from the hidden states without changing them
+    router: bool = False  # the load-balancing loss of each row, with gradient
 
 
 def completion_scores(
@@ -124,7 +127,8 @@ def completion_scores(
     Cells behind a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
     read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
     line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. Extras:
-    `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H].
+    `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `router_loss`
+    [N].
     """
     causal = causal_of(model)
     return as_forward(
@@ -137,19 +141,36 @@ def _completion_scores(
 ) -> dict[str, Tensor]:
     device = next(causal.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
+    asked = {"output_router_logits": True} if extras.router else {}
     if packed and takes_borders(causal):
-        hidden = _packed_states(causal, sequences, device, fill)
+        out = _packed_states(causal, sequences, device, fill, asked)
         starts = on_device([0, *sequences.lengths[:-1]], device).cumsum(0)
-        states = hidden[0, starts[rows] + positions]
+        states = out.last_hidden_state[0, starts[rows] + positions]
     else:
-        states = _padded_states(causal, sequences, device)[rows, positions]
+        out = _padded_states(causal, sequences, device, asked)
+        states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
     found = token_scores(Head(causal), states, targets, scale, vocab_mean=extras.vocab_mean, top_k=extras.top_k)
     if extras.hidden:
         found["hidden"] = states.detach().float()
     if extras.value_head is not None:
         found["values"] = extras.value_head(states.detach().float())[:, 0]
-    return {name: _placed(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
+    placed = {name: _placed(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
+    if extras.router:
+        placed["router_loss"] = _router_loss(causal, out, sequences, device)
+    return placed
+
+
+def _router_loss(causal: Any, out: Any, sequences: Sequences, device: torch.device) -> Tensor:
+    """The load-balancing loss [N] of each row, whose tokens stand in one line or in rows padded on the right."""
+    count, length = out.last_hidden_state.shape[:2]
+    lengths = on_device(sequences.lengths, device)
+    rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
+    places = torch.arange(len(rows), device=device)
+    if count == len(sequences) > 1:
+        places = places - (lengths.cumsum(0) - lengths)[rows] + rows * length
+    logits = [layer.reshape(-1, layer.shape[-1])[places] for layer in out.router_logits]
+    return load_balance(logits, rows, len(sequences), experts_a_token(causal))
 
 
 def label_scores(model: Any, inputs: Mapping[str, Any], kept: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -203,14 +224,14 @@ def _completion_positions(sequences: Sequences, device: torch.device) -> tuple[T
     return tuple(on_device(x, device) for x in (rows, positions, columns, targets))  # type: ignore[return-value]
 
 
-def _padded_states(causal: Any, sequences: Sequences, device: torch.device) -> Tensor:
-    """Last hidden states [N,L,H] of right-padded rows."""
+def _padded_states(causal: Any, sequences: Sequences, device: torch.device, asked: Mapping[str, Any]) -> Any:
+    """The backbone's output, hidden states [N,L,H], for right-padded rows. asked: what else it is to give."""
     ids, mask = _pad(sequences, device)
-    return backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    return backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
 
 
-def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill: int) -> Tensor:
-    """Last hidden states [1,tokens,H] of all rows in one line; positions start at 0 in each row.
+def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill: int, asked: Mapping[str, Any]) -> Any:
+    """The same, [1,tokens,H], for all rows in one line; positions start at 0 in each row.
 
     What fills the line up to a multiple of `fill` is one more row, of token 0, whose states nobody reads.
     """
@@ -219,7 +240,7 @@ def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill
     ids = on_device(functional.pad(sequences.flat, (0, rest)), device)[None]
     positions = on_device(ranges(lengths), device)[None]
     borders = Packed.of(lengths, device)
-    return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False).last_hidden_state
+    return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **asked)
 
 
 def prove_head(loaded: LoadedModel, sequences: Sequences) -> None:

@@ -63,9 +63,10 @@ def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tenso
     """(logp, entropy, batch) of the current policy, with gradient. The batch gets what else the loss reads of it."""
     needs = p.objective.needs
     head = p.critic if "new_values" in needs else None
-    extras = Extras(vocab_mean="vocab_mean_logp" in needs, value_head=head)
+    extras = Extras(vocab_mean="vocab_mean_logp" in needs, value_head=head, router="router_loss" in needs)
     found = scores(p, p.loaded.model, sequences, batch.mask.shape[1], extras)
-    batch = batch.replace(new_values=found.get("values"), vocab_mean_logp=found.get("vocab_mean_logp"))
+    read = {"new_values": "values", "vocab_mean_logp": "vocab_mean_logp", "router_loss": "router_loss"}
+    batch = batch.replace(**{field: found.get(name) for field, name in read.items()})
     return found["logp"], found["entropy"], batch
 
 

@@ -78,6 +78,8 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
     made = {name: _made(name, batch.mask) for name in wanted if name in _SHAPES}
+    if "router_loss" in wanted:
+        made["router_loss"] = torch.rand(len(batch))
     if "new_values" in made:
         made["new_values"].requires_grad_()  # a loss may train the critic alone
     return batch.replace(**made, reward_weights=weights)

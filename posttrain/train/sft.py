@@ -50,6 +50,8 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     longest = max(prepared.items, key=lambda e: len(e.ids))
     hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
+    weighing = Weighing.of(recipe, loaded.tokenizer)
+    trl_model.check_router(causal_of(loaded.model), recipe.objective.router_aux_loss, weighed=weighing is not None)
     collate = padded(loaded.pad_id)
     if recipe.batch.packing:
         collate = packed(loaded)
@@ -60,13 +62,13 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     deal = dealing.balanced if recipe.batch.packing else dealing.by_length
     job.order = functools.partial(deal, [len(example.ids) for example in prepared.items])
     trainer = make_trainer(job, prepared.items, collate, written)
-    trainer.weighing = Weighing.of(recipe, loaded.tokenizer)
+    trainer.weighing = weighing
     if trainer.weighing is not None:
         prove_head(loaded, Sequences((longest.ids,), (1,)))
     with noisy_embeddings(loaded.model, recipe.objective.neftune):
         notes = [hf_trainer.rows_note(prepared, "row")]
-        if not trl_model.balances(causal_of(loaded.model)):
-            notes.append(trl_model.UNBALANCED)
+        if why := trl_model.left_out(causal_of(loaded.model), weighed=trainer.weighing is not None):
+            notes.append(trl_model.UNBALANCED + why)
         return hf_trainer.train(trainer, job, COLUMNS, notes)
 
 
@@ -75,8 +77,11 @@ def make_trainer(
 ) -> Sft:
     rows = dataset(examples)
     options: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    assert isinstance(job.recipe, SftRecipe)
     if not trl_model.balances(causal_of(job.loaded.model)):
         options["router_aux_loss_coef"] = 0.0
+    elif job.recipe.objective.router_aux_loss is not None:
+        options["router_aux_loss_coef"] = job.recipe.objective.router_aux_loss
     return hf_trainer.make_trainer(
         Sft,
         SFTConfig,

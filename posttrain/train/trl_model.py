@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from posttrain.errors import ModelError
 from posttrain.train.head import backbone
 
 ROUTER = ("output_router_logits", "router_aux_loss_coef")
 EXPERTS = ("num_experts", "num_experts_per_tok")
-UNBALANCED = "the router's load-balancing loss is left out: TRL cannot compute it for this architecture"  # a note
+UNBALANCED = "the router's load-balancing loss is left out: "  # a note, which says why
 
 
 @contextlib.contextmanager
@@ -37,4 +38,28 @@ def name_backbone(causal: Any) -> None:
 def balances(causal: Any) -> bool:
     """Whether TRL can compute the router's load-balancing loss; True where there is no router."""
     text = causal.config.get_text_config()
-    return not hasattr(text, ROUTER[0]) or all(hasattr(text, key) for key in EXPERTS)
+    return not has_router(causal) or all(hasattr(text, key) for key in EXPERTS)
+
+
+def has_router(causal: Any) -> bool:
+    """Whether the configuration knows of a router's loss."""
+    return hasattr(causal.config.get_text_config(), ROUTER[0])
+
+
+def left_out(causal: Any, *, weighed: bool) -> str:
+    """Why a mixture of experts is trained without the router's loss; empty where it is not, or the model is none.
+
+    weighed: the loss weighs tokens, which is no loss of TRL's.
+    """
+    if not has_router(causal):
+        return ""
+    if not balances(causal):
+        return "TRL cannot compute it for this architecture"
+    return "it is not computed beside an objective with weights of tokens" if weighed else ""
+
+
+def check_router(causal: Any, coefficient: float | None, *, weighed: bool) -> None:
+    """Raises ModelError for a coefficient of the router's loss where there is none to multiply."""
+    why = left_out(causal, weighed=weighed) if has_router(causal) else "the model has no router"
+    if coefficient and why:
+        raise ModelError(f"objective.router_aux_loss does nothing: {why}", hint="remove it")

@@ -14,7 +14,7 @@ NAMES = [
     (kind, name)
     for kind in ("loss", "kl", "regulariser")
     for name in sorted(registry.index()[kind])
-    if name not in ("value", "critic")  # their gradient is by the critic's values
+    if name not in ("value", "critic", "router_balance")  # their gradient is by the critic's values, or the router's
 ]
 WIDE: dict[str, dict[str, float]] = {"fiberpo": {"c_pos": 5.0, "c_neg": 4.0, "epsilon": 3.0}}  # gates let all through
 LENGTHS = torch.tensor([4, 1, 0, 3])

@@ -28,6 +28,8 @@ from posttrain.train import rl
 from posttrain.train.parts import Part
 from posttrain.train.preset_recipe import preset_recipe
 
+from .families import save_family
+
 Values = dict[str, Any]
 PLACES = {
     **{"group_reward": "group_rewards", "keep": "keep", "advantage": "advantage", "factor": "factors"},
@@ -172,6 +174,8 @@ def base(entry: Mapping[str, Any]) -> Values:
         by_turn = [name for name in named_by(entry) if name.startswith("meta_")] or ["first_digits"]
         values["rewards"] = [r for r in values["rewards"] if r.get("name") not in by_turn]
         values["rewards"] += [{"use": "parts.py:first_digits", "name": name} for name in by_turn]
+    if "router_loss" in needs:
+        values["model"]["path"] = "moe"
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
         values["rollout"]["staleness"] = 1
         values["regularisers"] = [{"use": "parts.py:nothing", "coef": 0.0}]
@@ -215,6 +219,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rewards, rows with columns of numbers, and a critic that was trained before."""
     folder = tmp_path_factory.mktemp("parts")
     (folder / "parts.py").write_text(SCRIPT)
+    save_family("qwen3_moe", folder / "moe")
     columns = sorted({name for entry in ENTRIES.values() for name in named_by(entry)})
     with (folder / "rows.jsonl").open("w") as file:
         for i in range(24):

@@ -1,0 +1,44 @@
+"""The load of a mixture of experts: a term that keeps its router from sending most tokens to a few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from posttrain.batch import RolloutBatch, TokenLoss
+from posttrain.registry import register
+
+
+def load_balance(logits: Sequence[Tensor], rows: Tensor, count: int, chosen: int) -> Tensor:
+    """The load-balancing loss [count] of each row of tokens, the mean over layers of experts * sum_e f_e P_e.
+
+    f_e: of the row's tokens, the share that is sent to expert e; P_e: the mean of its probability, which carries the
+    gradient. Switch Transformer (2101.03961), equations 4 to 6; `chosen`, the experts a token is sent to, is the value
+    of an even load. logits: those of each layer's router, [tokens, experts]. rows [tokens]: the row of each token.
+    """
+    sizes = torch.bincount(rows, minlength=count).clamp(min=1)[:, None]
+    total = torch.zeros(count, device=rows.device)
+    for layer in logits:
+        probabilities = layer.float().softmax(-1)
+        sent = torch.zeros_like(probabilities).scatter_(-1, probabilities.detach().topk(chosen, dim=-1).indices, 1.0)
+        empty = probabilities.new_zeros(count, layer.shape[-1])
+        load, mean = (empty.index_add(0, rows, each) / sizes for each in (sent, probabilities))
+        total = total + layer.shape[-1] * (load * mean).sum(-1)
+    return total / len(logits)
+
+
+@register("regulariser", "router_balance", paper="2101.03961", needs=("router_loss", "every_row"))
+def router_balance(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """The router's load-balancing loss, for mixtures of experts: experts * sum_e f_e P_e of each row (coef 0.001).
+
+    f_e is the share of a row's tokens, prompt included, that is sent to expert e, P_e the mean probability that the
+    router gives it; the mean over layers. An even load gives the number of experts a token is sent to. It is the loss
+    of transformers, of each row by itself, so that micro-batches do not change it; a row counts by its trained tokens.
+    Stat [N]: `router_loss`.
+    """
+    if batch.router_loss is None:
+        raise ValueError("router_balance needs router_loss, which a pass of a mixture of experts gives")
+    values = torch.where(batch.mask, batch.router_loss.to(logp)[:, None], 0.0)
+    return TokenLoss(values, {"router_loss": batch.router_loss.detach().to(logp)}, counted=batch.mask)

@@ -1,0 +1,164 @@
+"""Training of mixtures of experts: the type that their products are computed in, and the load of their routers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from posttrain.errors import ModelError
+from posttrain.models import adapters, experts
+from posttrain.models.precision import keep_master_weights
+from posttrain.recipe.load import load_dict
+from posttrain.recipe.sections import Lora
+from posttrain.train import rl, sft
+from posttrain.train.attention import use_packed_attention
+from posttrain.train.logprobs import Extras, Sequences, completion_scores
+
+from .families import family, save_family
+
+KINDS = ("mixtral", "qwen3_moe", "gpt_oss")
+ROWS = Sequences(((5, 6, 7, 8, 9), (11, 12, 13), (21, 22, 23, 24, 25, 26, 27)), (2, 1, 3))
+
+
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype]]:
+    """The types of both factors of each grouped product from here on."""
+    found: list[tuple[torch.dtype, torch.dtype]] = []
+    product = functional.grouped_mm
+
+    def grouped(a: Tensor, b: Tensor, **more: Any) -> Tensor:
+        found.append((a.dtype, b.dtype))
+        return product(a, b, **more)
+
+    monkeypatch.setattr(functional, "grouped_mm", grouped)
+    return found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_computed_in_the_type_of_the_products(
+    kind: str, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Master weights and adapters are float32; what is multiplied is bfloat16, and gradients come back to float32."""
+    model = family(kind).to(torch.bfloat16)
+    if lora:
+        model = adapters.add(model, Lora(rank=2))
+    assert keep_master_weights(model) == torch.bfloat16
+    types = seen(monkeypatch)
+    ids = torch.arange(5, 12)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = model(input_ids=ids, use_cache=False).logits
+        half.float().square().mean().backward()
+    assert set(types) == {(torch.bfloat16, torch.bfloat16)} and len(types) >= 4
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and "experts" in name}
+    assert trained or (kind == "gpt_oss" and lora), "PEFT's all-linear knows the experts of Mixtral and Qwen MoE"
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in trained.values())
+    types.clear()
+    exact = model.float()(input_ids=ids, use_cache=False).logits
+    assert set(types) == {(torch.float32, torch.float32)}, "without autocast nothing is cast"
+    assert float((half.float() - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "packed"), [*((kind, False) for kind in KINDS), ("mixtral", True), ("qwen3_moe", True)]
+)
+def test_the_router_s_loss_is_that_of_transformers_on_each_row(kind: str, packed: bool) -> None:
+    """One layer, where transformers' mean over all tokens of all layers is ours. Padding and filling do not count."""
+    model = family(kind, num_hidden_layers=1, **({"layer_types": ["full_attention"]} if kind == "gpt_oss" else {}))
+    assert not packed or use_packed_attention(model)
+    found = completion_scores(model, ROWS, 4, packed=packed, fill=8, extras=Extras(router=True))["router_loss"]
+    for row, value in zip(ROWS.ids, found, strict=True):
+        out = model(input_ids=torch.tensor([row]), use_cache=False, output_router_logits=True)
+        text = model.config
+        wanted = load_balancing_loss_func(out.router_logits, text.num_experts, text.num_experts_per_tok)
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    routers = [p.grad for name, p in model.named_parameters() if name.endswith(("gate.weight", "router.weight"))]
+    assert routers and all(g is not None and g.abs().max() > 0 for g in routers)
+
+
+def test_a_model_without_a_router_is_refused() -> None:
+    assert experts.experts_a_token(family("mixtral")) == 2
+    for kind in ("llama", "deepseek_v3"):  # the second balances its load by a bias, and transformers has no loss of it
+        with pytest.raises(ModelError, match="no router whose load could be balanced"):
+            experts.experts_a_token(family(kind))
+
+
+REWARD = """
+def spread(completion):
+    return sum(map(ord, completion)) % 97 / 97
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path, rows_of: Any) -> Callable[..., list[dict[str, Any]]]:
+    """Runs rl on a small mixture of experts; keyword arguments change sections of the recipe."""
+    (tmp_path / "rewards.py").write_text(REWARD)
+    rows = [json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)}) for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    base: dict[str, Any] = {
+        "stage": "rl",
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 8},
+        "rewards": [{"use": "rewards.py:spread"}],
+        "scoring": {"workers": 1},
+        "run": {"steps": 2},
+    }
+
+    def run(name: str, kind: str, **changes: Any) -> list[dict[str, Any]]:
+        model = {"path": str(save_family(kind, tmp_path / kind)), **changes.pop("model", {})}
+        recipe = load_dict({**base, "model": model, **changes}, base_dir=tmp_path, where="test").recipe
+        found: list[dict[str, Any]] = rows_of(rl.run, recipe, name)
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_mixture_of_experts_trains_and_is_saved(kind: str, lora: Any, ran: Any, tmp_path: Path) -> None:
+    """The engine is the trainer's own model; the final model was loaded again by transformers, or PEFT."""
+    rows = ran("run", kind, model={"lora": lora}, optim={"lr": 1e-2}, batch={"minibatches": 2})
+    assert all(row["grad_norm"] > 0 and row["updates"] == 2 and row["mismatch/max"] < 1e-3 for row in rows)
+    assert (tmp_path / "run" / "final" / ("adapter_config.json" if lora else "model.safetensors")).is_file()
+
+
+def test_the_router_s_term_is_the_same_in_any_micro_batches(ran: Any) -> None:
+    """Its denominator is that of the whole update; with a coefficient it moves the router, whatever the rewards."""
+    term = [{"use": "router_balance", "coef": 0.5}]
+    whole, cut, without = (
+        ran(name, "mixtral", batch={"minibatches": 2, "micro_tokens": tokens}, regularisers=terms)
+        for name, tokens, terms in (("whole", 10000, term), ("cut", 30, term), ("without", 10000, []))
+    )
+    for one, other in zip(whole, cut, strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
+    assert whole[0]["router_loss"] > 2 and "router_loss" not in without[0], "an even load of 2 of 4 experts gives 2"
+    assert abs(whole[0]["loss"] - without[0]["loss"] - 0.5 * whole[0]["router_loss"]) < 0.05
+
+
+def test_a_term_of_the_router_is_refused_without_one(ran: Any) -> None:
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no router"):
+        ran("run", "llama", regularisers=[{"use": "router_balance", "coef": 0.01}])
+
+
+def test_sft_takes_another_coefficient_of_the_router_s_loss(sft_recipe: Any, rows_of: Any, tmp_path: Path) -> None:
+    """Its own is 0.001. A larger one is seen in the loss; it is refused where nothing is multiplied by it."""
+    base, dense = (str(save_family(kind, tmp_path / kind)) for kind in ("mixtral", "llama"))
+    losses = [
+        rows_of(
+            sft.run, sft_recipe(model={"path": base}, objective={"router_aux_loss": coef}, run={"steps": 1}), str(coef)
+        )[0]["loss"]
+        for coef in (0.0, 0.5, 1.0)
+    ]
+    assert losses[2] - losses[0] == pytest.approx(2 * (losses[1] - losses[0]), rel=1e-3) and losses[1] > losses[0] + 0.9
+    weighed = {"path": base}, {"use": "dft", "router_aux_loss": 0.1}, "beside an objective with weights of tokens"
+    for model, objective, why in (({"path": dense}, {"router_aux_loss": 0.1}, "no router"), weighed):
+        with pytest.raises(ModelError, match=f"router_aux_loss does nothing: .*{why}"):
+            rows_of(sft.run, sft_recipe(model=model, objective=objective), why[:4])
