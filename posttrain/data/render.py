@@ -177,7 +177,7 @@ def _told(texts: list[Text], row: Row, section: Data, *, beside: Sequence[str] =
             allowed=f"up to {LONGEST_TEXT:,}, more than any model is trained on in one row",
             hint="divide the row, or leave it out",
         )
-    used = fields(section.prompt_template) if section.prompt_template else ()
+    used = [*fields(section.prompt_template or ""), *fields(section.completion_template or "", "completion_template")]
     names = [*_TALK, *(beside if row.get("messages") is not None and not section.prompt_template else ())]
     given = [c for c in names if row.get(c) and isinstance(row[c], str | list | Mapping) and c not in used]
     if not given:

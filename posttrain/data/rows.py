@@ -44,7 +44,8 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
     wrong: list[Problem] = []
     for position, (where, record) in enumerate(sources.records(source, base_dir), start=source.skip):
         try:
-            row = shapes.normalise(_renamed(record, source.columns, where), where, section.prompt_template)
+            renamed = _renamed(record, source.columns, where)
+            row = shapes.normalise(renamed, where, section.prompt_template, section.completion_template)
         except DataError as error:
             wrong += error.problems
             if not rows:  # the first row: all others will be the same

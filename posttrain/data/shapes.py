@@ -22,8 +22,13 @@ SHAPES = (
 _MAIN = ("messages", "prompt", "completion", "instruction", "output", "chosen", "rejected", "text")
 
 
-def normalise(row: Mapping[str, Any], where: str, prompt_template: str | None = None) -> Row:
-    """One record as a row with `messages`, `prompt` (and what answers it) or `text`. DataErrors name `where`."""
+def normalise(
+    row: Mapping[str, Any], where: str, prompt_template: str | None = None, completion_template: str | None = None
+) -> Row:
+    """One record as a row with `messages`, `prompt` (and what answers it) or `text`. DataErrors name `where`.
+
+    The templates make `prompt` and `completion` from columns, those of the file and those that a shape gives.
+    """
     out = dict(row)
     _sharegpt(out)
     if isinstance(out.get("functions"), list) and out.get("tools") is None and are_messages(out.get("messages")):
@@ -34,8 +39,15 @@ def normalise(row: Mapping[str, Any], where: str, prompt_template: str | None = 
         if are_messages(out.get(column)):
             out[column] = messages(out[column], column, where)
     _shape(out)(out, where)
-    if prompt_template is not None:
-        out["prompt"] = fill(prompt_template, out, where)
+    filled = {
+        column: fill(template, out, where, f"{column}_template")
+        for column, template in (("prompt", prompt_template), ("completion", completion_template))
+        if template is not None
+    }
+    if "completion" in filled and prompt_template is None and out.get("prompt") is None:
+        problem = "data.completion_template answers a prompt, and the row has none"
+        raise DataError(problem, where=where, hint="write data.prompt_template as well, or data.columns: {prompt: NAME}")
+    out |= filled
     _check(out, where, templated=prompt_template is not None)
     return out
 
@@ -149,23 +161,23 @@ def _check(row: Row, where: str, *, templated: bool) -> None:
         raise DataError(f"`text` is {kind(row['text'])}, not text", where=where)
 
 
-def fill(template: str, row: Mapping[str, Any], where: str = "prompt_template") -> str:
+def fill(template: str, row: Mapping[str, Any], where: str = "", key: str = "prompt_template") -> str:
     """`template` with its {column} fields filled from the row. Raises DataError naming a column that the row lacks."""
-    missing = [f for f in fields(template) if f not in row]
+    missing = [f for f in fields(template, key) if f not in row]
     if missing:
-        raise unknown_column(missing[0], row, f"{where}, prompt_template")
+        raise unknown_column(missing[0], row, f"{where}, {key}" if where else key)
     return template.format_map({k: "" if v is None else v for k, v in row.items()})
 
 
-def fields(template: str) -> list[str]:
-    """The column names in a template. Raises DataError for braces that do not fit."""
+def fields(template: str, key: str = "prompt_template") -> list[str]:
+    """The column names in the template of a key of `data`. Raises DataError for braces that do not fit."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as cause:
-        raise DataError(f"data.prompt_template: {cause}", hint="write {{ and }} for braces that are meant") from cause
+        raise DataError(f"data.{key}: {cause}", hint="write {{ and }} for braces that are meant") from cause
     if not all(n.isidentifier() for n in names):
         bad = next(n for n in names if not n.isidentifier())
-        raise DataError(f"data.prompt_template: `{{{bad}}}` is no column name", hint="write {{ and }} for braces")
+        raise DataError(f"data.{key}: `{{{bad}}}` is no column name", hint="write {{ and }} for braces")
     return names
 
 

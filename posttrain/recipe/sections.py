@@ -79,6 +79,9 @@ class Data(Source):
     )
     system: str | None = Field(None, description="system message put before every prompt that has none")
     prompt_template: str | None = Field(None, description="a user message with {column} fields, instead of `prompt`")
+    completion_template: str | None = Field(
+        None, description="the answer that is trained on, with {column} fields, instead of `completion`"
+    )
     chat: bool = Field(True, description="render with the chat template; false: prompt and completion as plain text")
     train_on: Literal["completion", "assistant", "all"] = Field(
         "completion", description="completion: the last assistant turn; assistant: every assistant turn"

@@ -141,6 +141,7 @@ _READ_ONLY = {
     "model.lora": "an adapter is evaluated by naming its directory in model.path",
     "data.train_on": "this stage does not train",
     "data.thought_dropout": "this stage does not train",
+    "data.completion_template": "this stage does not train",
     "data.shuffle": "every row is used once, in order",
 }
 
@@ -167,6 +168,7 @@ class DpoRecipe(Stage):
         **_NO_ROLLOUTS,
         **_NO_REFERENCE_COPY,
         "data.train_on": "pairs are compared on their completions",
+        "data.completion_template": "pairs have two answers: `chosen` and `rejected`",
         "data.thought_dropout": "only sft empties thoughts",
         "batch.packing": "only sft packs rows",
     }
@@ -193,6 +195,7 @@ class RewardModelRecipe(Stage):
         "model.compile": "a reward model is not compiled",
         "model.shard": "a reward model is trained whole on each GPU",
         "data.train_on": "a reward model reads whole answers",
+        "data.completion_template": "a reward model reads the answers as they are",
         "data.thought_dropout": "only sft empties thoughts",
         "batch.packing": "only sft packs rows",
         "model.quantize": "a reward model is saved with its adapter merged in, which 4-bit weights do not take",
@@ -214,6 +217,7 @@ class RlRecipe(Acting):
     unused: ClassVar = {
         "run.log_every": "rl writes every step",
         "data.train_on": "rl trains on the completions that it samples",
+        "data.completion_template": "rl trains on the completions that it samples",
         "data.thought_dropout": "only sft empties thoughts",
     }
     stage: Literal["rl"] = "rl"

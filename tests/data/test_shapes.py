@@ -86,6 +86,20 @@ def test_prompt_template_fills_columns_and_braces_can_be_written() -> None:
         shaped({"question": "1+1"}, "Write {question")
 
 
+def test_completion_template_makes_the_answer_from_columns() -> None:
+    row = {"question": "1+1", "work": "one and one", "answer": 2}
+    made = normalise(row, "here", "Solve {question}.", "<think>{work}</think>{answer}")
+    assert (made["prompt"], made["completion"]) == ("Solve 1+1.", "<think>one and one</think>2")
+    kept = normalise({"prompt": "1+1", "completion": "x", "answer": 2}, "here", None, "So {answer}.")
+    assert (kept["prompt"], kept["completion"]) == ("1+1", "So 2.")
+    with pytest.raises(DataError, match="here, completion_template  no column `anwser`"):
+        normalise(row, "here", "{question}", "{anwser}")
+    with pytest.raises(DataError, match=r"data\.completion_template: `\{\}` is no column name"):
+        normalise(row, "here", "{question}", "{}")
+    with pytest.raises(DataError, match="answers a prompt, and the row has none"):
+        normalise({"messages": [USER, assistant("a")], "answer": 2}, "here", None, "{answer}")
+
+
 def test_an_unknown_shape_names_the_columns_and_the_shapes() -> None:
     with pytest.raises(DataError, match="no shape that is known; columns: Question, answer") as error:
         shaped({"Question": "x", "answer": "y"})

@@ -193,7 +193,7 @@ run.samples_per_step run.max_minutes run.hang_minutes run.max_idle_steps
 model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
 model.lora.targets model.quantize model.gradient_checkpointing model.shard model.compile 
 data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system
-data.prompt_template data.chat data.thought_dropout data.max_length data.shuffle
+data.prompt_template data.completion_template data.chat data.thought_dropout data.max_length data.shuffle
 objective objective.use objective.divide_by objective.neftune
 objective.heads objective.share objective.margin objective.labels objective.user objective.holdout
 batch batch.size batch.micro_size batch.minibatches batch.epochs batch.micro_tokens
