@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import DataError, ModelError
 from posttrain.places import ROW_FILES, find
@@ -40,6 +41,23 @@ def find_model(name: str, base_dir: Path) -> str:
     if twice:
         raise ModelError(f"{place.path} is an adapter on another adapter, {base}", hint="merge the older one first")
     return base
+
+
+def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None:
+    """Raises ModelError where the model of a section `lora` with `continue` is no adapter, or one of another shape.
+
+    section: the keys that the recipe gives, without defaults.
+    """
+    from posttrain.models import adapters
+    from posttrain.models.places import locate
+    from posttrain.recipe.sections import Lora
+
+    if not section.get("continue"):
+        return
+    given = {key: value for key, value in section.items() if key in ("continue", "rank", "alpha", "dropout")}
+    place = locate(name, base_dir)
+    lora = Lora.model_validate(given)
+    adapters.check_start(place.path if place.kind == "adapter" else None, lora, name)
 
 
 def may_be_of_the_hub(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`posttrain recipe`: list, show, validate, keys, copy, schema. None of these loads torch."""
+"""`posttrain recipe`: list, show, validate, keys, copy, import, schema. None of these loads torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from posttrain import terminal
 from posttrain.cli.guard import say
 from posttrain.cli.help import App
+from posttrain.cli.importing import import_recipe
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe, tell_notes
 from posttrain.errors import Problem, UserError, did_you_mean
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
 
 app = App()
+app.command("import")(import_recipe)
 MODELINE = "# yaml-language-server: $schema="
 
 

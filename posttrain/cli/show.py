@@ -24,10 +24,15 @@ def print_recipe(loaded: Loaded, as_json: bool) -> None:
     if as_json:
         print_json({"recipe": loaded.resolved, "origins": origins, "path": str(loaded.path)})
         return
-    lines = list(_lines(loaded.resolved, origins, "", ""))
-    width = min(max(len(text) for text, _ in lines), 60)
-    for text, origin in lines:
-        terminal.say(f"{text:<{width}}  # {origin}" if origin else text)
+    for line in commented_lines(loaded.resolved, origins):
+        terminal.say(line)
+
+
+def commented_lines(values: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
+    """Values as lines of YAML with the origin of each (by its dotted key) as a comment."""
+    lines = list(_lines(values, origins, "", ""))
+    width = min(max((len(text) for text, _ in lines), default=0), 60)
+    return [f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines]
 
 
 def yaml_lines(values: Mapping[str, Any]) -> list[str]:

@@ -46,7 +46,9 @@ def normalise(
     }
     if "completion" in filled and prompt_template is None and out.get("prompt") is None:
         problem = "data.completion_template answers a prompt, and the row has none"
-        raise DataError(problem, where=where, hint="write data.prompt_template as well, or data.columns: {prompt: NAME}")
+        raise DataError(
+            problem, where=where, hint="write data.prompt_template as well, or data.columns: {prompt: NAME}"
+        )
     out |= filled
     _check(out, where, templated=prompt_template is not None)
     return out

@@ -249,10 +249,22 @@ def need_peft() -> None:
         raise MissingExtra("peft", "LoRA", "train")
 
 
+def check_start(folder: Path | None, lora: Lora, name: str) -> None:
+    """Raises ModelError for `lora.continue` where the model is no adapter, or has another shape than the recipe's."""
+    if not lora.continue_:
+        return
+    if folder is None:
+        raise ModelError(
+            f"model.lora.continue: {name} is no adapter to train on",
+            hint="name the adapter's directory in model.path, or remove `continue` for a fresh adapter",
+        )
+    check_same_shape(folder, lora)
+
+
 def check_same_shape(folder: Path, lora: Lora) -> None:
     """An adapter that is trained on keeps its shape: a recipe that asks for another one is refused."""
     saved = json.loads((folder / "adapter_config.json").read_text())
-    wanted = {"rank": ("r", lora.rank), "alpha": ("lora_alpha", lora.alpha)}
+    wanted = {"rank": ("r", lora.rank), "alpha": ("lora_alpha", lora.alpha), "dropout": ("lora_dropout", lora.dropout)}
     for key, (theirs, value) in wanted.items():
         if key in lora.model_fields_set and saved.get(theirs) != value:
             raise ModelError(

@@ -86,8 +86,9 @@ def load(
     on_host: leave it in the host's memory, in the precision of the recipe's device.
 
     An adapter directory is its base plus the adapter. Training LoRA on top of one: the old adapter is merged into the
-    base and a fresh one put on, so that the frozen base is the starting policy. Nothing is merged into 4 bits; the
-    old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError, MissingExtra.
+    base and a fresh one put on, so that the frozen base is the starting policy. Nothing is merged into 4 bits, nor with
+    `lora.continue`; the old adapter is trained on and kept once more, frozen, as `reference`. Raises ModelError,
+    MissingExtra.
     """
     place = _checked(section, locate(section.path, base_dir), base_dir)
     tokenizer = _tokenizer(section, place, base_dir)
@@ -192,6 +193,8 @@ def _checked(section: Model, place: Place, base_dir: Path) -> Place:
         adapters.need_peft()
     if place.kind == "adapter" and place.path is not None and not section.quantize:
         adapters.check_mergeable(place.path)
+    if section.lora:
+        adapters.check_start(place.path if place.kind == "adapter" else None, section.lora, section.path)
     if section.quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "model.quantize: nf4", "quant")
     if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:
@@ -293,8 +296,7 @@ def attention_of(section: Model) -> dict[str, str]:
 def _with_adapters(model: Any, section: Model, place: Place, *, seed: int, training: bool) -> tuple[Any, bool]:
     """(model, whether its base now holds an older adapter)."""
     old = place.path if place.kind == "adapter" else None
-    quantized = section.quantize is not None
-    if old and quantized:
+    if old and (section.quantize is not None or (training and section.lora and section.lora.continue_)):
         if not training:
             return adapters.load_frozen(model, old), False
         if section.lora:

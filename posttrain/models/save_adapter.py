@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 
 
@@ -28,11 +29,14 @@ def base_name(loaded: LoadedModel) -> str | None:
 def merged_note(loaded: LoadedModel) -> str | None:
     """What became of the adapter that training starts from, in one line; None where it starts from no adapter."""
     origin = loaded.origin
+    if loaded.is_lora and adapters.REFERENCE in loaded.model.peft_config:
+        return f"{loaded.source} is an adapter: it is trained on, and as it is now it is the reference"
     if origin is None or not origin.base_changed:
         return None
     base = origin.base.name
     after = "a new adapter is trained on the result" if loaded.is_lora else "all weights of the result are trained"
-    return f"{loaded.source} is an adapter: it was merged into its base {base}, and {after}"
+    instead = "; `model.lora.continue: true` trains the adapter itself" if loaded.is_lora else ""
+    return f"{loaded.source} is an adapter: it was merged into its base {base}, and {after}{instead}"
 
 
 def adapter_state(loaded: LoadedModel) -> dict[str, Tensor]:

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
 from posttrain.places import known_files, refuse_special, refuse_strange_name
-from posttrain.recipe import idle, keys, layers, pipeline, presets, removed
+from posttrain.recipe import idle, keys, layers, pipeline, presets
+from posttrain.recipe.foreign.source import tool_of
+from posttrain.recipe.foreign.words import sentence
 from posttrain.recipe.stages import STAGES, PipelineRecipe, Stage
-from posttrain.recipe.tree import Node, Origin, from_plain
+from posttrain.recipe.tree import Node, Origin, dotted, from_plain, leaves, plain
 from posttrain.recipe.validate import check, origins, resolved, with_preset
-from posttrain.recipe.yaml import Document, shown
+from posttrain.recipe.yaml import Document, parse, shown
 
 S = TypeVar("S", bound=Stage)
 
@@ -92,6 +94,25 @@ def load(path_or_name: str, overrides: Sequence[str] = (), *, stage: str | None 
     return _finish(tree, model, document, problems, path)
 
 
+def locate_file(path: Path) -> Path:
+    """A file of another tool. Raises RecipeError if there is none."""
+    refuse_strange_name(str(path))
+    if path.is_dir():
+        raise RecipeError(f"{path} is a folder, not a file")
+    if not path.exists():
+        near = did_you_mean(path.name, [one.name for one in path.parent.glob("*")] if path.parent.is_dir() else [])
+        raise RecipeError(f"there is no file {path}", hint=near)
+    refuse_special(path, "file", RecipeError)
+    return path
+
+
+def load_text(text: str, name: str, base_dir: Path) -> Loaded:
+    """Check a recipe that is no file yet; `name` stands for it in messages, `base_dir` for its folder."""
+    document = parse(text, name)
+    model = _stage_of(document.tree, None, name, document.problems)
+    return _finish(document.tree, model, document, document.problems, base_dir / Path(name).name)
+
+
 def load_dict(values: dict[str, Any], *, base_dir: Path, where: str, overrides: Sequence[str] = ()) -> Loaded:
     """Check a recipe that was made in code; `where` stands for the file in messages. The stage is values["stage"].
 
@@ -149,6 +170,8 @@ def _without_stage(tree: Node, where: str) -> Problem:
     able = set.intersection(*(set(_stages_with(key)) for key in tree.mapping))
     some = [name for name in keys.BY_NAME if name in able]
     hint = f"its keys are those of {' or '.join(some)}: write e.g. `stage: {some[0]}`" if some else ""
+    if not some and (table := tool_of([dotted(path) for path, _ in leaves(plain(tree))], Path(where))):
+        hint = f"if it is a file of {table.tool}: posttrain recipe import {shlex.quote(where)}"
     return Problem(where, "stage: is missing", allowed, hint or "write what the recipe does, e.g. `stage: sft`")
 
 
@@ -164,7 +187,7 @@ def _foreign(tree: Node) -> Iterator[Problem]:
         return
     known = {key for model in keys.BY_NAME.values() for key in keys.own_keys(model)}
     for key, node in tree.mapping.items():
-        able, instead = _stages_with(key), removed.sentence(key, "")
+        able, instead = _stages_with(key), sentence(key, "")
         if instead or not able:
             what = f"only {' and '.join(able)} has this key" if able else "no stage has this key"
             yield Problem(node.at_key.mark, f"{key}: {what}", hint=instead or did_you_mean(key, known))

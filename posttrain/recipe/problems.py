@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import Problem, counted, did_you_mean, nearest
 from posttrain.recipe import keys
-from posttrain.recipe.removed import REMOVED, sentence
+from posttrain.recipe.foreign.words import common_names, sentence
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.slips import form_for
 from posttrain.recipe.stages import TAGS, Stage
@@ -243,7 +243,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return f"`{key}` is not used by stage {name}; it is a key of stage {', '.join(users)}"
     if near := nearest(key, known, alike=0.8):
         return f"did you mean `{near}`?"
-    if near := nearest(key, REMOVED, alike=0.8):  # a slip in another tool's word
+    if near := nearest(key, common_names(), alike=0.8):  # a slip in another tool's word
         return str(sentence(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"

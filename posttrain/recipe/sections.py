@@ -22,6 +22,12 @@ class Lora(Section):
     alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
     dropout: Share = Field(0.0, description="share of an adapter's inputs that are 0 while training")
     targets: str | Texts = Field("all-linear", description="module names, or all-linear")
+    continue_: bool = Field(
+        False,
+        alias="continue",
+        description="train the adapter that `model.path` names itself, with its shape; false: it is merged into its "
+        "base and a fresh one is trained (with `quantize` it is always trained on)",
+    )
 
 
 class Model(Section):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from posttrain.errors import nearest
 from posttrain.recipe import keys
-from posttrain.recipe.removed import sentence
+from posttrain.recipe.foreign.words import sentence
 from posttrain.recipe.stages import Stage
 
 FORM = "an override is written key.path=value"

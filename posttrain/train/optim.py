@@ -139,9 +139,10 @@ def changed_lr_note(section: Optim, update: int, planned: int | None, total: int
 def lr_factor(update: int, section: Optim, total_updates: int) -> float:
     """Share of the peak learning rate at optimiser update 0, 1, ...: linear warm-up, the same for every schedule, which
     then goes to the end. The first update has more than 0, the one behind the warm-up the peak."""
-    if update < section.warmup_steps:
-        return (update + 1) / (section.warmup_steps + 1)
-    done = (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps)
+    warmup = section.warmup_steps if section.warmup_steps >= 1 else math.ceil(section.warmup_steps * total_updates)
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    done = (update - warmup) / max(1, total_updates - warmup)
     done = min(done, 1.0)
     match section.schedule:
         case "constant":

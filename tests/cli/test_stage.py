@@ -319,3 +319,17 @@ def test_a_resume_with_files_that_have_changed(file: str, key: str, call: Call, 
 def test_allow_changed_is_for_a_resume(call: Call) -> None:
     result = call("sft", "r.yaml", "--allow-changed")
     assert result.exit_code == 2 and "add --resume" in result.stderr
+
+
+def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call, folder: Path) -> None:
+    """Said before anything is loaded."""
+    result = call("sft", "r.yaml", "model.lora={continue: true}", "--dry-run")
+    assert result.exit_code == 2
+    assert "model.path: model.lora.continue: tiny is no adapter to train on" in result.stderr
+    (folder / "old").mkdir()
+    config = {"base_model_name_or_path": "tiny", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "peft_type": "LORA"}
+    (folder / "old" / "adapter_config.json").write_text(json.dumps(config))
+    wrong = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: 8}", "--dry-run")
+    assert "model.lora.rank is 8, but the adapter" in wrong.stderr and "has 4" in wrong.stderr
+    right = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: 4}", "--dry-run")
+    assert right.exit_code == 0, right.stderr

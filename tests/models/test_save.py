@@ -17,6 +17,8 @@ from posttrain.models import save as saving
 from posttrain.models.load import LoadedModel
 from posttrain.models.merge_adapter import merged_copy
 from posttrain.models.save import probe_logits, save
+from posttrain.models.save_adapter import merged_note
+from posttrain.train.reference import reference_policy
 
 Load = Callable[..., LoadedModel]
 
@@ -163,6 +165,40 @@ def test_qlora_on_an_adapter_trains_it_on_and_keeps_it_as_the_reference(
     assert not (tmp_path / "second" / "reference").exists()
     with pytest.raises(ModelError, match=r"lora\.rank is 8, but the adapter .* has 4"):
         loaded(tmp_path / "first", lora={"rank": 8}, quantize="nf4")
+
+
+def test_an_adapter_is_trained_on_if_the_recipe_says_so(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    first = loaded(plain, lora={"rank": 4, "alpha": 8})
+    move(first.model)
+    save(first, tmp_path / "first")
+    expected = probe_logits(first.model, first.tokenizer)
+    second = loaded(tmp_path / "first", lora={"continue": True})
+    assert second.model.peft_config["default"].r == 4
+    assert all(".default." in n for n, p in second.model.named_parameters() if p.requires_grad)
+    assert torch.allclose(probe_logits(second.model, second.tokenizer), expected, atol=1e-5)
+    assert (
+        merged_note(second)
+        == f"{tmp_path / 'first'} is an adapter: it is trained on, and as it is now it is the reference"
+    )
+    move(second.model)
+    with reference_policy(second)() as reference:
+        assert torch.allclose(probe_logits(reference, second.tokenizer), expected, atol=1e-5)
+    moved = probe_logits(second.model, second.tokenizer)
+    assert not torch.allclose(moved, expected, atol=1e-3)
+    assert save(second, tmp_path / "second")["kind"] == "adapter"
+    again = loaded(tmp_path / "second", training=False)
+    assert torch.allclose(probe_logits(again.model, again.tokenizer), moved, atol=1e-4)
+
+
+def test_an_adapter_that_is_trained_on_keeps_its_shape(loaded: Load, plain: Path, tmp_path: Path) -> None:
+    first = loaded(plain, lora={"rank": 4, "alpha": 8})
+    save(first, tmp_path / "first")
+    with pytest.raises(ModelError, match=r"lora\.rank is 8, but the adapter .* has 4"):
+        loaded(tmp_path / "first", lora={"continue": True, "rank": 8})
+    with pytest.raises(ModelError, match=r"lora\.dropout is 0\.5, but the adapter .* has 0\.0"):
+        loaded(tmp_path / "first", lora={"continue": True, "dropout": 0.5})
+    with pytest.raises(ModelError, match=r"model\.lora\.continue: .*plain is no adapter to train on"):
+        loaded(plain, lora={"continue": True})
 
 
 def test_nothing_is_merged_into_four_bits(loaded: Load, tmp_path: Path) -> None:

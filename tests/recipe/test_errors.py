@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import yaml
 
 from posttrain.errors import RecipeError
 from posttrain.recipe import keys
+from posttrain.recipe.foreign import words
 from posttrain.recipe.load import Loaded, load_dict
-from posttrain.recipe.removed import REMOVED, sentence
 from posttrain.recipe.stages import STAGES
 
 from .conftest import RL, SFT
@@ -279,24 +280,34 @@ def test_what_a_preset_chose_is_no_mistake_of_the_user(loads: Callable[..., Load
     assert loads(RL + "algorithm: dapo\nkeep: null\n").recipe.keep is None
 
 
-@pytest.mark.parametrize("name", sorted(REMOVED))
+ANSWERED = sorted(set(words.common_names()) - {key for model in STAGES.values() for key in keys.own_keys(model)})
+
+
+@pytest.mark.parametrize("name", ANSWERED)
 @pytest.mark.parametrize("base", [SFT, RL], ids=["sft", "rl"])
 def test_every_old_name_answers_with_a_sentence(name: str, base: str, errors: Errors) -> None:
     stage = "sft" if base == SFT else "rl"
     for text in (f"{base}{name}: 1\n", f"{base}optim: {{{name}: 1}}\n"):
         told = errors(text)
         assert "unknown key" in told
-        assert sentence(name, stage) in told
+        said = words.sentence(name, stage)
+        assert said and said in told
 
 
 def test_old_names_lead_to_keys_that_exist() -> None:
     """Every `section.key` in a sentence is a key of some stage; so a renamed key cannot leave a false hint behind."""
     known = {path for model in STAGES.values() for path in keys.all_paths(model)}
-    components = {"advantage.scale", "loss.clip_low", "loss.clip_high", "loss.beta"}
-    for name, said in REMOVED.items():
-        for text in said.values() if isinstance(said, dict) else [said]:
+    components = {f"{key}.{parameter}"
+                  for stage in keys.BY_NAME for key, section in keys.components_of(stage).items()
+                  for entry in section.known().values() for parameter in entry["params"]}  # fmt: skip
+    rewards = {f"{path.stem}." for path in (Path(__file__).parents[2] / "rewards").glob("*.py")}
+    tables = [words.table(name).keys for name in words.ORDER]
+    for name, entry in [item for table in tables for item in table.items()]:
+        said = [entry.sentence(name, stage) for stage in ("", *keys.BY_NAME)]
+        for text in said:
             for written in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)", text):
-                assert written in known | components or written.split(".")[0] in ("math",), (name, written)
+                free = written.startswith("data.columns.") or written.partition(".")[0] + "." in rewards
+                assert free or written in known | components, (name, written)
 
 
 WRONG: tuple[Any, ...] = ("text", 4.7, -1, 0, True, None, [], [None], {}, {"a": 1}, float("inf"))

@@ -191,6 +191,15 @@ def test_stable_then_decay_ends_at_the_last_learning_rate() -> None:
     assert optim.stable_decay(3, stable_steps=3, decay_steps=0, lr=1.0, min_lr=0.5) == 0.5
 
 
+def test_a_warm_up_below_one_is_a_share_of_the_updates() -> None:
+    """0.1 of 25 updates are 3, counted up; each update then has the rate of `warmup_steps: 3`."""
+    from posttrain.recipe.training_sections import Optim
+
+    share, steps = (Optim(lr=1.0, schedule="cosine", warmup_steps=warmup) for warmup in (0.1, 3))
+    rates = [[optim.lr_factor(step, section, 25) for step in range(25)] for section in (share, steps)]
+    assert rates[0] == rates[1] and rates[0][:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+
+
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "stable_decay"])
 def test_every_schedule_warms_up_alike(schedule: str) -> None:
     """3 steps: 1/4, 2/4 and 3/4 of the peak, which comes behind them. stable_decay had it in the third."""

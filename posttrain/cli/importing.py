@@ -1,0 +1,145 @@
+"""`posttrain recipe import FILE`: a recipe from a file of another tool, with origins and what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain import terminal
+from posttrain.cli.guard import say
+from posttrain.cli.show import commented_lines, print_json
+from posttrain.cli.stage import Json
+from posttrain.errors import Problem, UserError, counted
+
+if TYPE_CHECKING:
+    from posttrain.recipe.foreign.draft import Draft
+
+SHOWN = 60  # characters of a value that is left out
+
+
+def import_recipe(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file, or a shell script with the command.")],
+    tool: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="TOOL",
+            help="trl, open-r1, axolotl, llamafactory, ms-swift, openrlhf, verl or mergekit; default: by its keys.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Where the recipe is written; default: stdout.")
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="STAGE", help="What it trains, where the file does not say it.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="GPUs that its batch sizes are for (default: 1).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a recipe from a file of TRL, open-r1, axolotl, LLaMA-Factory, ms-swift, OpenRLHF, verl or mergekit.
+
+    Each value has the key that it came from as a comment. Keys without a counterpart are named with the reason, at the
+    end of the recipe and on stderr. Then the recipe is checked like any other.
+    """
+    from posttrain.recipe import keys
+    from posttrain.recipe.foreign import source
+    from posttrain.recipe.foreign.convert import convert
+    from posttrain.recipe.load import locate_file
+
+    if stage is not None and stage.replace("-", "_") not in keys.BY_NAME:
+        raise UserError(f"--stage: no stage `{stage}`", allowed=f"stages: {', '.join(keys.BY_NAME)}")
+    if output is not None and output.exists():
+        raise UserError(f"{output} exists and is not overwritten", hint="give another --output")
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"there is no directory {output.parent}")
+    base_dir = (output.parent if output else Path.cwd()).resolve()
+    foreign = source.read(locate_file(file), source.tool_named(tool) if tool else None)
+    draft = convert(foreign, stage=stage.replace("-", "_") if stage else None, gpus=gpus, base_dir=base_dir)
+    text = written(draft)
+    problems, notes = check(text, base_dir, str(output or "the imported recipe"))
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if as_json:
+        print_json(as_data(draft, problems, notes))
+    elif output is None:
+        terminal.say(text.rstrip("\n"))
+    _tell(draft, problems, notes, output, as_json=as_json)
+    if problems:
+        raise typer.Exit(UserError.exit_code)
+
+
+def written(draft: Draft) -> str:
+    """The recipe as YAML: where it came from, the values with their keys, what was left out and why."""
+    name, tool = draft.foreign.path.name, draft.foreign.table.tool
+    lines = [f"# {name} of {tool}, by `posttrain recipe import`. Behind each value: the key that it came from."]
+    lines += [*(f"# {note}" for note in draft.notes), *commented_lines(draft.plain(), draft.origins())]
+    if draft.left:
+        lines += ["", f"# Left out of {name}:"]
+        lines += [f"# line {one.line}: {one.key}: {_short(one.value)}   {one.why}" for one in draft.left]
+    text = "\n".join(lines) + "\n"
+    if draft.foreign.is_script:  # a variable that it does not set is read from the environment, by the recipe, too
+        text = text.replace("$${", "${")
+    return text
+
+
+def check(text: str, base_dir: Path, name: str) -> tuple[list[Problem], list[Problem]]:
+    """(mistakes, notes) of a recipe that would stand in a folder. Models and data that are not here are notes."""
+    from posttrain.cli import preflight
+    from posttrain.recipe.load import load_text
+
+    notes: list[Problem] = []
+    try:
+        loaded = load_text(text, name, base_dir)
+        preflight.check(loaded, notes)
+    except UserError as error:
+        return list(error.problems), notes
+    return [], [*loaded.notes, *notes]
+
+
+def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem]) -> dict[str, Any]:
+    """What `--json` prints."""
+    from dataclasses import asdict
+
+    return {
+        "tool": draft.foreign.table.tool,
+        "stage": draft.stage,
+        "recipe": draft.plain(),
+        "origins": {key: origin for key, origin in draft.origins().items() if origin},
+        "left_out": [asdict(one) for one in draft.left],
+        "differs": draft.notes,
+        "valid": not problems,
+        "problems": [asdict(one) for one in problems],
+        "notes": [asdict(one) for one in notes],
+    }
+
+
+def _tell(
+    draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem], output: Path | None, *, as_json: bool
+) -> None:
+    for note in draft.notes:
+        say(f"note: {note}")
+    if draft.left:
+        listed = output is not None or as_json  # else the recipe on stdout lists them
+        where = "" if listed else ", listed at the end of the recipe"
+        say(f"left out of {draft.foreign.path.name}: {counted(len(draft.left), 'key')}{where}")
+        for one in draft.left if listed else ():
+            say(f"  line {one.line}: {one.key}: {_short(one.value)}   {one.why}")
+    for problem in notes:
+        say(f"note: {problem}")
+    where = str(output) if output else "the recipe"
+    if problems:
+        for problem in problems:
+            terminal.note_escaped(str(problem))
+        say(f"{where} is not right yet: {counted(len(problems), 'mistake')}")
+    else:
+        say(f"{where}: right (stage {draft.stage}, from {draft.foreign.table.tool})")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

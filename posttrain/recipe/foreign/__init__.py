@@ -1,0 +1,1 @@
+"""Recipes of other tools: their words (tables/*.yaml, one file a tool), and how their files become recipes of ours."""

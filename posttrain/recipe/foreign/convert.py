@@ -1,0 +1,243 @@
+"""From the keys of another tool's file to a recipe: the tool's table says which key becomes which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RecipeError
+from posttrain.recipe import keys
+from posttrain.recipe.foreign import transforms
+from posttrain.recipe.foreign.draft import Draft, Leaf
+from posttrain.recipe.foreign.source import Foreign, Given
+from posttrain.recipe.foreign.words import Entry
+from posttrain.recipe.yaml import shown
+
+LATE = (
+    "updates",
+    "overlong_buffer",
+)  # functions that need to know how the batch is divided, or follow the first reward
+_FIRST = ("stage", "algorithm", "model", "data", "rollout", "rewards")
+
+
+def convert(
+    foreign: Foreign, *, stage: str | None = None, gpus: int | None = None, base_dir: Path | None = None
+) -> Draft:
+    """The recipe that a file of another tool means, unchecked.
+
+    stage: where the file does not say it. gpus: processes that the batch sizes count for (default: what the file says,
+    else 1). base_dir: the folder of the recipe, to which names of files are relative. Raises RecipeError if nobody
+    knows the stage.
+    """
+    found = stage or _stage_of(foreign)
+    draft = Draft(foreign, found, gpus or foreign.gpus or 1, base_dir=base_dir or Path.cwd())
+    draft.put("stage", found, "")
+    if foreign.table.name == "mergekit":
+        return _merge(draft)
+    transforms.name_algorithm(draft)
+    foreign.given = {foreign.table.older.get(key, key): one for key, one in foreign.given.items()}
+    _with_defaults(draft)
+    given = list(foreign.given.values())
+    for late in (False, True):
+        for one in given:
+            found_entry = foreign.table.entry(one.key)
+            if late == (found_entry is not None and found_entry[1].how in LATE):
+                _take(draft, one, found_entry)
+    _finish(draft)
+    return draft
+
+
+def _stage_of(foreign: Foreign) -> str:
+    """What the file trains: its command says it, a key's value, or a key that only one stage has."""
+    rules = foreign.table.stages
+    for word in reversed(foreign.command):
+        for name in (word, word.rpartition(".")[2], Path(word).stem, *re.split(r"[._/]", Path(word).stem)):
+            if name in rules.get("commands", {}):
+                if not rules["commands"][name]:
+                    raise RecipeError(
+                        f"`{name}` trains nothing", where=shown(foreign.path), hint="give the training command"
+                    )
+                return str(rules["commands"][name])
+    for key, by_value in rules.get("values", {}).items():
+        value = foreign.given[key].value if key in foreign.given else None
+        if value is not None and (named := by_value.get(_text(value))):
+            return str(named)
+        if value is not None and key in ("stage", "rlhf_type", "rl") and _text(value) != "false":
+            where = f"{shown(foreign.path)}:{foreign.given[key].line}"
+            allowed = f"known: {', '.join(by_value)}"
+            raise RecipeError(f"{key}: {value} is not trained here", where=where, allowed=allowed)
+    for key, named in rules.get("keys", {}).items():
+        if key in foreign.given and foreign.given[key].value not in (None, False):
+            return str(named)
+    folders = [part.lower() for part in foreign.path.resolve().parts]
+    for word, named in rules.get("commands", {}).items():
+        if named and any(word in re.split(r"[^a-z0-9]+", part) for part in folders[-3:]):
+            return str(named)
+    if "otherwise" in rules:
+        return str(rules["otherwise"])
+    raise RecipeError(
+        "the file does not say what it trains",
+        where=shown(foreign.path),
+        allowed=f"--stage: {', '.join(dict.fromkeys(filter(None, rules.get('commands', {}).values())))}",
+        hint="say it: --stage sft",
+    )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _with_defaults(draft: Draft) -> None:
+    """Add what the tool takes where the file is silent and posttrain would take another value."""
+    foreign = draft.foreign
+    by_stage = foreign.table.defaults
+    for key, value in {**by_stage.get("", {}), **by_stage.get(draft.stage, {})}.items():
+        if foreign.given.get(key) is None or foreign.given[key].value is None:
+            foreign.given[key] = Given(key, value, 0)
+
+
+def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
+    """Write what one key means, or say why it is left out."""
+    if given.value is None or given.value == "" or given.value == []:
+        return
+    if found is None:
+        draft.leave(given, "no counterpart is known")
+        return
+    _, entry = found
+    if any(given.value == value and isinstance(given.value, bool) == isinstance(value, bool) for value in entry.noop):
+        return
+    if entry.needs_lora and not transforms.trains_adapter(draft.foreign):
+        draft.leave(given, "no adapter is trained")
+    elif entry.how:
+        try:
+            transforms.TRANSFORMS[entry.how](draft, given, entry.target(draft.stage))
+        except (TypeError, ValueError):  # such as a number that a command would have computed
+            draft.leave(given, "its value cannot be read here")
+    elif entry.part_of:
+        if entry.part_of not in draft.foreign.given:
+            draft.leave(given, entry.sentence(given.key, draft.stage) or f"it is read with {entry.part_of}")
+    elif target := entry.target(draft.stage):
+        _copy(draft, given, entry, target)
+    else:
+        why = (
+            entry.left
+            or entry.remove
+            or entry.sentence(given.key, draft.stage)
+            or f"stage {draft.stage} has no such key"
+        )
+        draft.leave(given, why)
+
+
+def _copy(draft: Draft, given: Given, entry: Entry, target: str) -> None:
+    value = given.value
+    if why := _not_of(draft.stage, target):
+        draft.leave(given, why)
+        return
+    if entry.values is not None:
+        if _text(value) not in entry.values:
+            offered = ", ".join(dict.fromkeys(_text(one) for one in entry.values.values()))
+            draft.leave(given, f"`{target}` is {offered}")
+            return
+        value = entry.values[_text(value)]
+    draft.put(target, value, draft.origin(given.key))
+
+
+def _not_of(stage: str, target: str) -> str:
+    """Why a stage has no key of this name, "" if it has."""
+    model = keys.BY_NAME[stage]
+    head = target.partition(".")[0]
+    if target in model.unused:
+        return model.unused[target]
+    if head in keys.components_of(stage) or target.startswith("data.columns.") or target in keys.all_paths(model):
+        return ""
+    return f"stage {stage} has no `{target}`"
+
+
+def _finish(draft: Draft) -> None:
+    """What holds for the whole: an adapter's shape, one length, arguments that the components take, the order."""
+    transforms.complete_adapter(draft)
+    run = draft.values.get("run", {})
+    if "steps" in run and "epochs" in run:
+        del run["epochs"]
+    older = draft.foreign.table.older
+    draft.left = [one for one in draft.left if older.get(one.key, one.key) not in draft.read]
+    _prune(draft)
+    _divide_columns(draft)
+    if "rewards" in draft.values and not draft.values["rewards"]:
+        del draft.values["rewards"]
+    notes = draft.foreign.table.notes
+    for note in (notes[key] for key in ("", draft.stage) if key in notes):
+        draft.note(note)
+    order = [*_FIRST, *(key for key in keys.own_keys(keys.BY_NAME[draft.stage]) if key != "run"), "run"]
+    draft.values = dict(sorted(draft.values.items(), key=lambda item: order.index(item[0])))
+
+
+def _divide_columns(draft: Draft) -> None:
+    """Keys of one source, where there are several: each has them."""
+    data = draft.values.get("data", {})
+    for key in ("columns", "split", "config", "size") if "mix" in data else ():
+        if key in data:
+            shared = data.pop(key)
+            data["mix"] = [{**source, key: source.get(key, shared)} for source in data["mix"]]
+
+
+def _prune(draft: Draft) -> None:
+    """Leave out sections that the stage has not, and arguments that the component in use does not take: another tool
+    reads them for other stages and losses."""
+    for key in draft.values.keys() - keys.own_keys(keys.BY_NAME[draft.stage]).keys():
+        for leaf in _below(draft.values.pop(key)):
+            for given in _behind(draft, leaf):
+                draft.leave(given, f"stage {draft.stage} has no `{key}`")
+    for key, section in keys.components_of(draft.stage).items():
+        below = draft.values.get(key)
+        if not isinstance(below, dict):
+            continue
+        use = draft.at(f"{key}.use") or _preset_use(draft, key) or section.default_use()
+        takes = {*section.model_fields, *section.known().get(str(use), {}).get("params", {})}
+        for name in [name for name in below if name not in takes]:
+            leaf = below.pop(name)
+            for given in _behind(draft, leaf):
+                draft.leave(given, f"`{key}: {use}` has no `{name}`")
+        if not below:
+            del draft.values[key]
+
+
+def _preset_use(draft: Draft, key: str) -> str | None:
+    """The component that the recipe's preset chooses for a section."""
+    from posttrain.recipe import presets
+
+    name = draft.at("algorithm")
+    chosen = presets.preset(str(name)).choices.get(key) if name in presets.names() else None
+    return chosen.get("use") if isinstance(chosen, dict) else chosen
+
+
+def _below(value: Any) -> Iterator[Any]:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    yield from (leaf for item in items for leaf in _below(item)) if items else [value]
+
+
+def _behind(draft: Draft, leaf: Any) -> Iterator[Given]:
+    """The key of the file that a value came from."""
+    name = leaf.origin.partition(", ")[0] if isinstance(leaf, Leaf) else ""
+    yield from (given for given in draft.foreign.given.values() if given.key == name)
+
+
+def _merge(draft: Draft) -> Draft:
+    """mergekit's keys are ours."""
+    for key, value in draft.foreign.nested.items():
+        if value is None:
+            continue
+        line = next((one.line for one in draft.foreign.given.values() if one.key.partition(".")[0] == key), 0)
+        draft.values[key] = _leaves(value, f"{key}, line {line}")
+    return draft
+
+
+def _leaves(value: Any, origin: str) -> Any:
+    """A value of mergekit's with its origin at each leaf."""
+    if isinstance(value, Mapping) and value:
+        return {key: _leaves(below, origin) for key, below in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) and item for item in value):
+        return [_leaves(item, origin) for item in value]
+    return Leaf(value, origin)

@@ -1,0 +1,329 @@
+"""Data sets as other tools name them: lists of sections (axolotl, TRL), names with numbers of rows (ms-swift), names of
+a registry (LLaMA-Factory), files (verl), names with shares (OpenRLHF)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.recipe.foreign.draft import Draft, Leaf
+from posttrain.recipe.foreign.source import Given
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Response:\n"
+)
+
+
+def put_sources(draft: Draft, sources: Sequence[Mapping[str, Any]], origin: str) -> None:
+    """One source as `data.source` and its keys, several as `data.mix`."""
+    if len(sources) == 1:
+        for key, value in sources[0].items():
+            path = f"data.{key}"
+            if isinstance(value, Mapping):
+                for inner, one in value.items():
+                    draft.put(f"{path}.{inner}", one, origin)
+            else:
+                draft.put(path, value, origin)
+        return
+    draft.values.setdefault("data", {})["mix"] = [
+        {key: Leaf(value, origin if key == "source" else "") for key, value in source.items()} for source in sources
+    ]
+    if not any("weight" in source for source in sources):
+        draft.note("data.mix takes rows in equal shares: write `weight`, such as the numbers of rows, to use them all")
+
+
+def _split(source: dict[str, Any], split: Any) -> None:
+    """`train[:1000]` is a split and its first rows."""
+    found = re.fullmatch(r"(\w+)\[(\d*):(\d*)\]", str(split))
+    if found and found[3]:
+        source["split"] = found[1]
+        source["size"] = int(found[3]) - int(found[2] or 0)
+        if found[2]:
+            source["skip"] = int(found[2])
+    elif split not in (None, "", "train"):
+        source["split"] = str(split)
+
+
+def _mixture(draft: Draft, given: Given, _: str) -> None:
+    """TRL: path, name, split, columns."""
+    _listed(draft, given, given.value, name="path", config="name")
+
+
+def _open_r1_mixture(draft: Draft, given: Given, _: str) -> None:
+    if not given.key.endswith(".datasets"):
+        draft.leave(given, "rows are shuffled by `run.seed`; a part of them for evaluation is made before")
+        return
+    if any("weight" in one for one in given.value if isinstance(one, Mapping)):
+        draft.leave(Given(f"{given.key}.weight", "", given.line), "the share of a data set's rows: write `size`")
+    _listed(
+        draft,
+        given,
+        [{k: v for k, v in one.items() if k != "weight"} for one in given.value],
+        name="id",
+        config="config",
+    )
+
+
+def _listed(draft: Draft, given: Given, entries: Sequence[Mapping[str, Any]], *, name: str, config: str) -> None:
+    sources = []
+    for entry in entries:
+        source: dict[str, Any] = {"source": str(entry.get("data_files") or entry.get(name))}
+        if entry.get(config):
+            source["config"] = str(entry[config])
+        _split(source, entry.get("split"))
+        for key in entry.keys() - {name, config, "split", "columns", "data_files"}:
+            draft.leave(Given(f"{given.key}.{key}", entry[key], given.line), "a source has no such key")
+        sources.append(source)
+    put_sources(draft, sources, draft.origin(given.key))
+
+
+# axolotl
+
+
+def _axolotl(draft: Draft, given: Given, _: str) -> None:
+    sources = []
+    for number, entry in enumerate(given.value if isinstance(given.value, list) else []):
+        if isinstance(entry, Mapping):
+            sources.append(_axolotl_source(draft, given, entry, number))
+    put_sources(draft, sources, draft.origin(given.key))
+
+
+_AXOLOTL_READ = {"path", "name", "split", "type", "ds_type", "data_files", "revision", "conversation", "train_on_split"}
+
+
+def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number: int) -> dict[str, Any]:
+    files = entry.get("data_files")
+    named = files[0] if isinstance(files, list) and len(files) == 1 else files
+    source: dict[str, Any] = {"source": str(named or entry.get("path"))}
+    if entry.get("name"):
+        source["config"] = str(entry["name"])
+    _split(source, entry.get("split") or entry.get("train_on_split"))
+    source |= _renaming({ours: str(entry[theirs]) for theirs, ours in _AXOLOTL_COLUMNS.items() if entry.get(theirs)})
+    for key in sorted(entry.keys() - _AXOLOTL_READ - set(_AXOLOTL_COLUMNS)):
+        known = "ShareGPT's and OpenAI's names of roles and texts are known"
+        why = known if key in _ROLES else "a source has no such key"
+        draft.leave(Given(f"{given.key}.{number}.{key}", entry[key], given.line), why)
+    _axolotl_type(draft, given, entry.get("type"), number)
+    return source
+
+
+def _renaming(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """`columns` of a source without names that need none."""
+    renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    if renamed.get("messages") == "conversations":  # known as it is
+        del renamed["messages"]
+    return {"columns": renamed} if renamed else {}
+
+
+_ROLES = ("roles", "message_property_mappings", "message_field_role", "message_field_content", "roles_to_train",
+          "message_field_training", "train_on_eos", "train_on_eot")  # fmt: skip
+_AXOLOTL_COLUMNS = {
+    "field_messages": "messages",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field_prompt": "prompt",
+    "field": "text",
+    "text_column": "text",
+}
+_PAIRS = "columns are prompt, chosen and rejected (kto: prompt, completion, label)"
+
+
+def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
+    """What a strategy of axolotl reads and trains on, as keys of `data`, which all sources share."""
+    whole = Given(f"{given.key}.{number}.type", kind, given.line)
+    if isinstance(kind, Mapping):
+        _axolotl_own(draft, kind, whole.key)
+        return
+    text, origin = str(kind or ""), f"{whole.key}: {kind}"
+    if not text:
+        return
+    if draft.stage == "rl":
+        draft.leave(whole, "a function of axolotl's form: write `data.source: file.py:function`, or `data.columns`")
+    elif draft.stage != "sft":
+        if not text.startswith("chat_template"):
+            draft.leave(whole, f"{_PAIRS}: `data.columns` renames others")
+    elif text.startswith(("chat_template", "sharegpt")):
+        draft.put("data.train_on", "assistant", origin)
+    elif text == "completion":
+        draft.put("data.train_on", "all", origin)
+        draft.put("data.chat", False, origin)
+    elif text.startswith("alpaca"):
+        draft.put("data.chat", False, origin)
+        draft.put("data.prompt_template", ALPACA, origin)
+        if text != "alpaca":
+            draft.note(f"the prompts of {text} are written as those of alpaca: change data.prompt_template")
+    else:
+        draft.leave(whole, "rows are read by their columns: `data.prompt_template` and `data.completion_template`")
+
+
+def _axolotl_own(draft: Draft, kind: Mapping[str, Any], origin: str) -> None:
+    """field_* name columns, format has {instruction} and {input}."""
+    names = {name: str(kind.get(f"field_{name}") or name) for name in ("instruction", "input", "system")}
+    alone = kind.get("no_input_format") if not kind.get("field_input") else None
+    form = str(alone or kind.get("format") or "{instruction}")
+    draft.put("data.chat", False, origin)
+    draft.put("data.prompt_template", re.sub(r"\{(\w+)\}", lambda m: f"{{{names.get(m[1], m[1])}}}", form), origin)
+    draft.put("data.completion_template", f"{{{kind.get('field_output') or 'output'}}}", origin)
+    if kind.get("system_prompt"):
+        draft.put("data.system", str(kind["system_prompt"]), origin)
+
+
+# ms-swift
+
+
+def _swift(draft: Draft, given: Given, _: str) -> None:
+    """`AI-ModelScope/name:subset#500`."""
+    sources = []
+    for name in given.value if isinstance(given.value, list) else [given.value]:
+        text, _hash, size = str(name).partition("#")
+        text = re.sub(r"^(HF|MS)::", "", text)
+        source: dict[str, Any] = {"source": text}
+        if not text.endswith((".jsonl", ".json", ".csv")) and ":" in text:
+            source = {"source": text.partition(":")[0], "config": text.partition(":")[2]}
+        if size.isdigit():
+            source["size"] = int(size)
+        sources.append(source)
+    put_sources(draft, sources, draft.origin(given.key))
+    if any("/" in source["source"] for source in sources) and not draft.get("use_hf"):
+        draft.note("ms-swift reads names from ModelScope; here they are those of the Hugging Face hub")
+
+
+_SWIFT_COLUMNS = {"query": "prompt", "response": "completion", "rejected_response": "rejected", "solution": "answer"}
+
+
+def _swift_columns(draft: Draft, given: Given, _: str) -> None:
+    value = given.value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, Mapping):
+        draft.leave(given, "write `data.columns: {ours: theirs}`")
+        return
+    for theirs, name in value.items():
+        draft.put(f"data.columns.{_SWIFT_COLUMNS.get(str(name), str(name))}", str(theirs), draft.origin(given.key))
+
+
+# LLaMA-Factory
+
+
+def _registered(draft: Draft, given: Given, _: str) -> None:
+    """Names of dataset_info.json, which lies in dataset_dir."""
+    names = given.value if isinstance(given.value, list) else str(given.value).split(",")
+    folder, known = _registry(draft)
+    sources = []
+    for name in (str(one).strip() for one in names):
+        entry = known.get(name)
+        if entry is None:
+            draft.note(f"`{name}` is a name of dataset_info.json, which is not here: write the file that it stands for")
+            sources.append({"source": name})
+        else:
+            sources.append(_registered_source(entry, folder))
+    put_sources(draft, sources, draft.origin(given.key))
+
+
+def _registry(draft: Draft) -> tuple[Path, dict[str, Any]]:
+    named = str(draft.get("dataset_dir", default="data"))
+    for base in (Path.cwd(), *draft.foreign.path.resolve().parents):
+        file = base / named / "dataset_info.json"
+        if file.is_file():
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError:
+                break
+            return file.parent, found if isinstance(found, dict) else {}
+    return Path(named), {}
+
+
+_FACTORY_COLUMNS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "messages": "messages",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "system": "system",
+    "tools": "tools",
+    "kto_tag": "label",
+}
+
+
+def _registered_source(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    file, elsewhere = entry.get("file_name"), entry.get("hf_hub_url") or entry.get("ms_hub_url")
+    source: dict[str, Any] = {"source": str(folder / file) if file else str(elsewhere)}
+    if entry.get("subset"):
+        source["config"] = str(entry["subset"])
+    if entry.get("split") not in (None, "train"):
+        source["split"] = str(entry["split"])
+    if entry.get("num_samples"):
+        source["size"] = int(entry["num_samples"])
+    named = entry.get("columns") or {}
+    return source | _renaming(
+        {ours: str(named[theirs]) for theirs, ours in _FACTORY_COLUMNS.items() if theirs in named}
+    )
+
+
+# verl and OpenRLHF
+
+
+def _verl_files(draft: Draft, given: Given, _: str) -> None:
+    value = given.value
+    if isinstance(value, str) and value.startswith("["):
+        value = [one.strip(" '\"") for one in value.strip("[]").split(",")]
+    put_sources(
+        draft,
+        [{"source": str(one)} for one in (value if isinstance(value, list) else [value])],
+        draft.origin(given.key),
+    )
+
+
+def _openrlhf(draft: Draft, given: Given, _: str) -> None:
+    names = str(given.value).split(",")
+    shares = str(draft.get("data.dataset_probs", "data.prompt_probs", default="")).split(",")
+    sources: list[dict[str, Any]] = []
+    for number, name in enumerate(names):
+        text, _at, _type = name.strip().partition("@")
+        source: dict[str, Any] = {"source": text}
+        if len(names) > 1 and number < len(shares) and re.fullmatch(r"[\d.]+", shares[number].strip()):
+            source["weight"] = float(shares[number])
+        sources.append(source)
+    put_sources(draft, sources, draft.origin(given.key))
+
+
+def _openrlhf_input(draft: Draft, given: Given, _: str) -> None:
+    column = (
+        "messages"
+        if draft.get("data.multiturn") or (draft.stage == "sft" and not draft.get("data.output_key"))
+        else "prompt"
+    )
+    if column != given.value:
+        draft.put(f"data.columns.{column}", str(given.value), draft.origin(given.key))
+
+
+def _openrlhf_template(draft: Draft, given: Given, _: str) -> None:
+    if draft.get("data.apply_chat_template"):
+        draft.leave(given, "the chat template writes the prompt")
+        return
+    text = str(given.value).removeprefix("$").replace("\\n", "\n")
+    draft.put("data.prompt_template", text.replace("{}", "{prompt}"), draft.origin(given.key))
+
+
+TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
+    "axolotl_datasets": _axolotl,
+    "mixture": _mixture,
+    "open_r1_mixture": _open_r1_mixture,
+    "openrlhf_dataset": _openrlhf,
+    "openrlhf_input": _openrlhf_input,
+    "openrlhf_template": _openrlhf_template,
+    "registered_datasets": _registered,
+    "swift_columns": _swift_columns,
+    "swift_datasets": _swift,
+    "verl_files": _verl_files,
+}

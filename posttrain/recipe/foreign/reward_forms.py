@@ -1,0 +1,127 @@
+"""Rewards as other tools name them: names of a registry, functions of modules, scripts with another signature."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from posttrain.recipe.foreign.draft import Draft, Leaf
+from posttrain.recipe.foreign.source import Given
+
+_OWN_NAME = "write `use: FILE.py:NAME`"
+
+
+def _rewards(draft: Draft, given: Given, _: str) -> None:
+    """Named rewards by the tool's table; `module.function` is a function of the user's."""
+    names = given.value if isinstance(given.value, list) else [given.value]
+    weights = draft.get(given.key.replace("reward_funcs", "reward_weights"), default=[])
+    weights = weights if isinstance(weights, list) else [weights]
+    for number, name in enumerate(names):
+        reward = _reward(draft, given, str(name))
+        if reward is None:
+            continue
+        weight = float(weights[number]) if number < len(weights) else 1.0
+        called = {"name": name} if _is_used(draft, reward["use"]) else {}  # two rewards of one function
+        weighed = {"weight": weight} if weight != 1.0 else {}
+        _add_reward(draft, {**reward, **called, **weighed}, f"{given.key}: {name}")
+
+
+def _reward(draft: Draft, given: Given, name: str) -> dict[str, Any] | None:
+    known = draft.foreign.table.rewards.get(name)
+    if known is not None and "left" in known:
+        draft.leave(Given(f"{given.key}: {name}", name, given.line), str(known["left"]))
+        return None
+    if known is not None:
+        if known.get("gold"):
+            draft.put("data.columns.answer", known["gold"], f"what {name} reads")
+        return {key: value for key, value in known.items() if key != "gold"}
+    module, dot, function = name.rpartition(".")
+    if not dot or "/" in name:
+        why = (
+            "a name that a plugin registers: write `use: FILE.py:NAME`"
+            if draft.get("external_plugins")
+            else "no reward of this name is known: write `use: FILE.py:NAME`"
+        )
+        draft.leave(Given(f"{given.key}: {name}", name, given.line), why)
+        return None
+    file = draft.foreign.path.parent / (module.replace(".", "/") + ".py")
+    if file.is_file():
+        place = os.path.relpath(file, draft.base_dir)
+        return {"use": f"{place if place.startswith('..') else './' + place}:{function}"}
+    return {"use": f"{module}:{function}"}
+
+
+def _is_used(draft: Draft, use: str) -> bool:
+    return any(
+        entry["use"].value.rpartition(".")[2] == use.rpartition(".")[2] for entry in draft.values.get("rewards", [])
+    )
+
+
+def _add_reward(draft: Draft, reward: Mapping[str, Any], origin: str) -> None:
+    entries = draft.values.setdefault("rewards", [])
+    entries.append({key: Leaf(value, origin if key == "use" else "") for key, value in reward.items()})
+
+
+def _reward_model(draft: Draft, given: Given, _: str) -> None:
+    if draft.stage == "rl" and isinstance(given.value, str):
+        _add_reward(draft, {"use": "reward_model", "params": {"path": given.value}}, draft.origin(given.key))
+    elif draft.stage == "rl":
+        draft.leave(
+            given,
+            "a reward model is a directory or a hub id: write `rewards: [{use: reward_model, params: {path: ...}}]`",
+        )
+    else:
+        draft.leave(given, f"stage {draft.stage} has no rewards")
+
+
+_OWN = "write `def score(completion, answer): return {}` in a file of yours, and `rewards: [{{use: FILE.py:score}}]`"
+
+
+def _verl_reward(draft: Draft, given: Given, _: str) -> None:
+    name = draft.get("custom_reward_function.name", "reward.custom_reward_function.name", default="compute_score")
+    draft.leave(given, _OWN.format(f'{name}("", completion, answer)'))
+
+
+def _verl_default_reward(draft: Draft, _given: Given, _: str) -> None:
+    """verl chooses the reward by the column data_source; for maths it compares the answer with a column's key."""
+    own = ("custom_reward_function.path", "reward.custom_reward_function.path")
+    if draft.stage != "rl" or any(draft.foreign.given.get(key) and draft.foreign.given[key].value for key in own):
+        return
+    _add_reward(
+        draft, {"use": "math.accuracy", "params": {"extract": ["boxed", "hash"]}}, "verl's reward of maths data"
+    )
+    draft.put("data.columns.answer", "reward_model.ground_truth", "what verl's rewards read")
+    draft.note(
+        "verl chooses a reward by the column data_source: math.accuracy is for maths answers, write another for others"
+    )
+
+
+def _overlong_buffer(draft: Draft, given: Given, _: str) -> None:
+    section = given.key.removesuffix(".enable")
+    above = section.rpartition(".")[0]
+    buffer, factor = draft.get(f"{section}.len"), draft.get(f"{section}.penalty_factor", default=1.0)
+    draft.get(f"{section}.log")
+    longest = draft.get(f"{above}.max_resp_len", "data.max_response_length")
+    if not buffer or not longest:
+        draft.leave(given, "write `use: length.soft_overlong` with `params: {max_length: ..., buffer: ...}`")
+        return
+    params = {"max_length": int(longest), "buffer": int(buffer), "factor": float(factor)}
+    _add_reward(draft, {"use": "length.soft_overlong", "params": params}, draft.origin(given.key))
+
+
+def _openrlhf_reward(draft: Draft, given: Given, _: str) -> None:
+    if str(given.value).endswith(".py"):
+        draft.leave(given, _OWN.format('reward_func([completion], [completion], [answer])["rewards"][0]'))
+    else:
+        draft.leave(given, "rewards run here: write `rewards`, a list with `- use: ./mine.py:score`")
+
+
+TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
+    "openrlhf_reward": _openrlhf_reward,
+    "overlong_buffer": _overlong_buffer,
+    "reward_model": _reward_model,
+    "rewards": _rewards,
+    "verl_default_reward": _verl_default_reward,
+    "verl_reward": _verl_reward,
+}

@@ -1,0 +1,261 @@
+"""A file of another tool as a list of keys with their lines: a YAML file, or the training command of a shell script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import RecipeError, did_you_mean
+from posttrain.recipe.foreign import shell, words
+from posttrain.recipe.foreign.words import Table
+from posttrain.recipe.tree import Node
+from posttrain.recipe.yaml import parse, parse_value, scalar, shown
+
+YAML = (".yaml", ".yml", ".json")
+_PROCESSES = re.compile(r"(?:--(?:num_processes|nproc_per_node|nproc-per-node|num_gpus)(?:=|\Z)|NPROC_PER_NODE=)(\d*)")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One key of the file with its value; line 0: not written, the tool's default."""
+
+    key: str
+    value: Any
+    line: int
+
+
+@dataclass
+class Foreign:
+    """What a file of another tool says. command: the words before its keys. gpus: processes that it starts, where it
+    says so. nested: a YAML file as it is."""
+
+    path: Path
+    table: Table
+    given: dict[str, Given]
+    command: tuple[str, ...] = ()
+    gpus: int | None = None
+    nested: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_script(self) -> bool:
+        """Its keys stand in a command, where `${NAME}` is a variable."""
+        return self.path.suffix not in YAML
+
+
+def read(path: Path, tool: str | None = None) -> Foreign:
+    """The keys of a file. tool: the table's name; found by the file's keys or its command if it is None.
+
+    Raises RecipeError for a file that cannot be read, or of which nobody knows whose it is.
+    """
+    if path.suffix == ".py":
+        hint = "give the YAML file or the command line that it is started with"
+        raise RecipeError("a Python script is not read", where=shown(path), hint=hint)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError("the file is not UTF-8 text", where=shown(path)) from None
+    except OSError as cause:
+        raise RecipeError(f"the file cannot be read: {cause.strerror}", where=shown(path)) from None
+    if path.suffix in YAML:
+        return _yaml(path, text, tool)
+    return _script(path, text, tool)
+
+
+def _yaml(path: Path, text: str, tool: str | None) -> Foreign:
+    tree = _tree(path, text)
+    given = {one.key: one for one in _flat(tree, "")}
+    table = words.table(tool) if tool else _whose(path, given)
+    return Foreign(path, table, given, nested=_plain(tree))
+
+
+def _tree(path: Path, text: str) -> Node:
+    """The file's mapping. Keys without a value, which axolotl's files are full of, are null."""
+    document = parse(_without_tags(text), shown(path))
+    broken = [
+        problem
+        for problem in document.problems
+        if "has no value" not in problem.what and "environment" not in problem.what
+    ]
+    if broken:
+        raise RecipeError.of(broken)
+    return document.tree
+
+
+def _without_tags(text: str) -> str:
+    """`${NAME}` stays as it is: which variables there are is a matter of the recipe's reader."""
+    return text.replace("${", "$${")
+
+
+def _flat(node: Node, prefix: str) -> Iterable[Given]:
+    for key, below in node.mapping.items():
+        path = f"{prefix}{key}"
+        if isinstance(below.value, dict) and below.value:
+            yield from _flat(below, f"{path}.")
+        else:
+            yield Given(path, _value(below), _line(below))
+
+
+def _value(node: Node) -> Any:
+    if isinstance(node.value, list):
+        return [_value(item) for item in node.value]
+    if isinstance(node.value, dict):
+        return {key: _value(below) for key, below in node.value.items()}
+    return None if node.value == "" and not node.quoted else node.value
+
+
+def _plain(node: Node) -> dict[str, Any]:
+    return {key: _value(below) for key, below in node.mapping.items()}
+
+
+def _line(node: Node) -> int:
+    found = re.search(r":(\d+):\d+$", node.at_key.where)
+    return int(found[1]) if found else 0
+
+
+def _script(path: Path, text: str, tool: str | None) -> Foreign:
+    """The training command of a script, and the YAML file that it names."""
+    names = [tool] if tool else list(words.ORDER)
+    tables = [words.table(name) for name in names]
+    best: tuple[float, Table, list[shell.Word]] | None = None
+    for command in shell.commands(text):
+        for table in tables:
+            score = (
+                sum(any(_names(mark, word.text) for word in command) for mark in table.commands) + len(command) / 1000
+            )
+            if score >= 1 and (best is None or score > best[0] + 0.5):
+                best = (score, table, command)
+    if best is None:
+        what = f"no command of {words.table(tool).tool}" if tool else "no training command that is known"
+        allowed = f"known: {', '.join(words.table(name).tool for name in names)}"
+        raise RecipeError(
+            f"{what} in it", where=shown(path), allowed=allowed, hint="" if tool else "say whose it is: --from"
+        )
+    _, table, command = best
+    return _command(path, table, command)
+
+
+def _names(mark: str, word: str) -> bool:
+    """Whether a word of a command is that of a tool: itself, or a path or module with it."""
+    return (
+        word == mark
+        or (("/" in mark or "." in mark or "_" in mark) and mark in word)
+        or bool(re.match(rf"{re.escape(mark)}[./]", word))
+    )
+
+
+def _command(path: Path, table: Table, command: Sequence[shell.Word]) -> Foreign:
+    first = next((i for i, word in enumerate(command) if any(_names(mark, word.text) for mark in table.commands)), 0)
+    gpus = _processes(command)
+    given: dict[str, Given] = {}
+    before = [word.text for word in command[: first + 1]]
+    rest = list(command[first + 1 :])
+    while rest and not rest[0].text.startswith("-") and "=" not in rest[0].text:
+        word = rest.pop(0)
+        before.append(word.text)
+        if word.text.endswith(YAML):
+            given |= _named_file(path, word)
+    for one in _keys(rest):
+        if one.key == "config" and str(one.value).endswith(YAML):
+            given |= _named_file(path, shell.Word(str(one.value), one.line))
+        elif one.key not in ("num_processes", "config_file"):
+            given[one.key] = one
+    return Foreign(path, table, given, tuple(before), gpus)
+
+
+def _processes(command: Sequence[shell.Word]) -> int | None:
+    for word, following in zip(command, [*command[1:], shell.Word("", 0)], strict=True):
+        if found := _PROCESSES.match(word.text):
+            number = found[1] or following.text
+            return int(number) if number.isdigit() and int(number) > 0 else None
+    return None
+
+
+def _named_file(script: Path, word: shell.Word) -> dict[str, Given]:
+    """The keys of a YAML file that a command names, which lies beside the script or above it."""
+    places = [folder / word.text for folder in (Path.cwd(), *script.resolve().parents)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise RecipeError(
+            f"the command names {word.text}, which is not there",
+            where=f"{shown(script)}:{word.line}",
+            hint="import that file itself",
+        )
+    tree = _tree(found, found.read_text(encoding="utf-8"))
+    return {one.key: one for one in _flat(tree, "")}
+
+
+def _keys(rest: Sequence[shell.Word]) -> Iterable[Given]:
+    """--key value ..., --key=value, --flag, --no_flag; key=value, +key=value of hydra."""
+    left = list(rest)
+    while left:
+        word = left.pop(0)
+        text = word.text
+        if flag := re.match(r"--?([A-Za-z_][\w.-]*)(?:=(.*))?\Z", text, re.DOTALL):
+            key, value = flag[1].replace("-", "_"), flag[2]
+            values = [] if value is None else [value]
+            while value is None and left and not re.match(r"--?[A-Za-z_]", left[0].text):
+                values.append(left.pop(0).text)
+            yield Given(key, _typed(values), word.line)
+        elif override := re.match(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)\Z", text, re.DOTALL):
+            yield Given(override[1], _one(override[2]), word.line)
+
+
+def _typed(values: Sequence[str]) -> Any:
+    if not values:
+        return True
+    return _one(values[0]) if len(values) == 1 else [_one(value) for value in values]
+
+
+def _one(text: str) -> Any:
+    """A value of a command line: a number, true or false, null, a list or a mapping in YAML, else text."""
+    text = text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text  # hydra's own quotes
+    if text[:1] in "[{" and text:
+        from posttrain.recipe.tree import Origin, plain
+
+        try:
+            return plain(parse_value(text.replace("${", "$${"), Origin("command line", text)))
+        except RecipeError:
+            return text
+    return {"None": None, "True": True, "False": False}.get(text, scalar(text))
+
+
+def tool_of(names: Collection[str], path: Path) -> Table | None:
+    """The table with most of its marks among the keys of a file; its folders decide between equals. None: no table."""
+    folders = str(path.resolve()).lower()
+    scores: dict[str, float] = {}
+    for name in words.ORDER:
+        table = words.table(name)
+        hits = sum(mark in names or any(key.startswith(f"{mark}.") for key in names) for mark in table.marks)
+        known = sum(table.entry(key) is not None for key in names) / max(len(names), 1)
+        scores[name] = hits + known + 0.5 * any(word in folders for word in (*table.files, name)) if hits else 0.0
+    best = max(scores, key=lambda name: scores[name])
+    return words.table(best) if scores[best] >= 1 else None
+
+
+def _whose(path: Path, given: Mapping[str, Given]) -> Table:
+    table = tool_of(given.keys(), path)
+    if table is None:
+        raise RecipeError(
+            "nobody knows which tool this file is for",
+            where=shown(path),
+            allowed=f"--from: {', '.join(words.ORDER).replace('_', '-')}",
+            hint="say whose it is: --from",
+        )
+    return table
+
+
+def tool_named(name: str) -> str:
+    """The table of a tool as it is typed behind --from. Raises RecipeError for one that is not known."""
+    plain = name.lower().replace("-", "_")
+    plain = {"llama_factory": "llamafactory", "swift": "ms_swift", "openr1": "open_r1"}.get(plain, plain)
+    if plain not in words.ORDER:
+        shown_names = [one.replace("_", "-") for one in words.ORDER]
+        raise RecipeError(
+            f"--from {name}: files of this tool are not read",
+            allowed=f"known: {', '.join(shown_names)}",
+            hint=did_you_mean(name, shown_names),
+        )
+    return plain

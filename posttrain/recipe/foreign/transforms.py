@@ -1,0 +1,421 @@
+"""How a key of another tool is written here where a name and a value are not enough. Each function takes the draft, the
+key and its target, and writes values or says why there are none."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.recipe.foreign import data_forms, reward_forms
+from posttrain.recipe.foreign.draft import Draft
+from posttrain.recipe.foreign.source import Foreign, Given
+
+Transform = Callable[[Draft, Given, str], None]
+
+_ADAPTERS = ("lora", "qlora")
+_SWITCHES = ("adapter", "finetuning_type", "tuner_type", "train_type")
+_RANKS = ("ds.lora.rank", "lora_rank", "actor_rollout_ref.model.lora_rank", "model.lora_rank")
+
+
+def trains_adapter(foreign: Foreign) -> bool:
+    """Whether the file trains a LoRA adapter instead of all weights."""
+    given = {key: one.value for key, one in foreign.given.items()}
+    if any(key in given for key in _SWITCHES):
+        return any(given.get(key) in _ADAPTERS for key in _SWITCHES)
+    if foreign.table.name in ("trl", "open_r1"):
+        return given.get("use_peft") is True
+    return any(isinstance(given.get(key), int) and given[key] > 0 for key in _RANKS)
+
+
+def complete_adapter(draft: Draft) -> None:
+    """Write the adapter's shape that the tool takes where the file says none."""
+    if not trains_adapter(draft.foreign) or draft.at("model.lora.continue"):  # an adapter that is there has its shape
+        return
+    shape = draft.foreign.table.lora
+    origin = f"{draft.foreign.table.tool}'s default"
+    draft.put("model.lora.rank", shape["rank"], origin)
+    twice = shape["alpha"] == "twice"  # the rank: LLaMA-Factory
+    draft.put("model.lora.alpha", 2 * int(draft.at("model.lora.rank")) if twice else shape["alpha"], origin)
+    if shape["dropout"]:
+        draft.put("model.lora.dropout", shape["dropout"], origin)
+
+
+def name_algorithm(draft: Draft) -> None:
+    """Write `algorithm` where the tool's name of the method is one of ours."""
+    foreign = draft.foreign
+    for key in ("rl", "rlhf_type", "stage"):
+        value = foreign.given[key].value if key in foreign.given else None
+        if name := foreign.table.algorithms.get(str(value)):
+            draft.put("algorithm", name, draft.origin(key))
+    for word in foreign.command:
+        for part in re.split(r"[./]", word):
+            if (name := foreign.table.algorithms.get(part)) and part not in ("grpo",):
+                draft.put("algorithm", name, f"the command {part}")
+
+
+def _algorithm(draft: Draft, given: Given, _: str) -> None:
+    if given.value == "gdpo":
+        draft.put("advantage.use", "gdpo", draft.origin(given.key))
+    if given.value == "pt":
+        draft.put("data.train_on", "all", draft.origin(given.key))
+
+
+def _truth(draft: Draft, given: Given, target: str) -> None:
+    if not target:
+        draft.leave(given, f"stage {draft.stage} has no such key")
+    elif given.value in (True, False):
+        draft.put(target, given.value, draft.origin(given.key))
+    else:
+        draft.leave(given, f"`{target}` is true or false")
+
+
+def _whole(draft: Draft, given: Given, target: str) -> None:
+    if draft.stage == "rl" and target == "run.log_every":
+        draft.leave(given, "rl writes every step")
+    elif isinstance(given.value, int | float) and given.value >= 1:
+        draft.put(target, int(given.value), draft.origin(given.key))
+    else:
+        draft.leave(given, f"`{target}` is a number of steps")
+
+
+def _positive(draft: Draft, given: Given, target: str) -> None:
+    if isinstance(given.value, int) and given.value > 0:
+        draft.put(target, given.value, draft.origin(given.key))
+
+
+def _list(draft: Draft, given: Given, target: str) -> None:
+    value = given.value if isinstance(given.value, list) else [given.value]
+    draft.put(target, [str(one) for one in value], draft.origin(given.key))
+
+
+def _count_or_all(draft: Draft, given: Given, target: str) -> None:
+    if isinstance(given.value, int) and given.value > 0:
+        draft.put(target, given.value, draft.origin(given.key))
+
+
+def _rows_or_all(draft: Draft, given: Given, target: str) -> None:
+    if isinstance(given.value, int) and given.value < 1_000_000:  # its default means all
+        draft.put(target, given.value, draft.origin(given.key))
+        draft.note(f"`{target}` is an error where the data has fewer rows; {draft.foreign.table.tool} then takes all")
+
+
+def _epochs(draft: Draft, given: Given, target: str) -> None:
+    if not isinstance(given.value, int | float) or given.value <= 0:
+        draft.leave(given, "`run.epochs` is a whole number")
+        return
+    whole = math.ceil(given.value)
+    if whole != given.value:
+        draft.note(f"{given.key} {given.value} is {whole} here: epochs are whole; `run.steps` ends a run earlier")
+    draft.put(target, whole, draft.origin(given.key))
+
+
+def _share(draft: Draft, given: Given, target: str) -> None:
+    """A number of steps, or below 1 their share."""
+    value = given.value
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        draft.put(target, value if value < 1 else int(value), draft.origin(given.key))
+    elif value not in (0, -1):
+        draft.leave(given, "`optim.warmup_steps` is a number of steps, or below 1 their share")
+
+
+def _updates(draft: Draft, given: Given, target: str) -> None:
+    """A number of optimiser updates. A step of rl has batch.minibatches x batch.epochs of them."""
+    if not isinstance(given.value, int | float) or given.value < 1:
+        draft.leave(given, f"`{target}` is a number of steps")
+        return
+    updates = int(draft.at("batch.minibatches") or 1) * int(draft.at("batch.epochs") or 1) if draft.stage == "rl" else 1
+    origin = draft.origin(given.key)
+    draft.put(
+        target, math.ceil(given.value / updates), f"{origin}; {updates} updates a step" if updates > 1 else origin
+    )
+
+
+def _targets(draft: Draft, given: Given, target: str) -> None:
+    value = given.value
+    names = [str(one) for one in value] if isinstance(value, list) else str(value).split(",")
+    if any(name in ("all", "all-linear", "all_linear") for name in names):
+        draft.put(target, "all-linear", draft.origin(given.key))
+    elif all(re.fullmatch(r"[\w.]+", name) for name in names):
+        draft.put(target, names, draft.origin(given.key))
+    else:
+        draft.leave(given, "`model.lora.targets` takes names of modules, not patterns")
+
+
+def _lora_on(draft: Draft, given: Given, _: str) -> None:
+    if given.value is not True and given.value not in _ADAPTERS:
+        draft.leave(given, "an adapter is LoRA, or all weights are trained")
+        draft.note(
+            f"{given.key}: {given.value} is not offered: all weights are trained (`model.lora: {{}}` trains an adapter)"
+        )
+
+
+def _four_bit(draft: Draft, given: Given, _: str) -> None:
+    if given.value not in (True, 4):
+        draft.leave(given, "weights of other than 4 bits are not offered")
+    elif not trains_adapter(draft.foreign):
+        draft.leave(given, "4-bit weights are trained with an adapter only")
+    else:
+        draft.put("model.quantize", "nf4", draft.origin(given.key))
+
+
+def _adapter_dir(draft: Draft, given: Given, _: str) -> None:
+    value = given.value[0] if isinstance(given.value, list) and len(given.value) == 1 else given.value
+    if not isinstance(value, str) or "," in value:
+        draft.leave(given, "one adapter is trained on")
+        return
+    draft.replace("model.path", value, draft.origin(given.key))
+    draft.put("model.lora.continue", True, draft.origin(given.key))
+    draft.note(f"the base of the adapter {value} is the one that its adapter_config.json names")
+
+
+def _betas(draft: Draft, given: Given, _: str) -> None:
+    if given.key == "adam_beta2" and draft.foreign.given.get("adam_beta1"):
+        return
+    pair = [draft.get("adam_beta1", default=0.9), draft.get("adam_beta2", default=0.999)]
+    draft.put("optim.betas", pair, draft.origin("adam_beta1", "adam_beta2"))
+
+
+def _batch(draft: Draft, given: Given, _: str) -> None:
+    """Rows per GPU x accumulation x GPUs. In rl they are completions: prompts a step and updates a step follow."""
+    rows = int(given.value)
+    accumulated = draft.get("gradient_accumulation_steps", default=1)
+    if accumulated == "to_16":  # ms-swift
+        accumulated = max(1, 16 // (rows * draft.gpus))
+    accumulated = int(accumulated)
+    origin = f"{given.key} {rows} x gradient_accumulation_steps {accumulated} x {draft.gpus} GPU" + "s" * (
+        draft.gpus > 1
+    )
+    if draft.foreign.gpus is None and draft.gpus == 1:
+        draft.note("batches count rows per GPU: the recipe's are those of 1 GPU (`--gpus N` multiplies them)")
+    if draft.stage != "rl":
+        draft.put("batch.size", rows * accumulated * draft.gpus, origin)
+        draft.put("batch.micro_size", rows, draft.origin(given.key))
+        return
+    generated = draft.get("steps_per_generation")
+    if generated is None and (whole := draft.get("generation_batch_size")) is not None:
+        generated = max(1, int(whole) // (rows * draft.gpus))
+    generated = int(generated or accumulated)
+    completions = rows * generated * draft.gpus
+    group = int(draft.get("num_generations", "trl.num_generations", default=8))
+    prompts = max(1, completions // group)
+    if prompts * group != completions:
+        draft.note(f"{completions} completions a step are no whole groups of {group}: {prompts} prompts are drawn")
+    draft.put("rollout.prompts_per_step", prompts, f"{origin} / {group} completions a prompt")
+    if (updates := generated // accumulated) > 1:
+        draft.put(
+            "batch.minibatches", min(updates, prompts * group), f"{completions} completions, {updates} updates of them"
+        )
+
+
+def _global_batch(draft: Draft, given: Given, _: str) -> None:
+    """OpenRLHF: rows of all GPUs; in rl completions, of rollout.batch_size prompts."""
+    size, micro = int(given.value), int(draft.get("train.micro_batch_size", default=1))
+    if draft.stage != "rl":
+        draft.put("batch.size", size, draft.origin(given.key))
+        if size % micro == 0:
+            draft.put("batch.micro_size", micro, draft.origin("train.micro_batch_size"))
+        return
+    prompts = int(draft.get("rollout.batch_size", default=size))
+    completions = prompts * int(draft.get("rollout.n_samples_per_prompt", default=1))
+    draft.put("rollout.prompts_per_step", prompts, draft.origin("rollout.batch_size"))
+    if completions > size:
+        draft.put("batch.minibatches", math.ceil(completions / size), f"{completions} completions / {given.key} {size}")
+
+
+def _verl_batch(draft: Draft, given: Given, _: str) -> None:
+    size = int(given.value)
+    if draft.stage != "rl":
+        draft.put("batch.size", size, draft.origin(given.key))
+        micro = draft.get("data.micro_batch_size_per_gpu")
+        if micro and size % int(micro) == 0:
+            draft.put("batch.micro_size", int(micro), draft.origin("data.micro_batch_size_per_gpu"))
+        return
+    mini = int(draft.get("actor_rollout_ref.actor.ppo_mini_batch_size", default=size))
+    draft.put("rollout.prompts_per_step", size, draft.origin(given.key))
+    if size > mini:
+        draft.put("batch.minibatches", math.ceil(size / mini), f"train_batch_size {size} / ppo_mini_batch_size {mini}")
+
+
+_RL_LOSSES: dict[str, dict[str, Any]] = {
+    "grpo": {"loss.aggregation": "seq_mean_token_mean"},
+    "dapo": {"loss.aggregation": "token_mean"},
+    "bnpo": {"loss.aggregation": "local_token_mean"},
+    "dr_grpo": {"loss.aggregation": "fixed"},
+    "cispo": {"loss.use": "cispo", "loss.aggregation": "token_mean"},
+}
+_PAIR_LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "dpo": {},
+    "ipo": {"loss.use": "ipo"},
+    "robust": {"loss.variant": "robust"},
+    "orpo": {"loss.use": "orpo"},
+    "simpo": {"loss.use": "simpo"},
+    "kto": {"loss.use": "kto"},
+    "nca_pair": {"loss.use": "nca_pair"},
+    "sppo_hard": {"loss.use": "sppo", "loss.targets": "hard"},
+}
+
+
+def _loss_type(draft: Draft, given: Given, _: str) -> None:
+    names = given.value if isinstance(given.value, list) else [given.value]
+    known = {"rl": _RL_LOSSES, "dpo": _PAIR_LOSSES}.get(draft.stage, {})
+    if draft.stage == "dpo" and len(names) == 2 and names[1] == "sft":
+        weights = draft.get("loss_weights", default=[1.0, 1.0])
+        draft.put("loss.nll_weight", float(weights[1]) / float(weights[0]), draft.origin(given.key))
+        names = names[:1]
+    if draft.at("algorithm") == names[0] or (draft.stage == "sft" and names[0] in ("nll", "chunked_nll")):
+        return
+    if len(names) != 1 or names[0] not in known:
+        kind = {"rl": "loss", "dpo": "pair_loss"}.get(draft.stage, "token_weight")
+        draft.leave(given, f"`posttrain methods list --kind {kind}` shows the losses")
+        return
+    for path, value in known[names[0]].items():
+        draft.put(path, value, draft.origin(given.key))
+    if names[0] == "cispo" and (cap := draft.get("epsilon_high")) is not None:
+        draft.put("loss.ratio_max", float(cap), draft.origin("epsilon_high"))
+
+
+_ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "group_norm": {},
+    "dr_grpo": {"advantage.scale": "none"},
+    "gae": {"algorithm": "ppo"},
+    "rloo": {"advantage.use": "rloo"},
+    "reinforce": {"advantage.use": "reinforce_pp"},
+    "reinforce_plus_plus": {"advantage.use": "reinforce_pp"},
+    "reinforce_baseline": {"advantage.use": "reinforce_pp_baseline"},
+    "reinforce_plus_plus_baseline": {"advantage.use": "reinforce_pp_baseline"},
+}
+
+
+def _estimator(draft: Draft, given: Given, _: str) -> None:
+    if str(given.value) not in _ESTIMATORS:
+        draft.leave(given, "`posttrain methods list --kind advantage` shows how rewards become advantages")
+        return
+    for path, value in _ESTIMATORS[str(given.value)].items():
+        draft.put(path, value, draft.origin(given.key))
+
+
+def _verl_loss(draft: Draft, given: Given, _: str) -> None:
+    if given.value in ("gspo", "cispo"):
+        draft.replace("loss.use", given.value, draft.origin(given.key))
+    elif given.value != "vanilla":
+        draft.leave(given, "`posttrain methods list --kind loss` shows the losses")
+
+
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs"}
+
+
+def _kl(draft: Draft, given: Given, where: str, coef: str, kind: str, plain: str) -> None:
+    """verl's two KL terms: one coefficient, one estimator, and where it counts."""
+    if given.value is not True:
+        return
+    if draft.at("kl.coef") is not None:
+        draft.leave(given, f"there is one KL term, and {draft.at('kl.where')} has it")
+        return
+    draft.put(
+        "kl.coef", float(draft.get(coef, default=0.001)), draft.origin(coef) or f"{draft.foreign.table.tool}'s default"
+    )
+    draft.put("kl.where", where, draft.origin(given.key))
+    name = str(draft.get(kind, default=plain))
+    draft.put("kl.use", _KL.get(name.rstrip("+"), "k3"), draft.origin(kind) or f"{draft.foreign.table.tool}'s default")
+    if name not in _KL:
+        draft.note(f"the KL estimator {name} is written as kl.use {draft.at('kl.use')}")
+
+
+def _verl_kl_loss(draft: Draft, given: Given, _: str) -> None:
+    actor = "actor_rollout_ref.actor"
+    _kl(draft, given, "loss", f"{actor}.kl_loss_coef", f"{actor}.kl_loss_type", "low_var_kl")
+
+
+def _verl_kl_reward(draft: Draft, given: Given, _: str) -> None:
+    _kl(draft, given, "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty", "kl")
+
+
+def _kl_in_loss(draft: Draft, given: Given, _: str) -> None:
+    if draft.get("algo.kl.init_coef"):
+        draft.put("kl.where", "loss" if given.value is True else "reward", draft.origin(given.key))
+
+
+def _clip_pair(draft: Draft, given: Given, _: str) -> None:
+    low, high = given.value
+    draft.replace("loss.clip_low", float(low), draft.origin(given.key))
+    draft.replace("loss.clip_high", float(high), draft.origin(given.key))
+
+
+def _critic_lr(draft: Draft, given: Given, _: str) -> None:
+    if draft.get("algorithm.adv_estimator") == "gae":
+        draft.put("critic.lr", given.value, draft.origin(given.key))
+    else:
+        draft.leave(given, "this advantage has no critic")
+
+
+def _dynamic_sampling(draft: Draft, given: Given, _: str) -> None:
+    origin = draft.origin(given.key)
+    draft.put("keep.use", "dynamic_sampling", origin)
+    metric = draft.get("algorithm.filter_groups.metric")
+    if metric in ("score", "seq_reward", "seq_final_reward"):
+        draft.put("keep.metric", "reward", draft.origin("algorithm.filter_groups.metric"))
+    most = draft.get("algorithm.filter_groups.max_num_gen_batches", "max_resample_times", default=10)
+    draft.put("rollout.max_gen_batches", int(most) if int(most) > 0 else 10, origin)
+
+
+def _vllm_engines(draft: Draft, given: Given, _: str) -> None:
+    if isinstance(given.value, int) and given.value > 0:
+        draft.put("rollout.engine", "vllm", draft.origin(given.key))
+
+
+def _swift_lr(draft: Draft, given: Given, target: str) -> None:
+    value = given.value
+    if value == "by_tuner":
+        value = 1e-4 if trains_adapter(draft.foreign) else 1e-5
+    draft.put(target, value, draft.origin(given.key))
+
+
+def _text_not_file(draft: Draft, given: Given, target: str) -> None:
+    if str(given.value).endswith((".txt", ".md")):
+        place = draft.foreign.path.parent / str(given.value)
+        if not place.is_file():
+            draft.leave(given, f"`{target}` is the text itself")
+            return
+        draft.put(target, place.read_text(encoding="utf-8").strip(), draft.origin(given.key))
+        return
+    draft.put(target, str(given.value), draft.origin(given.key))
+
+
+TRANSFORMS: dict[str, Transform] = {
+    "adapter_dir": _adapter_dir,
+    "algorithm": _algorithm,
+    "batch": _batch,
+    "betas": _betas,
+    "clip_pair": _clip_pair,
+    "count_or_all": _count_or_all,
+    "critic_lr": _critic_lr,
+    "dynamic_sampling": _dynamic_sampling,
+    "epochs": _epochs,
+    "estimator": _estimator,
+    "four_bit": _four_bit,
+    "global_batch": _global_batch,
+    "kl_in_loss": _kl_in_loss,
+    "list": _list,
+    "lora_on": _lora_on,
+    "loss_type": _loss_type,
+    "positive": _positive,
+    "rows_or_all": _rows_or_all,
+    "share": _share,
+    "swift_lr": _swift_lr,
+    "targets": _targets,
+    "text_not_file": _text_not_file,
+    "truth": _truth,
+    "updates": _updates,
+    "verl_batch": _verl_batch,
+    "verl_kl_loss": _verl_kl_loss,
+    "verl_kl_reward": _verl_kl_reward,
+    "verl_loss": _verl_loss,
+    "vllm_engines": _vllm_engines,
+    "whole": _whole,
+    **data_forms.TRANSFORMS,
+    **reward_forms.TRANSFORMS,
+}

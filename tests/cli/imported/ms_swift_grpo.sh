@@ -1,0 +1,13 @@
+swift rlhf \
+    --rlhf_type grpo \
+    --model org/base-3b \
+    --tuner_type full \
+    --external_plugins plugin.py \
+    --reward_funcs accuracy format my_own \
+    --dataset org/problems \
+    --use_vllm true --vllm_mode colocate --vllm_gpu_memory_utilization 0.5 \
+    --num_generations 4 --max_completion_length 512 \
+    --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 4 \
+    --dynamic_sample true --max_resample_times 3 --overlong_filter true \
+    --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4 \
+    --learning_rate 1e-6 --max_steps 200 --beta 0 --temperature 1.0

@@ -1,0 +1,245 @@
+"""`posttrain recipe import`: files in the style of eight tools, and what becomes of them, word for word.
+
+The expected recipes stand beside the files. `UPDATE_IMPORTED=1 pytest tests/cli/test_importing.py` writes them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.recipe import keys
+from posttrain.recipe.foreign import transforms, words
+from posttrain.recipe.foreign.shell import commands
+from posttrain.recipe.load import load
+
+Call = Callable[..., Any]
+IMPORTED = Path(__file__).with_name("imported")
+FILES = sorted(path for path in IMPORTED.iterdir() if not path.name.endswith(".recipe.yaml"))
+TOOLS = ("trl", "open_r1", "axolotl", "llamafactory", "ms_swift", "openrlhf", "verl", "mergekit")
+
+
+def test_every_tool_has_an_example() -> None:
+    assert {next(tool for tool in TOOLS if path.name.startswith(tool)) for path in FILES} == set(TOOLS)
+    assert set(words.ORDER) == set(TOOLS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_example_becomes_this_recipe(path: Path, call: Call, folder: Path) -> None:
+    """The tool is found, the recipe is right, and every value and every key that is left out is as expected."""
+    result = call("recipe", "import", str(path), "--output", "made.yaml")
+    made = (folder / "made.yaml").read_text(encoding="utf-8")
+    expected = path.with_name(f"{path.stem}.recipe.yaml")
+    if os.environ.get("UPDATE_IMPORTED"):
+        expected.write_text(made, encoding="utf-8")
+    assert made == expected.read_text(encoding="utf-8")
+    assert result.exit_code == 0, result.stderr
+    tool = words.table(next(tool for tool in TOOLS if path.name.startswith(tool))).tool
+    assert f"made.yaml: right (stage {load('made.yaml').recipe.stage}, from {tool})" in result.stderr
+
+
+def test_what_is_left_out_is_named_with_its_reason(call: Call, folder: Path) -> None:
+    text = (
+        "base_model: org/x\nmicro_batch_size: 1\ndatasets: [{path: rows.jsonl}]\nunheard_of: 3\nplugins: [axolotl.y]\n"
+    )
+    (folder / "a.yml").write_text(text)
+    result = call("recipe", "import", "a.yml", "--json")
+    told = json.loads(result.stdout)
+    assert (told["tool"], told["stage"], told["valid"]) == ("axolotl", "sft", True)
+    assert [(one["key"], one["line"]) for one in told["left_out"]] == [("unheard_of", 4), ("plugins", 5)]
+    assert told["left_out"][0]["why"] == "no counterpart is known"
+    assert "line 4: unheard_of: 3   no counterpart is known" in result.stderr
+    assert told["origins"]["model.path"] == "base_model, line 1"
+    assert told["recipe"]["batch"] == {"size": 1, "micro_size": 1}
+
+
+def test_a_recipe_that_lacks_something_is_written_and_said_to_be_wrong(call: Call, folder: Path) -> None:
+    (folder / "g.yaml").write_text("model_name_or_path: tiny\ndataset_name: rows.jsonl\nnum_generations: 4\n")
+    result = call("recipe", "import", "g.yaml", "--from", "trl", "--output", "made.yaml")
+    assert result.exit_code == 2
+    assert "rewards: is missing" in result.stderr
+    assert "made.yaml is not right yet: 1 mistake" in result.stderr
+    assert "group_size: 4" in (folder / "made.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "told"),
+    [
+        (("x.py",), "print(1)", "a Python script is not read"),
+        (("x.yaml",), "colour: red\n", "nobody knows which tool this file is for"),
+        (("x.sh",), "echo hello\n", "no training command that is known in it"),
+        (("x.yaml", "--from", "axolot"), "a: 1\n", "did you mean `axolotl`?"),
+        (("x.sh",), "swift infer --model m\n", "`infer` trains nothing"),
+        (("x.yaml",), "model_name_or_path: m\n", "say it: --stage sft"),
+        (("x.yaml", "--stage", "sfd"), "a: 1\n", "no stage `sfd`"),
+        (("x.yaml", "--output", "r.yaml"), "a: 1\n", "r.yaml exists and is not overwritten"),
+        (("x.yaml",), "a: [1\n", "not readable as YAML"),
+        (("x.yaml",), "base_model: m\nrl: ebft\n", "rl: ebft is not trained here"),
+    ],
+)
+def test_a_file_that_cannot_be_imported(arguments: Any, text: str, told: str, call: Call, folder: Path) -> None:
+    (folder / arguments[0]).write_text(text)
+    result = call("recipe", "import", *arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+def test_a_file_that_is_not_there(call: Call, folder: Path) -> None:
+    (folder / "config.yaml").write_text("a: 1\n")
+    assert "did you mean `config.yaml`?" in call("recipe", "import", "confg.yaml").stderr
+
+
+def test_gpus_multiply_the_batch(call: Call, folder: Path) -> None:
+    (folder / "a.yml").write_text(
+        "base_model: x\nmicro_batch_size: 2\ngradient_accumulation_steps: 3\ndatasets: [{path: rows.jsonl}]\n"
+    )
+    one = json.loads(call("recipe", "import", "a.yml", "--json").stdout)
+    four = json.loads(call("recipe", "import", "a.yml", "--json", "--gpus", "4").stdout)
+    assert (one["recipe"]["batch"]["size"], four["recipe"]["batch"]["size"]) == (6, 24)
+    assert any("1 GPU" in note for note in one["differs"]) and not any("GPU" in note for note in four["differs"])
+
+
+def test_a_file_that_the_command_names_is_read_and_flags_win(call: Call, folder: Path) -> None:
+    (folder / "c.yaml").write_text("model_name_or_path: org/a\ndataset_name: rows.jsonl\nlearning_rate: 1e-5\n")
+    (folder / "run.sh").write_text("trl sft --config c.yaml --learning_rate 2e-5\n")
+    told = json.loads(call("recipe", "import", "run.sh", "--json").stdout)
+    assert (told["recipe"]["model"]["path"], told["recipe"]["optim"]["lr"]) == ("org/a", 2e-5)
+
+
+def test_names_of_llamafactory_s_registry(call: Call, folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "mine.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    entry = {"mine": {"file_name": "mine.jsonl", "columns": {"prompt": "q", "response": "a"}}}
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(entry))
+    (folder / "l.yaml").write_text("model_name_or_path: tiny\nstage: sft\nfinetuning_type: full\ndataset: mine\n")
+    told = json.loads(call("recipe", "import", "l.yaml", "--json").stdout)
+    data = told["recipe"]["data"]
+    assert data["source"] == str(folder / "data" / "mine.jsonl")
+    assert data["columns"] == {"instruction": "q", "output": "a"}
+    assert told["valid"]
+
+
+GRPO = """
+model_name_or_path: tiny
+dataset_name: rows.jsonl
+use_cpu: true
+reward_funcs: [mine.close, mine.Short]
+num_generations: 4
+max_completion_length: 8
+per_device_train_batch_size: 8
+learning_rate: 1.0e-3
+max_steps: 2
+"""
+MINE = """
+def close(completions, answer, **kwargs):
+    return [-abs(len(c) - len(a)) / 10 for c, a in zip(completions, answer)]
+
+
+class _Short:
+    def __call__(self, completions, **kwargs):
+        return [-abs(20 - len(c)) / 20 for c in completions]
+
+
+Short = _Short()
+"""
+
+
+def test_a_grpo_file_of_trl_trains(call: Call, folder: Path) -> None:
+    """Its reward functions, which lie beside it, run as they are."""
+    (folder / "grpo.yaml").write_text(GRPO)
+    (folder / "mine.py").write_text(MINE)
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    imported = call("recipe", "import", "grpo.yaml", "--output", "made.yaml")
+    assert imported.exit_code == 0, imported.stderr
+    result = call("rl", "made.yaml", "--output", "run", "scoring.max_bad_gold=1.0")
+    assert result.exit_code == 0, result.stderr
+    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 2
+    assert all(line["grad_norm"] > 0 for line in metrics)
+    assert all({"rewards/close/mean", "rewards/Short/mean"} <= line.keys() for line in metrics)
+
+
+AXOLOTL = """
+base_model: tiny
+datasets: [{path: rows.jsonl, type: alpaca}]
+adapter: lora
+lora_r: 4
+lora_alpha: 8
+lora_target_linear: true
+sequence_len: 512
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+num_epochs: 2
+warmup_ratio: 0.5
+learning_rate: 0.01
+optimizer: adamw_torch
+"""
+
+
+def test_an_axolotl_file_trains(call: Call, folder: Path) -> None:
+    (folder / "sft.yml").write_text(AXOLOTL)
+    rows = [{"instruction": f"{n}+1", "input": "", "output": str(n + 1)} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert call("recipe", "import", "sft.yml", "--output", "made.yaml").exit_code == 0
+    result = call("sft", "made.yaml", "--output", "run", "model.device=cpu")
+    assert result.exit_code == 0, result.stderr
+    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["lr"] for line in metrics if "lr" in line]
+    assert len(rates) == 4 and rates[0] < rates[1] < 0.01  # half of the updates is warm-up
+    assert (folder / "run" / "final" / "adapter_config.json").is_file() or (folder / "run" / "final").is_dir()
+
+
+def test_every_target_of_a_table_is_a_key_of_a_recipe() -> None:
+    """A renamed key cannot leave a table behind; every function that a table names exists, and is named by one."""
+    known = {path for model in keys.BY_NAME.values() for path in keys.all_paths(model)}
+    heads = {head for stage in keys.BY_NAME for head in keys.components_of(stage)}
+    used = set()
+    for name in words.ORDER:
+        for key, entry in words.table(name).keys.items():
+            used.add(entry.how)
+            targets = [entry.to] if isinstance(entry.to, str) else list(entry.to.values())
+            for target in filter(None, targets):
+                free = target.startswith("data.columns.") or target.partition(".")[0] in heads
+                assert free or target in known, (name, key, target)
+            assert not entry.how or entry.how in transforms.TRANSFORMS, (name, key)
+            assert not entry.part_of or entry.part_of in words.table(name).keys, (name, key)
+    assert set(transforms.TRANSFORMS) <= used
+
+
+def test_a_shell_script_is_read_as_a_shell_would() -> None:
+    script = """
+    A=${A:-1}; B="two words" # a comment
+    C=(--x $A --y="$B" # inside
+       'single $A')
+    C+=(--z)
+    if [ -n "$D" ]; then A=9; E=5; fi
+    case "$E" in 5) F=$((A * 2 + 1)) ;; esac
+    python -m thing "${C[@]}" --home "$HOME/d" --sum ${F} --default ${G:-${A}x} $@ \\
+        --list '[1, 2]' --free $B
+    """
+    (command,) = [[word.text for word in found] for found in commands(script) if found[0].text == "python"]
+    assert command[2:] == [
+        "thing", "--x", "1", "--y=two words", "single $A", "--z", "--home", "${HOME}/d", "--sum", "3",
+        "--default", "1x", "--list", "[1, 2]", "--free", "two", "words",
+    ]  # fmt: skip
+    words_of = [word for found in commands(script) for word in found if word.text == "--z"]
+    assert words_of[0].line == 5
+
+
+def test_a_script_runs_nothing(tmp_path: Path) -> None:
+    (found,) = commands(f"trl sft --x $(touch {tmp_path}/made) --y `touch {tmp_path}/made`")
+    assert not (tmp_path / "made").exists()
+    assert f"$(touch {tmp_path}/made)" in [word.text for word in found]
+
+
+def test_a_file_of_another_tool_that_is_run_as_a_recipe_names_the_import(call: Call, folder: Path) -> None:
+    (folder / "theirs.yaml").write_text("actor_rollout_ref: {model: {path: org/x}}\ndata: {train_files: x.parquet}\n")
+    told = call("recipe", "validate", "theirs.yaml").stderr
+    assert "if it is a file of verl: posttrain recipe import theirs.yaml" in told
