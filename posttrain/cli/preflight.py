@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from posttrain.cli import existence, imports, together
 from posttrain.errors import DataError, PosttrainError, Problem, UserError
 from posttrain.places import candidates, meant, split_function
-from posttrain.recipe.tree import DEFAULT
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -202,7 +201,8 @@ class _Look:
             with self.collected(path, self.problems if here else self.absent, about):
                 if names.kind == "model":
                     base = existence.find_model(name, self.base_dir)
-                    existence.check_adapter(name, self._given(part, "lora"), self.base_dir)
+                    if not about:
+                        existence.check_adapter(name, self._given(part, "lora"), self.base_dir)
                 elif names.kind == "data":
                     existence.find_data(name, self.base_dir, source)
                 else:
@@ -211,6 +211,8 @@ class _Look:
 
     def _given(self, part: Part, key: str) -> dict[str, Any]:
         """The values of a section inside a part that are no defaults; empty where there is none."""
+        from posttrain.recipe.tree import DEFAULT
+
         section, default = part.values.get(key), str(DEFAULT)
         items = section.items() if isinstance(section, Mapping) else ()
         return {name: value for name, value in items if self.mark((*part.path, key, name)) != default}
