@@ -53,6 +53,8 @@ class ColocatedClient:
         """
         client = cls(vllm_start.start(spec, folder, log), spec, log)
         loop.run(client._all_workers("posttrain_leave_terminal"))
+        (measured,) = loop.run(client._call(client.llm.collective_rpc("posttrain_kv_bytes")))
+        vllm_start.remember_kv_size(spec, folder, measured)
         return client
 
     async def _watch(self) -> asyncio.Future[None]:

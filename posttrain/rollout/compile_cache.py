@@ -1,9 +1,9 @@
-"""Where vLLM in this process keeps what it compiles, and that the trainer keeps its own elsewhere.
+"""Where vLLM keeps what it compiles, and that the trainer compiles as it would without it.
 
 vLLM names the place after the path of the model's folder, which with us is a folder of the run: every run would compile
 anew and leave its compilation behind. So vLLM is started on a link to that folder whose path depends on the model's
-configuration only. And it directs all compilation of the process to that place, one kernel after the other; the passes
-of training have torch's own cache and as many compilers as without vLLM.
+configuration only. And where it is imported, it has torch compile one kernel after the other; the passes of training
+have as many compilers as without vLLM.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ STARTS = 64  # of equal models at the same time
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """What vLLM sets of torch's compiler inside, when it is imported and started, ends with `with`. It has compiled
-    by then."""
+    """What vLLM sets of torch's compiler inside, when it is imported, ends with `with`. It compiles in a process of its
+    own."""
     before = {name: os.environ.get(name) for name in COMPILER}
     try:
         yield

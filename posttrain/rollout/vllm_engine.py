@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,12 +23,13 @@ from posttrain.models import adapters
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import loop, weights
+from posttrain.rollout import loop, vllm_start, weights
 from posttrain.rollout.colocated import ColocatedClient
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import EngineClient
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
+from posttrain.rollout.starting import StartingEngine
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender, WeightSender
 from posttrain.seeds import derive
@@ -49,19 +51,27 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     )
 
 
-def make_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> VllmEngine:
-    """A VllmEngine beside the trainer. See `make_engine`."""
+def make_colocated(
+    section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int
+) -> VllmEngine | StartingEngine[ColocatedClient]:
+    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
     spec = spec_of(section, loaded, max_len)
     folder = scratch / "engine-model"
     if spec.lora_rank is None:
         weights.write_config(loaded, folder)
     else:
         weights.write_base(loaded, folder, spec.dtype)
-    try:
-        client = ColocatedClient.start(spec, folder, scratch / "engine.log")
-    finally:
-        shutil.rmtree(folder)  # read, and under LoRA as large as the model
-    return colocated_engine(client, loaded, scratch=scratch)
+
+    def start() -> ColocatedClient:
+        try:
+            return ColocatedClient.start(spec, folder, scratch / "engine.log")
+        finally:
+            shutil.rmtree(folder)  # read, and under LoRA as large as the model
+
+    finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
+    if vllm_start.starts_beside(spec, folder):
+        return StartingEngine(start, finish, ColocatedClient.close)
+    return finish(start())
 
 
 def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: Path) -> VllmEngine:

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
 from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
-from posttrain.rollout import compile_cache
+from posttrain.rollout import compile_cache, kv_size
 from posttrain.rollout.requests import Request
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND
 
@@ -88,20 +88,43 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
     log.unlink(missing_ok=True)
     try:
         check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        with _starting, compile_cache.apart():
-            from vllm import envs
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.async_llm import AsyncLLM
+        with _starting:
+            with compile_cache.apart():
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.usage.usage_lib import UsageContext
+                from vllm.v1.engine.async_llm import AsyncLLM
 
-            cache, process = Path(envs.VLLM_CACHE_ROOT), int(os.environ.get("RANK", "0"))
-            with compile_cache.same_path(folder, cache, process) as path, _environment_of_core(log):
-                many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
-                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(spec, path)), usage_context=many)
+            many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
+            process = int(os.environ.get("RANK", "0"))
+            with compile_cache.same_path(folder, cache_folder(), process) as path, _environment_of_core(log):
+                given = arguments(spec, path)
+                given |= kv_size.setting(given, folder, cache_folder())
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), usage_context=many)
     except PosttrainError:
         raise
     except Exception as cause:
         raise explain(cause, spec.section, "did not start", log) from cause
+
+
+def cache_folder() -> Path:
+    """vLLM's own, in which it keeps what it has compiled."""
+    with compile_cache.apart():  # vllm itself is imported quickly
+        from vllm import envs
+
+    return Path(envs.VLLM_CACHE_ROOT)
+
+
+def starts_beside(spec: EngineSpec, folder: Path) -> bool:
+    """Whether an engine for the model in `folder` may start while the trainer allocates memory on its GPU: vLLM need
+    not measure it. One that sleeps may be meant for memory that the trainer needs as well."""
+    known = kv_size.setting(arguments(spec, folder), folder, cache_folder())
+    return bool(known) and not spec.section.sleep
+
+
+def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
+    """Keep what vLLM has measured for its KV cache, in bytes; None if it has not."""
+    if size is not None and torch.cuda.is_available():
+        kv_size.remember(arguments(spec, folder), folder, cache_folder(), size)
 
 
 @contextlib.contextmanager

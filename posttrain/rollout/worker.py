@@ -134,6 +134,10 @@ class Extension:
         """Leave Ctrl-C to the trainer, which finishes its step with this engine."""
         os.setsid()
 
+    def posttrain_kv_bytes(self) -> int | None:
+        """Bytes that were found to be left for the KV cache; None where that was not measured."""
+        return getattr(self, "available_kv_cache_memory_bytes", None)
+
 
 def say_in_log() -> None:
     """What this process says goes to the file that the environment names: the trainer finds the reason there if it

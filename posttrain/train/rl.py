@@ -27,6 +27,7 @@ from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
+from posttrain.rollout.starting import wait_for
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -38,7 +39,7 @@ from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
-from posttrain.train.fit import try_longest
+from posttrain.train.fit import check_room, naps, try_longest
 from posttrain.train.peak import peak_memory
 from posttrain.train.pieces import Pieces
 from posttrain.train.plan import explained_out_of_memory
@@ -105,7 +106,9 @@ def train(
                 progress.note(note)
         else:
             with explained():
-                prove(p)
+                prove(p, stop)
+        with p.watchdog.phase("engine start"):
+            wait_for(p.engine, lambda: bool(stop.asked))
         state.planned = p.steps
         if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
             where = str(directory.path)
@@ -190,12 +193,19 @@ def controlled(p: Pieces, state: checkpoint.State) -> tuple[dict[str, Any], dict
     return states, numbers, p.at(numbers)
 
 
-def prove(p: Pieces) -> None:
-    """Before step 1: the model computes what it should, and on a GPU the longest rows have room."""
+def prove(p: Pieces, stop: GracefulStop) -> None:
+    """Before step 1: the model computes what it should, and on a GPU the longest rows have room beside the engine.
+
+    An engine that is starting goes on meanwhile. When someone asks to stop it is not waited for.
+    """
     check_start(p)
     if p.loaded.device.type == "cuda":
         with p.watchdog.phase("longest rows"):
-            try_longest(p)
+            taken = try_longest(p)
+        with p.watchdog.phase("engine start"):
+            wait_for(p.engine, lambda: bool(stop.asked))
+        if not naps(p):
+            check_room(taken)
 
 
 def finish_step(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import multiprocessing
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,11 +23,12 @@ import torch
 from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
-from posttrain.errors import DataError, Interrupted, NonFiniteError, RewardError, RunError, UserError
+from posttrain.errors import DataError, EngineError, Interrupted, NonFiniteError, RewardError, RunError, UserError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Rollout as Sampling
 from posttrain.recipe.stages import Stage
 from posttrain.rollout.hf import TransformersEngine
+from posttrain.rollout.starting import StartingEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
@@ -225,6 +228,95 @@ def test_ctrl_c_before_the_first_step_costs_no_step(
         finally:
             handle(SIGINT, before)
         assert not directory.checkpoints.exists() or not list(directory.checkpoints.iterdir())
+
+
+def test_an_engine_that_is_still_starting_is_waited_for_before_the_first_step(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of the start do not wait for it, the numbers are the same, and it is closed in the end."""
+    with opened("plain") as directory:
+        rl.run(recipe(run={"steps": 2}), directory)
+        expected = timeless(directory.path)
+    inner, check, order = assemble.make_engine, rl.check_start, list[str]()
+    checked = threading.Event()
+
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        def start() -> str:
+            assert checked.wait(60)
+            order.append("started")
+            return "client"
+
+        def finish(client: str) -> Any:
+            assert client == "client"
+            engine = inner(*args, **kwargs)
+            close = engine.close
+            monkeypatch.setattr(engine, "close", lambda: (order.append("closed"), close()))
+            return engine
+
+        return StartingEngine(start, finish, lambda _: None)
+
+    def checking(p: Any) -> None:
+        check(p)
+        order.append("checked")
+        checked.set()
+
+    monkeypatch.setattr(assemble, "make_engine", starting)
+    monkeypatch.setattr(rl, "check_start", checking)
+    with opened("starting") as directory:
+        rl.run(recipe(run={"steps": 2}), directory)
+        assert timeless(directory.path) == expected
+    assert order == ["checked", "started", "closed"]
+
+
+def test_ctrl_c_does_not_wait_for_an_engine_that_is_still_starting(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start is given up: a process of the engine that hangs is killed."""
+    processes = list[Any]()
+
+    def starting(*_: Any, **__: Any) -> Any:
+        def start() -> None:
+            process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
+            process.start()
+            processes.append(process)
+            process.join()
+            raise EngineError("its process was killed")
+
+        return StartingEngine(start, lambda _: None, lambda _: None)
+
+    monkeypatch.setattr(assemble, "make_engine", starting)
+    monkeypatch.setattr(rl, "check_start", lambda _: os.kill(os.getpid(), SIGINT))
+    before, began = handle(SIGINT, default_int_handler), time.monotonic()
+    with opened() as directory:
+        try:
+            with pytest.raises(Interrupted, match="stopped before step 1"):
+                rl.run(recipe(), directory)
+        finally:
+            handle(SIGINT, before)
+    assert time.monotonic() - began < 60 and not any(process.is_alive() for process in processes)
+
+
+def test_a_start_that_fails_ends_the_run_with_its_own_error(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> Any:
+        def start() -> None:
+            raise EngineError("vLLM did not start: no kernel")
+
+        return StartingEngine(start, lambda _: None, lambda _: None)
+
+    monkeypatch.setattr(assemble, "make_engine", failing)
+    with opened() as directory, pytest.raises(EngineError, match="did not start: no kernel"):
+        rl.run(recipe(), directory)
+
+
+def test_an_engine_that_grew_beside_the_trial_must_leave_it_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 bytes 30 are free, and 20 of the others are the trainer's own: 50 are someone else's."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20)
+    fit.check_room(50)
+    with pytest.raises(torch.OutOfMemoryError, match="51 bytes for the trainer and 50 of others"):
+        fit.check_room(51)
 
 
 @pytest.mark.parametrize("case", ["full", "dropout", "adamw_8bit"])

@@ -1,0 +1,87 @@
+"""An engine that starts in a thread of its own, while the trainer gets ready."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from posttrain.errors import EngineError
+
+T = TypeVar("T")
+POLL_S = 0.05
+CORE = "EngineCore"  # vLLM's name of its process
+
+
+class StartingEngine(Generic[T]):
+    """Takes an engine's place until someone uses it, who then waits for it, or gets the error that it failed with.
+
+    `start` runs in the thread and returns what `finish` makes the engine of, in the thread of whoever uses it first.
+    The start must end soon after its processes were killed.
+    """
+
+    apart = False  # it is on the trainer's GPU
+    route = ""
+
+    def __init__(self, start: Callable[[], T], finish: Callable[[T], Any], give_up: Callable[[T], None]) -> None:
+        """give_up: ends what `start` returned where nobody wants it any more."""
+        self._start, self._finish, self._give_up = start, finish, give_up
+        self._started: list[T] = []
+        self._error: BaseException | None = None
+        self._engine: Any = None
+        self._closed = False
+        self._others = set(multiprocessing.active_children())
+        self._thread = threading.Thread(target=self._run, name="engine-start", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._started.append(self._start())
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
+        """Block until the engine is there, or something is `enough`; returns which it was. Raises what the start
+        raised."""
+        while self._thread.is_alive():
+            if enough():
+                return False
+            self._thread.join(POLL_S)
+        self._ready()
+        return True
+
+    def _ready(self) -> Any:
+        self._thread.join()
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if self._error is not None:
+            raise self._error
+        if self._engine is None:
+            self._engine = self._finish(self._started.pop())
+        return self._engine
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._ready(), name)
+
+    def close(self) -> None:
+        """Close the engine, or end its start. Calling it twice is fine."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+            return
+        while self._thread.is_alive():
+            for process in set(multiprocessing.active_children()) - self._others:
+                if process.name.startswith(CORE):
+                    process.kill()
+            self._thread.join(POLL_S)
+        while self._started:
+            self._give_up(self._started.pop())
+
+
+def wait_for(engine: Any, enough: Callable[[], bool]) -> None:
+    """Block until an engine that may be starting is there, or something is `enough`."""
+    if isinstance(engine, StartingEngine):
+        engine.wait(enough)

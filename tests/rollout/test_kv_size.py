@@ -1,0 +1,82 @@
+"""The size of vLLM's KV cache is found again by an equal engine, and by no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.recipe.rollout_sections import Vllm
+from posttrain.rollout import kv_size, vllm_start
+from posttrain.rollout.vllm_start import EngineSpec
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    card = SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    return card
+
+
+def model(folder: Path, config: str = '{"hidden_size": 8}') -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+def given(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"model": str(folder), "gpu_memory_utilization": 0.2, "max_model_len": 64, **changes}
+
+
+def test_a_size_is_found_again_by_an_equal_engine_alone(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model(tmp_path / "run-1")
+    assert kv_size.setting(given(folder), folder, tmp_path / "cache") == {}
+    kv_size.remember(given(folder), folder, tmp_path / "cache", 12345)
+    again = model(tmp_path / "run-2")  # of another run
+    assert kv_size.setting(given(again), again, tmp_path / "cache") == {"kv_cache_memory_bytes": 12345}
+    others = [given(again, gpu_memory_utilization=0.3), given(again, max_model_len=65), given(again, enable_lora=True)]
+    assert [kv_size.setting(other, again, tmp_path / "cache") for other in others] == [{}] * 3
+    wider = model(tmp_path / "run-3", '{"hidden_size": 16}')
+    assert kv_size.setting(given(wider), wider, tmp_path / "cache") == {}
+    gpu.total_memory -= 1
+    assert kv_size.setting(given(again), again, tmp_path / "cache") == {}
+    gpu.total_memory += 1
+    monkeypatch.setattr(kv_size, "_version", lambda _: "0.99")
+    assert kv_size.setting(given(again), again, tmp_path / "cache") == {}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_cannot_be_read_or_written_is_measured_again(tmp_path: Path) -> None:
+    folder = model(tmp_path / "run")
+    kv_size.remember(given(folder), folder, tmp_path / "cache", 7)
+    (file,) = (tmp_path / "cache" / kv_size.FOLDER).iterdir()
+    for content in ("", "many", "-1"):
+        file.write_text(content)
+        assert kv_size.setting(given(folder), folder, tmp_path / "cache") == {}
+    (tmp_path / "file").write_text("")
+    kv_size.remember(given(folder), folder, tmp_path / "file", 7)
+    assert kv_size.setting(given(folder), folder, tmp_path / "file") == {}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_engine_starts_beside_the_trainer_where_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first time, not if it is to have memory that the trainer uses in between, and not without a GPU."""
+    monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
+    folder = model(tmp_path / "run")
+    spec, sleeps = (EngineSpec(Vllm(sleep=sleep), torch.bfloat16, 64, None, (1,)) for sleep in (False, True))
+    vllm_start.remember_kv_size(spec, folder, None)
+    assert not vllm_start.starts_beside(spec, folder)
+    for one in (spec, sleeps):
+        vllm_start.remember_kv_size(one, folder, 99)
+    assert vllm_start.starts_beside(spec, folder) and not vllm_start.starts_beside(sleeps, folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not vllm_start.starts_beside(spec, folder)

@@ -1,0 +1,107 @@
+"""An engine that starts beside other work: who uses it waits for it, and no start outlives the run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from posttrain.errors import EngineError
+from posttrain.rollout.starting import StartingEngine, wait_for
+
+
+class Engine:
+    """Made of a client's name; says in which thread."""
+
+    def __init__(self, client: str) -> None:
+        self.client, self.thread, self.closed = client, threading.current_thread(), 0
+        self.version = 0
+
+    def sync(self, model: str, version: int) -> str:
+        self.version = version
+        return f"{self.client} {model}"
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def never(_: Any) -> None:
+    raise AssertionError("nobody gives it up")
+
+
+def test_the_first_use_waits_and_finishes_the_start_in_its_own_thread() -> None:
+    go, made = threading.Event(), list[Engine]()
+
+    def start() -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        go.wait()
+        return "client"
+
+    def finish(client: str) -> Engine:
+        made.append(Engine(client))
+        return made[0]
+
+    engine: Any = StartingEngine(start, finish, never)
+    assert not engine.apart and not engine.wait(lambda: True) and not made
+    threading.Timer(0.2, go.set).start()
+    assert engine.sync("model", 3) == "client model"
+    assert engine.version == 3 and made[0].thread is threading.current_thread() and len(made) == 1
+    wait_for(engine, lambda: False)
+    wait_for(made[0], never)  # an engine that is there
+    engine.close()
+    assert made[0].closed == 1
+
+
+@pytest.mark.parametrize("use", [lambda engine: engine.version, lambda engine: engine.wait()])
+def test_a_start_that_fails_is_told_to_whoever_uses_the_engine(use: Callable[[Any], Any]) -> None:
+    def start() -> str:
+        raise EngineError("vLLM did not start: no memory")
+
+    engine = StartingEngine(start, Engine, never)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="did not start: no memory"):
+            use(engine)
+    engine.close()
+
+
+def test_closing_ends_a_start_whose_process_is_killed() -> None:
+    """Of the processes that were started since, only the engine's."""
+    before = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
+    before.start()
+
+    def start() -> str:
+        context = multiprocessing.get_context("spawn")
+        core = context.Process(target=time.sleep, args=(600,), name="EngineCore")
+        other = context.Process(target=time.sleep, args=(600,), name="worker")
+        for process in (core, other):
+            process.start()
+            started.append(process)
+        core.join()
+        raise EngineError("its process was killed")
+
+    started: list[Any] = []
+    engine = StartingEngine(start, Engine, never)
+    began = time.monotonic()
+    try:
+        engine.close()
+        engine.close()
+        assert time.monotonic() - began < 30
+        assert not started[0].is_alive() and started[1].is_alive() and before.is_alive()
+        with pytest.raises(EngineError, match="closed"):
+            engine.wait()
+    finally:
+        for process in [before, *started]:
+            process.kill()
+            process.join()
+
+
+def test_closing_gives_up_what_was_started_and_never_used() -> None:
+    given_up: list[str] = []
+    engine = StartingEngine(lambda: "client", Engine, given_up.append)
+    engine.close()
+    engine.close()
+    assert given_up == ["client"]
