@@ -194,7 +194,7 @@ model model.path model.dtype model.device model.lora model.lora.rank model.lora.
 model.lora.targets model.lora.continue model.quantize model.gradient_checkpointing model.shard model.compile 
 data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system
 data.prompt_template data.completion_template data.chat data.thought_dropout data.max_length data.shuffle
-objective objective.use objective.divide_by objective.neftune
+objective objective.use objective.divide_by objective.neftune objective.router_aux_loss
 objective.heads objective.share objective.margin objective.labels objective.user objective.holdout
 batch batch.size batch.micro_size batch.minibatches batch.epochs batch.micro_tokens
 optim optim.use optim.lr optim.betas optim.eps optim.weight_decay optim.schedule optim.warmup_steps optim.max_grad_norm
