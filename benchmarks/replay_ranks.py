@@ -34,8 +34,8 @@ from posttrain.run import ranks
 
 if TYPE_CHECKING:  # torch is imported once a process has its GPU
     from posttrain.batch import Rollout, RolloutBatch
+    from posttrain.train.context import TrainContext
     from posttrain.train.logprobs import Sequences
-    from posttrain.train.pieces import Pieces
 
 UPDATES = 5
 
@@ -188,7 +188,7 @@ def updates(spec: dict[str, Any]) -> dict[str, list[float]]:
     return found
 
 
-def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
+def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]:
     """What an update works with, the scored batch, and its tokens."""
     from posttrain.recipe.load import load_dict
     from posttrain.recipe.stages import RlRecipe
@@ -196,9 +196,9 @@ def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
     from posttrain.train import distributed, optim, sharding
     from posttrain.train.attention import use_packed_attention
     from posttrain.train.collate import rollout_batch, sequences_of
+    from posttrain.train.context import TrainContext
     from posttrain.train.controls import Controls
     from posttrain.train.objective import Objective
-    from posttrain.train.pieces import Pieces
     from posttrain.train.reference import reference_of
 
     values = spec["recipe"]
@@ -208,7 +208,7 @@ def pieces(spec: dict[str, Any]) -> tuple[Pieces, RolloutBatch, Sequences]:
     distributed.same_weights(loaded.model)
     rollouts = scored(json.loads(Path(spec["rollouts"]).read_text()))
     nobody = cast(Any, None)  # nothing is sampled
-    p = Pieces(
+    p = TrainContext(
         recipe=recipe,
         loaded=loaded,
         engine=nobody,

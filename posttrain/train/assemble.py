@@ -28,12 +28,12 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.tools.offer import Offer, offer_of
 from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding
 from posttrain.train.attention import PADDED, packs
+from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.objective import Objective
 from posttrain.train.offline import stored_completions
 from posttrain.train.opponent import Opponent
-from posttrain.train.pieces import Pieces
 from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.rehearsal import rehearse
@@ -108,7 +108,7 @@ def audited(recipe: RlRecipe, work: Work, scorer: Scorer, note: Note) -> None:
 @contextmanager
 def assembled(
     recipe: RlRecipe, directory: RunDirectory, work: Work, scorer: Scorer, watchdog: Watchdog, note: Note
-) -> Iterator[Pieces]:
+) -> Iterator[TrainContext]:
     """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
     the end."""
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
@@ -121,7 +121,7 @@ def assembled(
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts)
         with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
-            pieces = Pieces(
+            context = TrainContext(
                 recipe=recipe,
                 loaded=loaded,
                 engine=engine,
@@ -143,7 +143,7 @@ def assembled(
                 dump=directory.path / "failed",
                 compiled=compiled.compiled(loaded.model, recipe.model),
             )
-        yield pieces
+        yield context
     finally:
         engine.close()
 

@@ -20,8 +20,8 @@ from posttrain.recipe.reward_checks import reward_name
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, distributed
 from posttrain.train.collate import answer_extractors, rollout_batch
+from posttrain.train.context import TrainContext
 from posttrain.train.opponent import Opponent
-from posttrain.train.pieces import Pieces
 from posttrain.train.refill import Accumulator
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
@@ -56,7 +56,7 @@ class StepRollouts:
 
 
 def collect(
-    ctx: Pieces, state: checkpoint.State, stream: PromptStream, on_generated: Callable[[], object] = lambda: None
+    ctx: TrainContext, state: checkpoint.State, stream: PromptStream, on_generated: Callable[[], object] = lambda: None
 ) -> StepRollouts:
     """Sample and score the rollouts of step `state.step`. With `keep` and max_gen_batches > 1, dropped groups are
     replaced by new prompts.
@@ -95,7 +95,7 @@ class Share:
 
 
 def sample_share(
-    ctx: Pieces,
+    ctx: TrainContext,
     state: checkpoint.State,
     drawn: Sequence[int],
     accumulator: Accumulator,
@@ -134,7 +134,9 @@ def count_calls(failures: Failures, calls: Sequence[Calls]) -> list[Calls]:
     return [together(calls)]
 
 
-def groups_kept(ctx: Pieces, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]) -> set[int]:
+def groups_kept(
+    ctx: TrainContext, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]
+) -> set[int]:
     """The numbers of those freshly drawn groups that stay in the step."""
     if not accumulator.refills:
         return accumulator.take(r.group for r in fresh)
@@ -144,7 +146,7 @@ def groups_kept(ctx: Pieces, state: checkpoint.State, accumulator: Accumulator, 
         raise with_samples(ctx, error, fresh, state.step) from None
 
 
-def with_samples(ctx: Pieces, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
+def with_samples(ctx: TrainContext, error: RunError, rollouts: Sequence[Rollout], step: int) -> RunError:
     """The error of a step that ends before it writes samples, with a hint to a file of samples written here."""
     if not ctx.recipe.run.samples_per_step:
         return error
@@ -158,7 +160,7 @@ def with_samples(ctx: Pieces, error: RunError, rollouts: Sequence[Rollout], step
 
 
 def play(
-    ctx: Pieces,
+    ctx: TrainContext,
     state: checkpoint.State,
     drawn: Sequence[int],
     fresh: list[Rollout],
@@ -191,7 +193,7 @@ def play(
     return calls
 
 
-def batch_of(ctx: Pieces, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
+def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: checkpoint.State) -> RolloutBatch:
     """The batch of scored rollouts, with the reward weights, the step, and the memory of components."""
     answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
     batch = rollout_batch(rollouts, answers, ctx.objective.needs, ctx.recipe.advantage.params.get("similarity"))

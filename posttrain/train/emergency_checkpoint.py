@@ -32,7 +32,7 @@ from posttrain.errors import NonFiniteError
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
 from posttrain.train import checkpoint, distributed, optim, sharding
-from posttrain.train.pieces import Pieces
+from posttrain.train.context import TrainContext
 from posttrain.train.rollout_source import RolloutSource
 
 Note = Callable[[str], None]  # says a line to people
@@ -40,7 +40,7 @@ Note = Callable[[str], None]  # says a line to people
 
 @contextmanager
 def save_on_error(
-    ctx: Pieces, state: checkpoint.State, directory: RunDirectory, source: RolloutSource, *, note: Note
+    ctx: TrainContext, state: checkpoint.State, directory: RunDirectory, source: RolloutSource, *, note: Note
 ) -> Iterator[None]:
     """Around a step of rl, and around what is done between two: an error inside (an engine that dies, a reward that
     fails, too few groups that pass `keep`, a GPU that is full in a backward pass) leaves a checkpoint of the step
@@ -109,7 +109,12 @@ def has_finite_weights(model: nn.Module) -> bool:
 
 
 def save_step(
-    ctx: Pieces, state: checkpoint.State, directory: RunDirectory, source: RolloutSource | None, *, alone: bool = False
+    ctx: TrainContext,
+    state: checkpoint.State,
+    directory: RunDirectory,
+    source: RolloutSource | None,
+    *,
+    alone: bool = False,
 ) -> None:
     """A checkpoint of the step that is done, with the opponent and the rollouts of steps to come (source None: without
     them). alone: see `checkpoint.save`."""

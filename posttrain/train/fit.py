@@ -9,12 +9,12 @@ import torch
 
 from posttrain.train import distributed, sharding
 from posttrain.train.calibrate import random_rows
+from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras
-from posttrain.train.pieces import Pieces
 from posttrain.train.policy import scores
 
 
-def try_longest(p: Pieces) -> int:
+def try_longest(p: TrainContext) -> int:
     """Forward and backward of a full micro-batch of the longest rows, beside memory for the optimiser's moments.
 
     The engine sleeps if it does so in a step. Nothing is learnt or drawn. Returns the bytes that torch's allocator held
@@ -45,7 +45,7 @@ def try_longest(p: Pieces) -> int:
     return taken
 
 
-def naps(p: Pieces) -> bool:
+def naps(p: TrainContext) -> bool:
     """Whether the engine gives its memory to the trainer for the update."""
     return p.recipe.rollout.engine == "vllm" and p.recipe.rollout.vllm.sleep
 
@@ -59,7 +59,7 @@ def check_room(taken: int) -> None:
         raise torch.OutOfMemoryError(f"{taken} bytes for the trainer and {others} of others on a GPU of {total}")
 
 
-def moments_bytes(p: Pieces) -> int:
+def moments_bytes(p: TrainContext) -> int:
     """Of this rank: two float32 numbers a trained weight, or two bytes; none that can leave the GPU."""
     each = {"adamw": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0}[p.recipe.optim.use]
     return each * sum(sharding.local(w).numel() for w in p.loaded.model.parameters() if w.requires_grad)

@@ -13,8 +13,8 @@ from posttrain.loss.regularise import reference_power
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.rollout.hf import evaluating
 from posttrain.train import distributed, sharding
+from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
-from posttrain.train.pieces import Pieces
 
 # Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
 AT_ROLLOUT = {
@@ -30,7 +30,7 @@ TOP_K = 50  # of the most likely tokens, for components that have no key `top_k`
 
 
 def scores(
-    p: Pieces, model: nn.Module, sequences: Sequences, width: int, extras: Extras, power: Tensor | None = None
+    p: TrainContext, model: nn.Module, sequences: Sequences, width: int, extras: Extras, power: Tensor | None = None
 ) -> dict[str, Tensor]:
     """One forward pass at the rollouts' temperature, in the run's precision.
 
@@ -59,7 +59,7 @@ def line_unit(micro_tokens: int) -> int:
     return max(1, micro_tokens // 16)
 
 
-def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
+def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple[Tensor, Tensor, RolloutBatch]:
     """(logp, entropy, batch) of the current policy, with gradient. The batch gets what else the loss reads of it."""
     needs = p.objective.needs
     head = p.critic if "new_values" in needs else None
@@ -70,7 +70,7 @@ def current(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> tuple[Tenso
     return found["logp"], found["entropy"], batch
 
 
-def needs_old_logp(p: Pieces) -> bool:
+def needs_old_logp(p: TrainContext) -> bool:
     """Whether a step reads log-probs of the policy at its start that are not those of the training pass.
 
     With one update a step they are. With several, the policy moves after the first. With dropout, the training pass
@@ -84,7 +84,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def measure(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], needs: Collection[str]
 ) -> RolloutBatch:
     """The batch with the fields of `needs` that it lacks and that a forward pass can give; 0 outside `rows`.
 
@@ -121,7 +121,7 @@ def measure(
 
 
 def _by_reference(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], missing: Collection[str]
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: Sequence[int], missing: Collection[str]
 ) -> RolloutBatch:
     assert p.reference is not None
     width = batch.mask.shape[1]
@@ -138,13 +138,13 @@ def _by_reference(
     return batch
 
 
-def _reference_power(p: Pieces, batch: RolloutBatch) -> Tensor:
+def _reference_power(p: TrainContext, batch: RolloutBatch) -> Tensor:
     """The power [N] of the reference's distribution, from the term that reads `tempered_ref_logp`."""
     part = next(part for part in p.objective.terms if "tempered_ref_logp" in part.needs)
     return reference_power(batch, **part.params).float()
 
 
-def _prompts(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
+def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> RolloutBatch:
     """Log-probs of the prompts' tokens, computed once a group. The first token of a prompt has none."""
     firsts: dict[int, int] = {}
     for row, group in enumerate(batch.group_ids.tolist()):
@@ -163,7 +163,7 @@ def _prompts(p: Pieces, batch: RolloutBatch, sequences: Sequences) -> RolloutBat
 
 
 def _in_parts(
-    p: Pieces,
+    p: TrainContext,
     sequences: Sequences,
     rows: Sequence[int],
     run: Callable[[Sequences, list[int]], dict[str, Tensor]],
@@ -181,7 +181,7 @@ def _in_parts(
 
 
 def _passed(
-    p: Pieces,
+    p: TrainContext,
     sequences: Sequences,
     rows: Sequence[int],
     run: Callable[[Sequences, list[int]], dict[str, Tensor]],
@@ -206,7 +206,7 @@ def _passed(
     return out
 
 
-def _top_k(p: Pieces) -> int:
+def _top_k(p: TrainContext) -> int:
     """The largest `top_k` that a component asks for."""
     parts = [part for part in p.objective.every_part if part.needs & {"topk_logp", "topk_chosen"}]
     asked = [part.params.get("top_k", TOP_K) for part in parts]

@@ -13,7 +13,7 @@ from posttrain.run.progress import Progress
 from posttrain.train import saved_rollouts
 from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
-from posttrain.train.pieces import Pieces
+from posttrain.train.context import TrainContext
 from posttrain.train.rl_metrics import sample_records, signal_note
 from posttrain.train.trained import idle_note
 from posttrain.verify.failures import Calls
@@ -23,7 +23,7 @@ class Record:
     """The files of a run that grow with its steps, cut back to those that `state` has behind it, and its progress
     display. Close it."""
 
-    def __init__(self, p: Pieces, directory: RunDirectory, progress: Progress, state: State) -> None:
+    def __init__(self, p: TrainContext, directory: RunDirectory, progress: Progress, state: State) -> None:
         self.settings, self.folder, self.progress = p.recipe.run, directory.path, progress
         done = state.step
         self.metrics, self.samples = directory.metrics(resume_after=done), directory.samples(resume_after=done)

@@ -37,11 +37,11 @@ from posttrain.train import checkpoint, distributed, optim, saved_rollouts, shar
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of
+from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
 from posttrain.train.fit import check_room, naps, try_longest
 from posttrain.train.peak import peak_memory
-from posttrain.train.pieces import Pieces
 from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import measure
 from posttrain.train.quiet import quiet
@@ -89,7 +89,7 @@ def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> 
 
 @distributed.alarmed()
 def train(
-    p: Pieces, directory: RunDirectory, progress: Progress, stop: GracefulStop, source: RolloutSource
+    p: TrainContext, directory: RunDirectory, progress: Progress, stop: GracefulStop, source: RolloutSource
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
     also = partial(load_rest, p, source)
@@ -141,7 +141,7 @@ def train(
 
 
 def step(
-    p: Pieces, state: checkpoint.State, source: RolloutSource
+    p: TrainContext, state: checkpoint.State, source: RolloutSource
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `whatif` needs of
     them; moves `state` past the prompts that they answer."""
@@ -172,7 +172,7 @@ def step(
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
-def load_rest(p: Pieces, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
+def load_rest(p: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
     """Bring to a checkpoint's step what `checkpoint.restore` leaves to us: everything but model and optimiser, and the
     engine, which is synced before it draws."""
     if p.opponent is not None:
@@ -182,7 +182,7 @@ def load_rest(p: Pieces, source: RolloutSource, folder: Path, state: checkpoint.
         p.scaler.load_state_dict(state.scaler)
 
 
-def controlled(p: Pieces, state: checkpoint.State) -> tuple[dict[str, Any], dict[str, float], Pieces]:
+def controlled(p: TrainContext, state: checkpoint.State) -> tuple[dict[str, Any], dict[str, float], TrainContext]:
     """For the step to come: the states of the controllers, which hear of the step before, the numbers that they give,
     and what the step works with."""
     if state.controllers is None or state.last_metrics is None:
@@ -193,7 +193,7 @@ def controlled(p: Pieces, state: checkpoint.State) -> tuple[dict[str, Any], dict
     return states, numbers, p.at(numbers)
 
 
-def prove(p: Pieces, stop: GracefulStop) -> None:
+def prove(p: TrainContext, stop: GracefulStop) -> None:
     """Before step 1: the model computes what it should, and on a GPU the longest rows have room beside the engine.
 
     An engine that is starting goes on meanwhile. When someone asks to stop it is not waited for.
@@ -209,7 +209,7 @@ def prove(p: Pieces, stop: GracefulStop) -> None:
 
 
 def finish_step(
-    p: Pieces, state: checkpoint.State, values: dict[str, Any], controllers: dict[str, Any], started: float
+    p: TrainContext, state: checkpoint.State, values: dict[str, Any], controllers: dict[str, Any], started: float
 ) -> dict[str, Any]:
     """Move the counters past a step that these controllers drove; returns its metrics with the times. All ranks go by
     rank 0's clock and numbers: they decide alike."""
@@ -222,18 +222,18 @@ def finish_step(
     return values
 
 
-def ended(p: Pieces, state: checkpoint.State) -> bool:
+def ended(p: TrainContext, state: checkpoint.State) -> bool:
     """Whether the steps or the minutes of the run are used up."""
     return state.step >= p.steps or state.out_of_time(p.recipe.run.max_minutes)
 
 
-def due(p: Pieces, state: checkpoint.State) -> bool:
+def due(p: TrainContext, state: checkpoint.State) -> bool:
     """Whether the recipe asks for a checkpoint of this step."""
     every = p.recipe.run.save_every
     return every is not None and state.step % every == 0
 
 
-def finish(p: Pieces, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
+def finish(p: TrainContext, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
     """Save the model that the run ends with; returns the summary. Raises NothingTrained if no step made an update."""
     trained.check_end(state)
     started = time.perf_counter()

@@ -34,7 +34,7 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed, rollout_json
 from posttrain.train.checkpoint import State
 from posttrain.train.collect import PromptStream, StepRollouts, collect
-from posttrain.train.pieces import Pieces
+from posttrain.train.context import TrainContext
 
 PATIENCE_S = 60.0  # to wait for rollouts that are given up, or saved after an error
 
@@ -42,7 +42,7 @@ PATIENCE_S = 60.0  # to wait for rollouts that are given up, or saved after an e
 class RolloutSource(Protocol):
     """Gives each step its rollouts. Each rank has one, and all ranks call the same methods in the same order."""
 
-    def next(self, ctx: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+    def next(self, ctx: TrainContext, state: State) -> tuple[list[Rollout], dict[str, Any]]:
         """The scored rollouts of step `state.step`, and metrics of how they were collected.
 
         The engine gets the trainer's weights first; one that shares the trainer's GPU is left asleep. Moves `state`
@@ -50,7 +50,7 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def finish(self, ctx: Pieces, state: State) -> None:
+    def finish(self, ctx: TrainContext, state: State) -> None:
         """Wait for rollouts in progress, so that `save` can write them. state: behind the step that is done."""
         ...
 
@@ -62,7 +62,7 @@ class RolloutSource(Protocol):
         """Write the rollouts of steps from `done` on that are there."""
         ...
 
-    def load(self, folder: Path, ctx: Pieces, state: State) -> None:
+    def load(self, folder: Path, ctx: TrainContext, state: State) -> None:
         """Read what `save` wrote, if it wrote anything. state: the checkpoint's."""
         ...
 
@@ -71,7 +71,7 @@ class RolloutSource(Protocol):
         ...
 
 
-def rollout_source(ctx: Pieces) -> RolloutSource:
+def rollout_source(ctx: TrainContext) -> RolloutSource:
     """The source that `rollout.staleness` asks for."""
     return AsyncRollouts(ctx) if ctx.recipe.rollout.staleness else SynchronousRollouts()
 
@@ -79,7 +79,7 @@ def rollout_source(ctx: Pieces) -> RolloutSource:
 class SynchronousRollouts:
     """Every step draws its own rollouts, with the newest weights: between two steps there are none."""
 
-    def next(self, ctx: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+    def next(self, ctx: TrainContext, state: State) -> tuple[list[Rollout], dict[str, Any]]:
         """See `RolloutSource.next`."""
         ctx.sync(state.step)
         batch = collect(ctx, state, PromptStream(state.position))
@@ -88,7 +88,7 @@ class SynchronousRollouts:
         distributed.together(take_batch, ctx, state, batch, 0)
         return batch.rollouts, batch.metrics
 
-    def finish(self, ctx: Pieces, state: State) -> None: ...
+    def finish(self, ctx: TrainContext, state: State) -> None: ...
 
     def can_save(self, done: int) -> bool:
         """See `RolloutSource.can_save`."""
@@ -97,7 +97,7 @@ class SynchronousRollouts:
 
     def save(self, folder: Path, done: int) -> None: ...
 
-    def load(self, folder: Path, ctx: Pieces, state: State) -> None: ...
+    def load(self, folder: Path, ctx: TrainContext, state: State) -> None: ...
 
     def close(self) -> None: ...
 
@@ -105,7 +105,7 @@ class SynchronousRollouts:
 class AsyncRollouts:
     """A queue of the rollouts of steps t to t+k, where t is the step that trains and k `rollout.staleness`."""
 
-    def __init__(self, ctx: Pieces) -> None:
+    def __init__(self, ctx: TrainContext) -> None:
         settings = ctx.recipe.rollout
         self._staleness, self._partial = settings.staleness, settings.partial
         self._engine = ctx.engine
@@ -117,7 +117,7 @@ class AsyncRollouts:
         # Each task in progress talks to other ranks over a group of its own: messages of two threads must not mix.
         self._groups = [distributed.new_group() for _ in range(self._staleness + 1)]
 
-    def next(self, ctx: Pieces, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+    def next(self, ctx: TrainContext, state: State) -> tuple[list[Rollout], dict[str, Any]]:
         """See `RolloutSource.next`."""
         step = state.step
         self._tasks = {n: task for n, task in self._tasks.items() if n >= step}
@@ -142,7 +142,7 @@ class AsyncRollouts:
             raise
         return batch.rollouts, batch.metrics
 
-    def _begin(self, ctx: Pieces, state: State, *, version: int) -> RolloutTask:
+    def _begin(self, ctx: TrainContext, state: State, *, version: int) -> RolloutTask:
         """Begin to collect the rollouts of step `state.step` with the weights that the engine holds."""
         clock = Watchdog(ctx.watchdog.folder, None)  # only measures phases: the thread that waits is watched for hangs
         own, group = dataclasses.replace(ctx, watchdog=clock), self._groups[state.step % len(self._groups)]
@@ -166,7 +166,7 @@ class AsyncRollouts:
 
     # --- checkpoints ---
 
-    def finish(self, ctx: Pieces, state: State) -> None:
+    def finish(self, ctx: TrainContext, state: State) -> None:
         """See `RolloutSource.finish`. With `partial`, rollouts in progress go on with the newest weights."""
         left = [task for n, task in self._tasks.items() if n >= state.step]
         if self._partial and distributed.any_rank(any(task.running for task in left)):
@@ -195,7 +195,7 @@ class AsyncRollouts:
         if batches:
             rollout_json.write(folder, batches)
 
-    def load(self, folder: Path, ctx: Pieces, state: State) -> None:
+    def load(self, folder: Path, ctx: TrainContext, state: State) -> None:
         """See `RolloutSource.load`."""
         batches = rollout_json.read(folder, ctx.prompts)
         self._stream = PromptStream(max([state.position, *(batch.position for batch in batches)]))
@@ -266,7 +266,7 @@ def _as_it_is(batch: StepRollouts, _: Callable[[], object]) -> StepRollouts:
     return batch
 
 
-def take_batch(ctx: Pieces, state: State, batch: StepRollouts, staleness: int) -> None:
+def take_batch(ctx: TrainContext, state: State, batch: StepRollouts, staleness: int) -> None:
     """Move `state` past the prompts and reward calls of its step's rollouts.
 
     Raises EngineError if they are older than `staleness` updates, RunError if too many reward calls have failed in

@@ -13,7 +13,7 @@ from posttrain.errors import RewardError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import token_ends
 from posttrain.rollout.told import told
-from posttrain.train.pieces import Pieces
+from posttrain.train.context import TrainContext
 from posttrain.verify.early import Early, Results
 from posttrain.verify.failures import Calls
 from posttrain.verify.parts import Split, ends_of, problem
@@ -26,7 +26,7 @@ BY_TOKEN = ("gae", "reinforce_pp")  # advantages that read rewards by token wher
 class Scoring:
     """`done` takes the rollouts of a prompt as an engine finishes them; `finish` fills in the scores of all."""
 
-    def __init__(self, p: Pieces, step: int, early: Early | None) -> None:
+    def __init__(self, p: TrainContext, step: int, early: Early | None) -> None:
         self._p, self._step, self._early = p, step, early
         self._busy_before = p.scorer.busy_seconds
         self._made: dict[int, list[Sample]] = {}  # of groups that were heard of early
@@ -147,7 +147,7 @@ def throughput(gathered: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def scoring(p: Pieces, step: int) -> Iterator[Scoring]:
+def scoring(p: TrainContext, step: int) -> Iterator[Scoring]:
     """Around the generation of one round; `finish` comes behind the block."""
     if not Early.possible(p.scorer):
         yield Scoring(p, step, None)

@@ -10,12 +10,12 @@ from torch import Tensor
 from posttrain.errors import NonFiniteError
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
+from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, prove_head
-from posttrain.train.pieces import Pieces
 from posttrain.train.policy import scores
 
 
-def check_start(p: Pieces) -> None:
+def check_start(p: TrainContext) -> None:
     """Before step 1: our log-probs are the model's own, packed is padded, the reference is the starting policy."""
     shortest = sorted((q for q in p.prompts if len(q.ids) > 1), key=lambda q: len(q.ids))[:3]
     if not shortest:
@@ -35,7 +35,7 @@ def check_start(p: Pieces) -> None:
             raise NonFiniteError(f"the reference is not the starting policy: log-probs differ by {gap:.3g} nats")
 
 
-def check_packing(p: Pieces, probe: Sequences, together: Tensor) -> None:
+def check_packing(p: TrainContext, probe: Sequences, together: Tensor) -> None:
     """Rows in one line [N,width] have the log-probs that each has in a line of its own, and those are the padded row's.
 
     The second comparison is between two attention kernels, whose rounding alone can make 0.1 nats of a small model with

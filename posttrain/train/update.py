@@ -15,9 +15,9 @@ from posttrain.errors import NonFiniteError
 from posttrain.loss.aggregate import Totals
 from posttrain.seeds import derive
 from posttrain.train import distributed, optim, sharding
+from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.parts import token_sum
-from posttrain.train.pieces import Pieces
 from posttrain.train.policy import current, has_dropout, measure, needs_old_logp
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
@@ -44,7 +44,7 @@ class Tally:
 
 
 def update(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, step: int
 ) -> tuple[dict[str, Any], RolloutBatch, Tensor]:
     """All optimiser updates of one step. Rows without signal are skipped; the denominators count them.
 
@@ -78,7 +78,7 @@ def update(
     )
 
 
-def minibatches_of(p: Pieces, group_ids: Tensor, step: int) -> list[list[int]]:
+def minibatches_of(p: TrainContext, group_ids: Tensor, step: int) -> list[list[int]]:
     """Row numbers of each optimiser update of a step, in order."""
     count, whole = p.recipe.batch.minibatches, p.objective.whole_groups
     seeds = [derive(p.recipe.run.seed, "minibatch", step, epoch) for epoch in range(p.recipe.batch.epochs)]
@@ -86,7 +86,7 @@ def minibatches_of(p: Pieces, group_ids: Tensor, step: int) -> list[list[int]]:
 
 
 def measured(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], parts: Sequence[Sequence[int]]
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> tuple[RolloutBatch, set[int]]:
     """The batch with what the objective needs of passes before the first update, and the rows whose `old_logp` their
     own training pass gives: those of the first update, which are trained on at the weights of the start.
@@ -101,7 +101,9 @@ def measured(
     return measure(p, batch, sequences, [row for row in active if row not in first], {"old_logp"}), first
 
 
-def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally) -> bool:
+def update_once(
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, rows: list[int], step: int, tally: Tally
+) -> bool:
     """One optimiser update on `rows`, or none if no row has a signal. Returns whether it followed a gradient.
 
     Every rank holds all rows of the update, and runs forward and backward on its share of them. If one fails there, all
@@ -134,7 +136,7 @@ def update_once(p: Pieces, batch: RolloutBatch, sequences: Sequences, rows: list
 
 
 def passes(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], totals: Totals, tally: Tally
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int], totals: Totals, tally: Tally
 ) -> dict[str, float]:
     """Forward and backward on this rank's part of the `active` rows; returns sums over its tokens."""
     sums = Sums()
@@ -153,20 +155,20 @@ def passes(
     return sums.numbers()
 
 
-def idle_pass(p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
+def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
     """Forward and backward that add nothing to the gradient, while other ranks have one more micro-batch."""
     row = [min(active, key=lambda r: len(sequences.ids[r]))]
     logp, _, _ = current(p, batch.select(row), sequences.select(row))
     (logp.sum() * 0).backward()
 
 
-def with_signal(p: Pieces, batch: RolloutBatch) -> list[int]:
+def with_signal(p: TrainContext, batch: RolloutBatch) -> list[int]:
     """Rows that have a gradient, as rank 0 finds them: rounding differs between GPUs, and all ranks must agree."""
     return distributed.from_main(p.objective.has_signal(batch).nonzero()[:, 0].tolist())
 
 
 def my_micro_batches(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]
 ) -> Iterator[list[int]]:
     """Row numbers of this rank's share of the `active` rows, in micro-batches; a loss over groups gets whole groups.
 
@@ -202,7 +204,7 @@ def minibatches(group_ids: Tensor, count: int, seed: int, *, whole: bool = False
 
 
 def non_finite(
-    p: Pieces, batch: RolloutBatch, sequences: Sequences, step: int, loss: float, norm: float
+    p: TrainContext, batch: RolloutBatch, sequences: Sequences, step: int, loss: float, norm: float
 ) -> NonFiniteError:
     """Write the batch to disk and name the first tensor that is not finite."""
     path = p.dump / f"step-{step + 1}.pt"

@@ -28,7 +28,7 @@ from posttrain.verify.score import Scorer
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TrainContext:
     """What a step works with."""
 
     recipe: RlRecipe
@@ -67,7 +67,7 @@ class Pieces:
         with self.watchdog.phase("sync"):
             distributed.together(self.engine.sync, self.loaded.model, version)
 
-    def at(self, numbers: Mapping[str, float]) -> Pieces:
+    def at(self, numbers: Mapping[str, float]) -> TrainContext:
         """The same with the numbers that controllers give for one step."""
         if not numbers:
             return self
