@@ -37,7 +37,7 @@ class Sampling(Section):
     )
     reply_tokens: Positive = Field(512, description="the same: longest reply of a turn's tools, cut behind it")
     rollout_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="the same: no further turn begins after this much time since the rollouts began"
+        None, description="the same: no further turn begins after this much time since the rollout began"
     )
 
     @model_validator(mode="after")

@@ -8,11 +8,12 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
@@ -95,6 +96,11 @@ class ConcurrentEngine(Engine, Protocol):
         which version sampled each token, and no finish is `paused`.
         """
         ...
+
+
+def is_concurrent(engine: Engine) -> TypeGuard[ConcurrentEngine]:
+    """Whether the engine works on requests as they come."""
+    return inspect.iscoroutinefunction(getattr(engine, "complete", None))
 
 
 def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, max_len: int) -> Engine:

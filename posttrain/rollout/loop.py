@@ -27,23 +27,39 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return run_all([coroutine])[0]
 
 
-def run_all(coroutines: Sequence[Coroutine[Any, Any, T]], finished: Callable[[int, T], None] | None = None) -> list[T]:
+def run_all(
+    coroutines: Sequence[Coroutine[Any, Any, T]],
+    finished: Callable[[int, T], None] | None = None,
+    calls: queue.SimpleQueue[Callable[[], object]] | None = None,
+) -> list[T]:
     """Run coroutines side by side in the loop; returns their results in order. Blocks; not for the loop's own thread.
 
-    finished: called in this thread with (place, result) of each coroutine as soon as it is over, in that order.
-    The first one that raises, an exception of `finished`, and a signal that raises here (Ctrl-C) cancel the others. The
+    finished: called in this thread with (place, result) of each coroutine as soon as it is over, in that order. calls:
+    functions that are put there meanwhile are called in this thread, too: work that would block the loop.
+    The first coroutine or function that raises, and a signal that raises here (Ctrl-C), cancel the others. The
     exception is raised once all of them have ended, so that their `finally` blocks have run.
     """
     loop, thread = _loop()
     if threading.current_thread() is thread:
         raise RuntimeError("called in the loop's own thread, which it would block: await the coroutines there")
-    ended: queue.SimpleQueue[tuple[int, asyncio.Task[T]]] = queue.SimpleQueue()
+    calls = queue.SimpleQueue() if calls is None else calls
     tasks: list[asyncio.Task[T]] = []
+    results: dict[int, T] = {}
 
     def start() -> None:
         for place, coroutine in enumerate(coroutines):
             tasks.append(loop.create_task(coroutine))
-            tasks[-1].add_done_callback(functools.partial(_put, ended, place))
+            tasks[-1].add_done_callback(functools.partial(end, place))
+
+    def end(place: int, task: asyncio.Task[T]) -> None:
+        if not task.cancelled():
+            task.exception()  # marks it as read: of several that fail, one is raised
+        calls.put(functools.partial(take, place, task))
+
+    def take(place: int, task: asyncio.Task[T]) -> None:
+        results[place] = task.result()
+        if finished is not None:
+            finished(place, results[place])
 
     async def stop() -> None:
         for task in tasks:
@@ -53,24 +69,14 @@ def run_all(coroutines: Sequence[Coroutine[Any, Any, T]], finished: Callable[[in
         for coroutine in coroutines:
             coroutine.close()  # one that was never started
 
-    results: dict[int, T] = {}
     try:
         loop.call_soon_threadsafe(start)
         while len(results) < len(coroutines):
-            place, task = ended.get()
-            results[place] = task.result()
-            if finished is not None:
-                finished(place, results[place])
+            calls.get()()
     except BaseException:
         submit(stop()).result()
         raise
     return [results[place] for place in range(len(coroutines))]
-
-
-def _put(ended: queue.SimpleQueue[tuple[int, asyncio.Task[T]]], place: int, task: asyncio.Task[T]) -> None:
-    if not task.cancelled():
-        task.exception()  # marks it as read: of several that fail, one is raised
-    ended.put((place, task))
 
 
 @functools.cache

@@ -38,17 +38,22 @@ def requests_of(
     share: Sequence[int] | None,
     limits: Sequence[int] | None = None,
 ) -> list[Request]:
-    """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once.
+    """What `Engine.generate` asks for, one request a prompt, so that its tokens are computed once."""
+    wanted = wanted_logprobs(logprobs, len(prompts), sampling)
+    return [
+        Request(i, tuple(prompts[i].ids), n, seed + i * n, limits[i] if limits else sampling.max_new_tokens, i < wanted)
+        for i in (range(len(prompts)) if share is None else share)
+    ]
+
+
+def wanted_logprobs(logprobs: bool | int, prompts: int, sampling: Sampling) -> int:
+    """Of how many prompts, from the first on, log-probs are asked for.
 
     With top-p or top-k vLLM can only report log-probs of the cut and renormalised distribution, which no log-prob of
     the trainer compares with: none are asked for.
     """
     cut = sampling.top_p < 1 or sampling.top_k > 0
-    wanted = 0 if cut and sampling.temperature > 0 else len(prompts) if logprobs is True else int(logprobs)
-    return [
-        Request(i, tuple(prompts[i].ids), n, seed + i * n, limits[i] if limits else sampling.max_new_tokens, i < wanted)
-        for i in (range(len(prompts)) if share is None else share)
-    ]
+    return 0 if cut and sampling.temperature > 0 else prompts if logprobs is True else int(logprobs)
 
 
 def generate_concurrently(

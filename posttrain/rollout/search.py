@@ -6,18 +6,27 @@ far, e.g. a reward model. Retrieval, the agent's second reading, is not here: no
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import functools
+import itertools
+import queue
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.eval_sections import Search
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, Engine, as_rollouts
+from posttrain.rollout import loop
+from posttrain.rollout.batching import Batch
+from posttrain.rollout.engine import Completion, Engine, as_rollouts, is_concurrent
+from posttrain.rollout.requests import Request
 from posttrain.seeds import derive
 
+T = TypeVar("T")
 Judge = Callable[[Sequence[Rollout]], Sequence[float]]
 
 
@@ -84,7 +93,6 @@ def step_labels(
 class Trace:
     """A completion that grows. `reward` is the sum of its steps' rewards."""
 
-    prompt: int
     ids: tuple[int, ...] = ()
     reward: float = 0.0
     steps: int = 0
@@ -93,9 +101,21 @@ class Trace:
     def score(self, *, mean: bool) -> float:
         return self.reward / max(self.steps, 1) if mean else self.reward
 
+    @property
+    def completion(self) -> Completion:
+        return Completion(self.ids, None, "stop" if self.finish == "stop" else "length")
+
+
+Draw = Callable[[list[Request]], Awaitable[list[tuple[int, ...]]]]  # `branch` steps for each request
+Rate = Callable[[list[Trace]], Awaitable[list[float]]]
+
 
 class SearchEngine:
-    """An Engine around another: one completion a prompt, the best trace that the search finds. It is never synced."""
+    """An Engine around another: one completion a prompt, the best trace that the search finds. It is never synced.
+
+    Each prompt's search is a coroutine. With a `ConcurrentEngine` it waits for no other; else all steps are sampled by
+    one `generate` and judged by one call.
+    """
 
     def __init__(
         self, engine: Engine, settings: Search, judge: Judge, tokenizer: Any, eos_ids: Sequence[int], sampling: Sampling
@@ -120,38 +140,94 @@ class SearchEngine:
         """`Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
         if n != 1 or share is not None or logprobs:
             raise ValueError("a search gives one completion a prompt, without log-probs, in one process")
-        beams = [[Trace(number)] for number in range(len(prompts))]
-        for step in range(self.settings.max_steps):
-            growing = [trace for beam in beams for trace in beam if not trace.finish]
-            if not growing:
-                break
-            grown = self._grow(prompts, growing, sampling, derive(seed, "step", step))
-            beams = [self._kept(beam, grown) for beam in beams]
-        best = [max(beam, key=lambda t: t.score(mean=self.settings.mean)) for beam in beams]
-        ends = [Completion(t.ids, None, "stop" if t.finish == "stop" else "length") for t in best]
+        calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        live = None if is_concurrent(self.engine) else range(len(prompts))
+        drawing = self._drawing(prompts, seed, calls)
+        judging = Batch(functools.partial(self._rated, prompts), calls, live).member
+        best = loop.run_all(
+            [
+                self._search(number, prompt, sampling, seed, drawing(number), judging(number))
+                for number, prompt in enumerate(prompts)
+            ],
+            calls=calls,
+        )
+        ends = [trace.completion for trace in best]
         found = as_rollouts(prompts, 1, ends, self.tokenizer, first_group=first_group, version=0)
         for rollout, trace in zip(found, best, strict=True):
             rollout.scores = {"search/reward": trace.score(mean=self.settings.mean), "search/steps": float(trace.steps)}
         return found
 
-    def _grow(
-        self, prompts: Sequence[Prompt], growing: Sequence[Trace], sampling: Sampling, seed: int
-    ) -> dict[int, list[Trace]]:
-        """id of a trace -> what it may become, each with the reward of its new step added."""
-        branch = self.settings.branch
-        asked = [_continued(prompts[t.prompt], t) for t in growing]
-        limits = [min(self.step_sampling.max_new_tokens, sampling.max_new_tokens - len(t.ids)) for t in growing]
-        sampled = self.engine.generate(asked, branch, self.step_sampling, seed=seed, logprobs=False, limits=limits)
-        made = [self._after(growing[number // branch], r, sampling) for number, r in enumerate(sampled)]
-        ends = [Completion(t.ids, None, "stop" if t.finish == "stop" else "length") for t in made]
-        owners = [prompts[t.prompt] for t in made]
-        rewards = self.judge(as_rollouts(owners, 1, ends, self.tokenizer, first_group=0, version=0))
-        for trace, reward in zip(made, rewards, strict=True):
-            trace.reward += reward
-        return {id(t): made[n * branch : (n + 1) * branch] for n, t in enumerate(growing)}
+    async def _search(
+        self,
+        number: int,
+        prompt: Prompt,
+        sampling: Sampling,
+        seed: int,
+        drawing: contextlib.AbstractContextManager[Draw],
+        judging: contextlib.AbstractContextManager[Rate],
+    ) -> Trace:
+        """The best trace of one prompt. A step draws by the prompt's number, the step and the trace's place."""
+        beam, branch, mean = [Trace()], self.settings.branch, self.settings.mean
+        with drawing as draw, judging as judge:
+            for step in range(self.settings.max_steps):
+                growing = [trace for trace in beam if not trace.finish]
+                if not growing:
+                    break
+                first = number * self.settings.beam
+                requests = [
+                    Request(
+                        first + place,
+                        (*prompt.ids, *trace.ids),
+                        branch,
+                        derive(seed, "step", step) + (first + place) * branch,
+                        min(self.step_sampling.max_new_tokens, sampling.max_new_tokens - len(trace.ids)),
+                        logprobs=False,
+                    )
+                    for place, trace in enumerate(growing)
+                ]
+                drawn = await draw(requests)
+                made = [self._after(growing[i // branch], ids, sampling) for i, ids in enumerate(drawn)]
+                for trace, reward in zip(made, await judge(made), strict=True):
+                    trace.reward += reward
+                beam = self._kept(beam, {id(t): made[i * branch : (i + 1) * branch] for i, t in enumerate(growing)})
+        return max(beam, key=lambda t: t.score(mean=mean))
 
-    def _after(self, trace: Trace, sampled: Rollout, sampling: Sampling) -> Trace:
-        ids = (*trace.ids, *sampled.ids)[: sampling.max_new_tokens]
+    def _drawing(
+        self, prompts: Sequence[Prompt], seed: int, calls: queue.SimpleQueue[Callable[[], object]]
+    ) -> Callable[[int], contextlib.AbstractContextManager[Draw]]:
+        """Number of a prompt -> around its search, what draws its steps."""
+        engine, steps, branch = self.engine, itertools.count(), self.settings.branch
+        if is_concurrent(engine):
+
+            async def draw(requests: list[Request]) -> list[tuple[int, ...]]:
+                found = await asyncio.gather(*(engine.complete(request, self.step_sampling) for request in requests))
+                return [sample.ids for samples in found for sample in samples]
+
+            return lambda _: contextlib.nullcontext(draw)
+
+        def answer(asked: Mapping[int, list[Request]]) -> dict[int, list[tuple[int, ...]]]:
+            pairs = [(number, request) for number, requests in asked.items() for request in requests]
+            sampled = engine.generate(
+                [dataclasses.replace(prompts[number], ids=request.ids) for number, request in pairs],
+                branch,
+                self.step_sampling,
+                seed=derive(seed, "step", next(steps)),
+                logprobs=False,
+                limits=[request.max_new_tokens for _, request in pairs],
+            )
+            return _divided([r.ids for r in sampled], {n: len(requests) * branch for n, requests in asked.items()})
+
+        return Batch(answer, calls, range(len(prompts))).member
+
+    def _rated(self, prompts: Sequence[Prompt], asked: Mapping[int, list[Trace]]) -> dict[int, list[float]]:
+        """The rewards of the newest steps of each prompt's traces."""
+        owners = [prompts[number] for number, traces in asked.items() for _ in traces]
+        ends = [trace.completion for traces in asked.values() for trace in traces]
+        rewards = self.judge(as_rollouts(owners, 1, ends, self.tokenizer, first_group=0, version=0))
+        return _divided(rewards, {number: len(traces) for number, traces in asked.items()})
+
+    def _after(self, trace: Trace, sampled: tuple[int, ...], sampling: Sampling) -> Trace:
+        ids = (*trace.ids, *sampled)[: sampling.max_new_tokens]
         ended = "stop" if ids[-1] in self.eos_ids else "length" if len(ids) >= sampling.max_new_tokens else ""
         return dataclasses.replace(trace, ids=ids, steps=trace.steps + 1, finish=ended)
 
@@ -172,6 +248,7 @@ class SearchEngine:
         self.engine.close()
 
 
-def _continued(prompt: Prompt, trace: Trace) -> Prompt:
-    """A prompt with the trace so far behind it; its row, which the judge reads, stays."""
-    return dataclasses.replace(prompt, ids=(*prompt.ids, *trace.ids))
+def _divided(values: Sequence[T], counts: Mapping[int, int]) -> dict[int, list[T]]:
+    """The values of each number, which stand one behind the other."""
+    left = iter(values)
+    return {number: list(itertools.islice(left, count)) for number, count in counts.items()}

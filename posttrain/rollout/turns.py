@@ -1,25 +1,33 @@
 """Rollouts of several turns, on tokens: the model writes a turn, tools or an environment reply, and so on.
 
-`TurnEngine` wraps another engine. In each turn, one call of the inner engine continues all unfinished rollouts, and one
-call of the world answers them. The model's tokens stay as they were sampled. Replies are segments of their own, which
-have no loss. An engine that seeds a rollout by its place in the step gives it the same tokens whichever other rollouts
-are still unfinished.
+`TurnEngine` wraps another engine. Each rollout is a coroutine that samples a turn, awaits its reply and goes on. With a
+`ConcurrentEngine` no rollout waits for another. An engine that generates one batch at a time is called once for all
+live rollouts, when each of them waits for its next turn. The model's tokens stay as they were sampled. Replies are
+segments of their own, which have no loss. What a rollout becomes depends on its place in the step, not on the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
+import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from posttrain import whereabouts
 from posttrain.batch import Prompt, Rollout, Segment, Turn
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Engine
+from posttrain.rollout import loop
+from posttrain.rollout.batching import Batch
+from posttrain.rollout.engine import Engine, as_rollouts, check_fits, is_concurrent
+from posttrain.rollout.requests import Request, wanted_logprobs
 from posttrain.rollout.template import Between, check_template
 from posttrain.seeds import derive
-from posttrain.tools.worlds import Reply, World
+from posttrain.tools.worlds import Episode, World
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -41,9 +49,10 @@ class Trajectory:
     def used(self) -> int:
         return sum(len(s.ids) for s in self.segments)
 
-    def so_far(self) -> Prompt:
-        """The prompt of the next turn: everything so far."""
-        return dataclasses.replace(self.prompt, ids=self.prompt.ids + tuple(i for s in self.segments for i in s.ids))
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What the next turn continues: everything so far."""
+        return self.prompt.ids + tuple(i for s in self.segments for i in s.ids)
 
     def rollout(self, version: int, score: float | None) -> Rollout:
         """The finished rollout: its text is that of the model's turns, one below the other."""
@@ -58,6 +67,41 @@ class Trajectory:
             ended=self.ended,
             world_score=score,
         )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `generate` was called with. Rollout i of prompts[p] has number p * n + i, whoever works on which."""
+
+    prompts: Sequence[Prompt]
+    n: int
+    sampling: Sampling
+    seed: int
+    logprobs: bool | int
+    share: Sequence[int] | None
+
+    @functools.cached_property
+    def turn(self) -> Sampling:
+        """How one turn is sampled."""
+        longest = min(self.sampling.turn_tokens or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
+        return self.sampling.model_copy(update={"max_new_tokens": longest})
+
+    @functools.cached_property
+    def numbers(self) -> list[int]:
+        """Of the rollouts to be made here."""
+        mine = range(len(self.prompts)) if self.share is None else self.share
+        return [p * self.n + i for p in mine for i in range(self.n)]
+
+    def request(self, number: int, row: Trajectory) -> Request:
+        """The next turn of a rollout: what is left of its budget, drawn by its number and the turn alone."""
+        turn = len(row.turns)
+        seed = derive(self.seed, "turn", turn) if turn else self.seed
+        limit = min(self.turn.max_new_tokens, self.sampling.max_new_tokens - row.used)
+        wanted = wanted_logprobs(self.logprobs, len(self.prompts), self.sampling)
+        return Request(number, row.ids, 1, seed + number, limit, number < wanted * self.n)
+
+
+Draw = Callable[[Request], Awaitable[Rollout]]
 
 
 class TurnEngine:
@@ -90,72 +134,58 @@ class TurnEngine:
         share: Sequence[int] | None = None,
         done: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """See `Engine.generate`; `done` is never called. Environments are closed when this returns or raises."""
-        del done
-        numbers = range(len(prompts)) if share is None else share
-        mine = [p * n + i for p in numbers for i in range(n)]
-        rows = [Trajectory(prompts[r // n], first_group + r // n) for r in range(len(prompts) * n)]
+        """See `Engine.generate`. Environments are closed when this returns or raises."""
+        step = Step(prompts, n, sampling, seed, logprobs, share)
+        check_fits([prompts[r // n] for r in step.numbers[::n]], sampling, self.window)
+        calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        drawing = self._drawing(step, calls)
+        groups: dict[int, dict[int, Rollout]] = {r // n: {} for r in step.numbers}
+
+        def finished(place: int, rollout: Rollout) -> None:
+            r = step.numbers[place]
+            group = groups[r // n]
+            group[r] = rollout
+            if done is not None and len(group) == n:
+                done([group[number] for number in sorted(group)])
+
+        rollouts = [
+            self._rollout(r, Trajectory(prompts[r // n], first_group + r // n), step, drawing(r)) for r in step.numbers
+        ]
+        return loop.run_all(rollouts, finished, calls)
+
+    async def _rollout(
+        self, number: int, row: Trajectory, step: Step, drawing: contextlib.AbstractContextManager[Draw]
+    ) -> Rollout:
+        """One rollout, from its first turn to its score. An error has a note that says whose it is."""
+        episode, sampling = self.world.episode(number), step.sampling
         try:
-            self.world.begin({r: rows[r].prompt.row for r in mine})
-            self._run(rows, mine, prompts, n, sampling, seed, logprobs, share)
-            scores = self.world.end()
+            await episode.begin(row.prompt.row)
+            started = time.monotonic()
+            with drawing as draw:
+                while not row.ended:
+                    value = await episode.value()
+                    drawn = await draw(step.request(number, row))
+                    late = (
+                        sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
+                    )
+                    last = len(row.turns) + 1 == sampling.max_turns
+                    await self._take(row, drawn, episode, sampling, "time" if late else "turns" if last else "")
+                    row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value)
+            return row.rollout(self.engine.version, await episode.score())
+        except Exception as error:
+            error.add_note(f"in turn {len(row.turns) + 1} of a rollout of {whereabouts.row(row.prompt.uid)}")
+            raise
         finally:
-            self.world.end()
-        return [rows[r].rollout(self.engine.version, scores.get(r)) for r in mine]
+            await episode.close()
 
-    def _run(
-        self,
-        rows: Sequence[Trajectory],
-        mine: Sequence[int],
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        logprobs: bool | int,
-        share: Sequence[int] | None,
-    ) -> None:
-        """Generate turn after turn until all rollouts of `mine` have ended."""
-        limit = min(sampling.turn_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
-        one = sampling.model_copy(update={"max_new_tokens": limit})
-        started = time.monotonic()
-        live = list(mine)
-        for number in range(sampling.max_turns):
-            values = self.world.values(live)
-            if number == 0:  # each prompt is read once for its n completions
-                drawn = self.engine.generate(prompts, n, one, seed=seed, logprobs=logprobs, share=share)
-            else:
-                drawn = self.engine.generate(
-                    [row.so_far() if not row.ended else row.prompt for row in rows],
-                    1,
-                    one,
-                    seed=derive(seed, "turn", number),
-                    logprobs=logprobs if logprobs is True else int(logprobs) * n,
-                    share=live,
-                    limits=[1 if row.ended else min(limit, sampling.max_new_tokens - row.used) for row in rows],
-                )
-            late = sampling.rollout_seconds is not None and time.monotonic() - started > sampling.rollout_seconds
-            stop = "time" if late else "turns" if number + 1 == sampling.max_turns else ""
-            self._take(rows, dict(zip(live, drawn, strict=True)), sampling, stop)
-            for r, value in values.items():
-                rows[r].turns[-1] = dataclasses.replace(rows[r].turns[-1], mc_value=value)
-            live = [r for r in live if not rows[r].ended]
-            if not live:
-                return
-
-    def _take(self, rows: Sequence[Trajectory], drawn: dict[int, Rollout], sampling: Sampling, stop: str) -> None:
-        """Add a turn and its reply to each rollout. stop: why this turn is the last one, "" if it is not."""
-        texts: dict[int, str] = {}
-        for r, turn in drawn.items():
-            cut = add_model_turn(rows[r], turn, sampling.max_new_tokens)
-            if turn.finish == "length" or cut:
-                rows[r].ended = "tokens"
-                rows[r].turns.append(Turn(self._text(rows[r].segments[-1].ids)))
-            else:
-                texts[r] = self._written(turn.ids)
-        for r, reply in self.world.reply(texts).items() if texts else ():
-            self._reply(rows[r], reply, drawn[r].text, sampling, stop)
-
-    def _reply(self, row: Trajectory, reply: Reply, text: str, sampling: Sampling, stop: str) -> None:
+    async def _take(self, row: Trajectory, drawn: Rollout, episode: Episode, sampling: Sampling, stop: str) -> None:
+        """Add a turn and its reply to the rollout. stop: why this turn is the last one, "" if it is not."""
+        cut = add_model_turn(row, drawn, sampling.max_new_tokens)
+        if drawn.finish == "length" or cut:
+            row.ended = "tokens"
+            row.turns.append(Turn(self._text(row.segments[-1].ids)))
+            return
+        reply = await episode.reply(self._written(drawn.ids))
         row.ended = reply.ended or stop
         shown = None
         if not row.ended:
@@ -165,7 +195,23 @@ class TurnEngine:
             else:
                 row.segments.append(Segment("tool", ids))
                 shown = "\n".join(str(m["content"]) for m in reply.messages)
-        row.turns.append(Turn(text, reply.calls, shown, reply.reward))
+        row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward))
+
+    def _drawing(
+        self, step: Step, calls: queue.SimpleQueue[Callable[[], object]]
+    ) -> Callable[[int], contextlib.AbstractContextManager[Draw]]:
+        """Number of a rollout -> around its turns, what draws them."""
+        engine = self.engine
+        if not is_concurrent(engine):
+            batch = Batch(_all_together(engine, step), calls, step.numbers)
+            return batch.member
+
+        async def draw(request: Request) -> Rollout:
+            version, prompt = engine.version, step.prompts[request.number // step.n]
+            found = await engine.complete(request, step.turn)
+            return as_rollouts([prompt], 1, found, self.tokenizer, first_group=0, version=version)[0]
+
+        return lambda _: contextlib.nullcontext(draw)
 
     def _text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -174,6 +220,33 @@ class TurnEngine:
         """A turn as the world reads it: with special tokens, which may mark a call, but without the closing one."""
         kept = list(ids[:-1]) if ids and ids[-1] in self.eos_ids else list(ids)
         return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _all_together(engine: Engine, step: Step) -> Callable[[Mapping[int, Request]], dict[int, Rollout]]:
+    """Draws the next turn of all live rollouts by one `generate`. In the first, each prompt is read once for n."""
+    turns = itertools.count()
+
+    def answer(asked: Mapping[int, Request]) -> dict[int, Rollout]:
+        turn, n, logprobs = next(turns), step.n, step.logprobs
+        if turn == 0:
+            drawn = engine.generate(step.prompts, n, step.turn, seed=step.seed, logprobs=logprobs, share=step.share)
+        else:
+            prompts = [prompt for prompt in step.prompts for _ in range(n)]
+            limits = [1] * len(prompts)  # of those that have ended
+            for r, request in asked.items():
+                prompts[r], limits[r] = dataclasses.replace(prompts[r], ids=request.ids), request.max_new_tokens
+            drawn = engine.generate(
+                prompts,
+                1,
+                step.turn,
+                seed=derive(step.seed, "turn", turn),
+                logprobs=logprobs if logprobs is True else int(logprobs) * n,
+                share=list(asked),
+                limits=limits,
+            )
+        return dict(zip(asked, drawn, strict=True))
+
+    return answer
 
 
 def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:

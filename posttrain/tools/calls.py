@@ -1,12 +1,17 @@
 """Running calls: in worker processes with limits on time and output; whatever goes wrong becomes a text for the model.
 
 The workers are those of rewards (`verify.pool`): fresh interpreters, killed and replaced when a call is over its time.
+Each runs one call at a time and has a thread that waits for it, so no call waits for another while a worker is free.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from posttrain.batch import CallKind, ToolCall
@@ -22,7 +27,8 @@ MEMORY_MB = 4096  # the default of `tool_memory_mb`
 
 
 class Caller:
-    """A context manager that holds the workers. `run` answers calls in their order; it never raises for a tool.
+    """A context manager that holds the workers. Calls are answered by whichever is free, first come, first served; none
+    ever raises for a tool.
 
     memory_mb: of each worker; a call that needs more fails.
     """
@@ -47,32 +53,64 @@ class Caller:
             )
             for tool in tools
         ]
-        self.pool = pool.Pool(targets, workers, memory_mb, printed)
+        self.pools = [pool.Pool(targets, 1, memory_mb, printed) for _ in range(workers)]  # of one worker each
+        self._free = deque(self.pools)
+        self._taking = threading.Lock()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tools")  # as many: a free one has a free pool
 
     def __enter__(self) -> Self:
-        self.pool.start()
+        for one in self.pools:
+            one.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes. Calling it twice is fine."""
-        self.pool.close()
+        """End the worker processes, and the calls that they run. Calling it twice is fine."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for one in self.pools:
+            one.abandon()
+        self._threads.shutdown()
+        for one in self.pools:
+            one.close()
 
     def run(self, calls: Sequence[Call]) -> list[ToolCall]:
-        """What each call gave. All calls that can be made run at once."""
-        problems = [self._problem(call) for call in calls]
-        work = [
-            Work(n, self._numbers[call.name], json.dumps(dict(call.arguments)), {})
-            for n, (call, problem) in enumerate(zip(calls, problems, strict=True))
-            if problem is None
-        ]
-        done = {result.number: result for result in (self.pool.run(work) if work else [])}
-        return [
-            ToolCall(call.name, dict(call.arguments), *(problem or self._answer(done[n], self.tools[call.name])))
-            for n, (call, problem) in enumerate(zip(calls, problems, strict=True))
-        ]
+        """What each call gave, in their order. Blocks."""
+        return [future.result() for future in [self._submit(call, []) for call in calls]]
+
+    async def answer(self, call: Call) -> ToolCall:
+        """What the call gave. Cancelling it ends the worker that runs it."""
+        taken: list[pool.Pool] = []
+        try:
+            return await asyncio.wrap_future(self._submit(call, taken))
+        except asyncio.CancelledError:
+            with self._taking:
+                for one in taken:
+                    one.abandon()
+            raise
+
+    def _submit(self, call: Call, taken: list[pool.Pool]) -> Future[ToolCall]:
+        """taken: holds the worker's pool while it runs the call."""
+        problem = self._problem(call)
+        if problem is None:
+            return self._threads.submit(self._called, call, taken)
+        answered: Future[ToolCall] = Future()
+        answered.set_result(ToolCall(call.name, dict(call.arguments), *problem))
+        return answered
+
+    def _called(self, call: Call, taken: list[pool.Pool]) -> ToolCall:
+        one = self._free.popleft()
+        with self._taking:
+            taken.append(one)
+        try:
+            (result,) = one.run([Work(0, self._numbers[call.name], json.dumps(dict(call.arguments)), {})])
+        finally:
+            with self._taking:
+                taken.clear()
+                one.abandoned = False
+            self._free.append(one)
+        return ToolCall(call.name, dict(call.arguments), *self._answer(result, self.tools[call.name]))
 
     def _problem(self, call: Call) -> tuple[str, CallKind] | None:
         if call.problem:

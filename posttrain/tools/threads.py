@@ -1,41 +1,25 @@
-"""Calls on threads, some at a time, each with a limit of time. Python cannot stop a thread: a late one is left."""
+"""Blocking calls of a user's code on threads, each with a limit of time. Python cannot stop a thread: a late one is
+left."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as Late
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def run(calls: Mapping[int, Callable[[], Any]], seconds: float, count: int) -> dict[int, Future[Any]]:
-    """The finished future of each call, in order, `count` at a time; of one that takes longer than `seconds`, with Late
-    in it.
+async def run(call: Callable[[], T], seconds: float | None = None) -> T:
+    """What the call returns or raises, on a thread of its own. Raises TimeoutError if it takes longer than `seconds`.
 
-    A late call keeps its thread and gives up its place, so that calls which never end do not hold up the others. The
-    threads are daemons: they do not keep the process either.
+    The thread of a late call, or of one whose coroutine is cancelled, goes on; it is a daemon and does not keep the
+    process.
     """
-    waiting = deque(calls.items())
-    running: dict[Future[Any], tuple[int, float]] = {}  # -> number of the call, when it is late
-    found: dict[int, Future[Any]] = {}
-    while waiting or running:
-        while waiting and len(running) < count:
-            number, call = waiting.popleft()
-            running[_started(call)] = (number, time.monotonic() + seconds)
-        first = min(late for _, late in running.values())
-        wait(running, timeout=max(0.0, first - time.monotonic()), return_when=FIRST_COMPLETED)
-        for future, (number, late) in list(running.items()):
-            if future.done() or time.monotonic() >= late:
-                del running[future]
-                found[number] = future if future.done() else _late()
-    return {number: found[number] for number in calls}
-
-
-def _started(call: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
@@ -46,10 +30,5 @@ def _started(call: Callable[[], Any]) -> Future[Any]:
             future.set_result(result)
 
     threading.Thread(target=work, name="environment", daemon=True).start()
-    return future
-
-
-def _late() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(Late())
-    return future
+    async with asyncio.timeout(seconds):
+        return await asyncio.wrap_future(future)

@@ -116,7 +116,7 @@ def called(tool: LoadedTool, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> 
     """The calls, one after the other, by a worker that is up."""
     found = []
     with Caller([tool], workers=1) as caller:
-        caller.pool.run([Work(0, 0, "{}" if tool.required else "", {})])  # fails, and everything is loaded
+        caller.pools[0].run([Work(0, 0, "{}" if tool.required else "", {})])  # fails, and everything is loaded
         for what, arguments in calls:
             started = time.monotonic()
             (done,) = caller.run([Call(tool.name, arguments)])

@@ -1,19 +1,20 @@
-"""What a model acts in: tools that answer its calls, or an environment that answers its turns. One a run, for all live
-rollouts at once: those of a turn are answered together.
+"""What a model acts in: tools that answer its calls, or an environment that answers its turns.
+
+There is one world for a run and one episode for a rollout. Episodes are independent: none waits for what another does,
+except for a free worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from posttrain import whereabouts
 from posttrain.batch import ToolCall
@@ -22,6 +23,8 @@ from posttrain.tools import threads
 from posttrain.tools.calls import Caller
 from posttrain.tools.formats import Format, parse
 from posttrain.tools.simulate import mean_return
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,59 +37,78 @@ class Reply:
     ended: str = ""
 
 
+class Episode(Protocol):
+    """One rollout in a world. `close` comes last, whatever happened before; the others never run side by side."""
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Start with this data row. What that raises ends the run."""
+        ...
+
+    async def value(self) -> float | None:
+        """What the state is worth before the next turn; None where nobody asks."""
+        ...
+
+    async def reply(self, turn: str) -> Reply:
+        """The answer to a turn of the model."""
+        ...
+
+    async def score(self) -> float | None:
+        """What the world says of the whole."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class World(Protocol):
-    def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """New rollouts: number -> data row."""
-        ...
+    """What all rollouts of a run act in, each in an episode of its own. Coroutines run in one event loop."""
 
-    def values(self, numbers: Sequence[int]) -> dict[int, float]:
-        """What the states of these rollouts are worth before their next turn; {} where nobody asks."""
-        ...
-
-    def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
-        """The answer to each rollout's turn."""
-        ...
-
-    def end(self) -> dict[int, float | None]:
-        """The scores of the rollouts that `begin` began, each closed. Safe to call twice."""
+    def episode(self, number: int) -> Episode:
+        """A new one, for the rollout of this number in its step."""
         ...
 
     def close(self) -> None: ...
 
 
 class Tools:
+    """Tools remember nothing between calls, so all rollouts act in one and the same episode."""
+
+    def __init__(self, caller: Caller, form: Format) -> None:
+        self.caller, self.form = caller, form
+        caller.__enter__()
+
+    def episode(self, number: int) -> Episode:
+        """See `World.episode`."""
+        del number
+        return Calls(self.caller, self.form)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.caller.close()
+
+
+class Calls:
     """Answers the calls of a turn; a turn without a call is the model's answer and ends the rollout."""
 
     def __init__(self, caller: Caller, form: Format) -> None:
         self.caller, self.form = caller, form
         self.schemas = {name: tool.schema for name, tool in caller.tools.items()}
-        caller.__enter__()
 
-    def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Tools remember nothing."""
-        del rows
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Nothing to begin with."""
 
-    def values(self, numbers: Sequence[int]) -> dict[int, float]:
+    async def value(self) -> None:
         """Tools have no states."""
-        del numbers
-        return {}
 
-    def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
-        """All calls of all turns at once, in worker processes."""
-        calls = [(number, call) for number, text in turns.items() for call in parse(text, self.form, self.schemas)]
-        done = self.caller.run([call for _, call in calls])
-        found: dict[int, list[ToolCall]] = {number: [] for number in turns}
-        for (number, _), result in zip(calls, done, strict=True):
-            found[number].append(result)
-        return {number: _answered(results) for number, results in found.items()}
+    async def reply(self, turn: str) -> Reply:
+        """The turn's calls run side by side in worker processes."""
+        calls = parse(turn, self.form, self.schemas)
+        return _answered(await asyncio.gather(*(self.caller.answer(call) for call in calls)))
 
-    def end(self) -> dict[int, float | None]:
+    async def score(self) -> None:
         """No scores."""
-        return {}
 
-    def close(self) -> None:
-        """End the workers."""
-        self.caller.close()
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 def _answered(calls: Sequence[ToolCall]) -> Reply:
@@ -106,87 +128,101 @@ class Simulations:
 
 
 class Environments:
-    """One object of a user's class a rollout, always closed. They live in this process, `workers` steps at a time on
-    threads: a step over its time ends its rollout, but Python cannot stop it.
+    """One object of a user's class a rollout. They live in this process, on `workers` threads at a time.
+
+    A step over its time ends its rollout and gives up its place, but Python cannot stop it.
     """
 
     def __init__(
         self, make: Callable[[], Any], workers: int, timeout_s: float, simulations: Simulations | None = None
     ) -> None:
-        self.make, self.workers, self.timeout_s, self.simulations = make, workers, timeout_s, simulations
-        self._asked: dict[int, int] = {}  # how often a rollout's state was simulated
-        self.live: dict[int, Any] = {}
-        self.broken: set[int] = set()
+        self.make, self.timeout_s, self.simulations = make, timeout_s, simulations
+        self.places = asyncio.Semaphore(workers)
 
-    def begin(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Make and reset one for each row. What that raises ends the run: nothing has been tried yet."""
-        self.end()
-        for number, row in rows.items():
-            self.live[number] = self.make()
-            try:
-                returned = self.live[number].reset(row)
-            except Exception as error:
-                raise _refused(row, error) from error
-            if returned is not None:
-                raise ToolError("an environment's reset returned something", hint="its task is the row's `prompt`")
+    def episode(self, number: int) -> Episode:
+        """See `World.episode`."""
+        return Play(self, number)
 
-    def values(self, numbers: Sequence[int]) -> dict[int, float]:
-        """Mean returns of random plays from each state; one that raises or is late ends the run."""
-        if self.simulations is None:
-            return {}
-        done = self._run({n: partial(self._simulated, n) for n in numbers})
-        return {number: future.result() for number, future in done.items()}
+    async def run(self, call: Callable[[], T], seconds: float | None) -> T:
+        """What the call returns, on a thread, once there is a place; TimeoutError after so many seconds from there."""
+        async with self.places:
+            return await threads.run(call, seconds)
 
-    def _simulated(self, number: int) -> float:
-        assert self.simulations is not None
-        self._asked[number] = self._asked.get(number, 0) + 1
-        rng = random.Random(f"{number} {self._asked[number]}")
-        return mean_return(self.live[number], rng, **dataclasses.asdict(self.simulations))
+    def close(self) -> None:
+        """Nothing is held: each rollout has closed its own."""
 
-    def reply(self, turns: Mapping[int, str]) -> dict[int, Reply]:
-        """Steps of all turns at once; what one raises, or its time, ends its rollout."""
-        done = self._run({n: partial(self.live[n].step, text) for n, text in turns.items()})
-        return {number: self._heard(number, future) for number, future in done.items()}
 
-    def _run(self, calls: Mapping[int, Callable[[], Any]]) -> dict[int, Future[Any]]:
-        return threads.run(calls, self.timeout_s, self.workers)
+class Play:
+    """A rollout's environment: made, reset, always closed."""
 
-    def _heard(self, number: int, future: Future[Any]) -> Reply:
+    def __init__(self, world: Environments, number: int) -> None:
+        self.world, self.number = world, number
+        self.environment: Any = None
+        self.asked = 0  # how often its state was simulated
+        self.broken = self.closed = False
+        self.lock = threading.Lock()
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """Make and reset it; without a limit of time, since it may have much to start."""
         try:
-            return _stepped(future.result())
+            returned = await self.world.run(lambda: self._reset(row), None)
+        except Exception as error:
+            raise _refused(row, error) from error
+        if returned is not None:
+            raise ToolError("an environment's reset returned something", hint="its task is the row's `prompt`")
+
+    def _reset(self, row: Mapping[str, Any]) -> Any:
+        made = self.world.make()
+        with self.lock:
+            self.environment, closed = made, self.closed
+        if closed:  # while it was made
+            made.close()
+            return None
+        return made.reset(row)
+
+    async def value(self) -> float | None:
+        """Mean return of random plays from the state. Plays that raise or are late end the run."""
+        if self.world.simulations is None:
+            return None
+        self.asked += 1
+        rng = random.Random(f"{self.number} {self.asked}")
+        settings = dataclasses.asdict(self.world.simulations)
+        try:
+            return await self.world.run(lambda: mean_return(self.environment, rng, **settings), self.world.timeout_s)
+        except TimeoutError as late:
+            raise ToolError(
+                f"the simulations of a state took longer than {self.world.timeout_s:g} s",
+                hint="set environment.timeout_s, or fewer environment.simulations",
+            ) from late
+
+    async def reply(self, turn: str) -> Reply:
+        """One step; what it raises, or its time, ends the rollout."""
+        try:
+            return _stepped(await self.world.run(lambda: self.environment.step(turn), self.world.timeout_s))
         except ToolError:
             raise
         except Exception as error:
-            self.broken.add(number)
-            return Reply(ended="time" if isinstance(error, Late) else "error")
+            self.broken = True
+            return Reply(ended="time" if isinstance(error, TimeoutError) else "error")
 
-    def end(self) -> dict[int, float | None]:
-        """Scores; a broken environment, and one whose score fails, has None. All are closed, whatever happens."""
-        sound = {number: partial(_score, one) for number, one in self.live.items() if number not in self.broken}
-        scores: dict[int, float | None] = dict.fromkeys(self.live)
+    async def score(self) -> float | None:
+        """None if a step broke it, or if its score raises, is late or does not apply."""
+        if self.broken:
+            return None
         try:
-            scores |= {number: _scored(future) for number, future in self._run(sound).items()}
-        finally:
-            for environment in self.live.values():
-                with contextlib.suppress(Exception):  # the others must be closed too
-                    environment.close()
-            self.live, self.broken, self._asked = {}, set(), {}
-        return scores
+            value = await self.world.run(self.environment.score, self.world.timeout_s)
+        except Exception:
+            return None
+        return _number(value, "score")
 
-    def close(self) -> None:
-        """Close what is live."""
-        self.end()
-
-
-def _score(environment: Any) -> Any:
-    return environment.score()
-
-
-def _scored(future: Future[Any]) -> float | None:
-    """None for a score that raised, was late, or does not apply."""
-    if future.exception() is not None:
-        return None
-    return _number(future.result(), "score")
+    async def close(self) -> None:
+        """Close it, once, also while a late step goes on. What that raises is of no interest any more."""
+        with self.lock:
+            environment = None if self.closed else self.environment
+            self.closed = True
+        if environment is not None:
+            with contextlib.suppress(Exception):
+                await self.world.run(environment.close, self.world.timeout_s)
 
 
 def _number(value: Any, what: str) -> float | None:

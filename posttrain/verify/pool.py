@@ -130,6 +130,7 @@ class Pool:
         self.workers: list[Worker] = []
         self.call_seconds = CHUNK_SECONDS / 4  # moving average, for the size of chunks
         self.startless_deaths = 0
+        self.abandoned = False
 
     def start(self) -> None:
         """Start the missing workers, also for idle ones that have died; does not wait until they are ready."""
@@ -147,17 +148,26 @@ class Pool:
             worker.connection.close()
         self.workers = []
 
+    def abandon(self) -> None:
+        """Have `run`, in another thread, end the processes and raise RunError; also the next one, until `abandoned` is
+        set back."""
+        self.abandoned = True
+        for worker in list(self.workers):
+            worker.process.kill()  # wakes `run`, which waits for its answer
+
     def run(self, calls: Sequence[Call]) -> list[Result]:
         """The result of each call, in order; their numbers are unique. RewardError if a script fails to load."""
         work = _Work(calls, self.targets)
         try:
-            while work.open:
+            while work.open and not self.abandoned:
                 self.start()
                 for worker in self.workers:
                     if worker.idle and (chunk := work.take(self.call_seconds, self.size)):
                         worker.give(chunk)
                 self._hear(work)
                 self._end_overdue(work)
+            if self.abandoned:
+                raise RunError("calls of a user's functions were given up")
         except BaseException:
             self.close()  # calls are under way whose answers nobody would read
             raise

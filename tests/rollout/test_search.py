@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
-from posttrain.rollout.scripted import ScriptedEngine
+from posttrain.rollout.requests import Request
+from posttrain.rollout.scripted import ConcurrentScriptedEngine, ScriptedEngine
 from posttrain.rollout.search import SearchEngine, beam_step, step_labels
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows
@@ -161,3 +164,52 @@ def test_a_step_asks_for_what_is_left(monkeypatch):
     start = len(prompt_of("q").ids)
     assert asked[0] == (start, 4) and {new for _, new in asked} == {4, 3, 1}
     assert all(length + new <= start + 5 for length, new in asked)
+
+
+def test_with_a_concurrent_engine_no_prompt_waits_for_another():
+    """The second prompt's first step comes when the first one's answer is whole. What is found is what a batch finds,
+    and the judge is always given the traces of one prompt, in the caller's thread."""
+    judged: list[tuple[set[str], bool]] = []
+    ended = threading.Event()
+
+    def judge(traces):
+        judged.append(({t.prompt.uid for t in traces}, threading.current_thread() is threading.main_thread()))
+        if all(t.text.endswith("!") for t in traces):
+            ended.set()
+        return last_digit(traces)
+
+    def script(request: Request, sample: int) -> str:
+        written = TOKENIZER.decode(list(request.ids)).count(".")
+        return f"{sample}!" if written == 2 else f"{sample}."
+
+    async def before_token(request: Request, *_: int) -> None:
+        while request.number >= 2 and not ended.is_set():
+            await asyncio.sleep(0.001)
+
+    class ConcurrentSteps(ConcurrentScriptedEngine):
+        async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+            found = await super().complete(request, sampling)
+            texts = [self.script(request, sample) for sample in range(request.n)]
+            return [
+                Completion(c.ids[:-1] if text.endswith(".") and c.finish == "stop" else c.ids, None, "stop")
+                for c, text in zip(found, texts, strict=True)
+            ]
+
+    def found(engine: Any) -> list[tuple[Any, ...]]:
+        section = Search(beam=2, branch=3, ends=["."], rewards=[Reward(use="a.b")])
+        sampling = Sampling(max_new_tokens=40)
+        search = SearchEngine(engine, section, judge, TOKENIZER, [TOKENIZER.eos_token_id], sampling)
+        rollouts = search.generate([prompt_of("q"), prompt_of("r")], 1, sampling, seed=0, logprobs=False)
+        return [(r.prompt.uid, r.ids, r.finish, r.scores) for r in rollouts]
+
+    engine = ConcurrentSteps(script, TOKENIZER, before_token=before_token)
+    alone = found(engine)
+    assert [uids for uids, _ in judged] == [{"q"}] * 3 + [{"r"}] * 3 and all(main for _, main in judged)
+    assert len({(r.seed, r.number) for r in engine.asked}) == len(engine.asked) == 10
+    judged.clear()
+    assert found(Steps(lambda p, i: script(request_of(p), i), TOKENIZER)) == alone
+    assert [uids for uids, _ in judged] == [{"q", "r"}] * 3
+
+
+def request_of(prompt: Prompt) -> Request:
+    return Request(0, prompt.ids, 3, 0, 40, False)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from posttrain.errors import ToolError
+from posttrain.errors import RunError, ToolError
 from posttrain.recipe.rollout_sections import Tool
 from posttrain.tools.call import Call
 from posttrain.tools.calls import Caller
@@ -48,6 +52,13 @@ def floods() -> str:
 def scaled(a: float, *, by: float) -> float:
     """Scale."""
     return a * by
+
+def waits(here: str, there: str = "") -> str:
+    """Leave a file, and wait for another."""
+    open(here, "w").close()
+    while there and not os.path.exists(there):
+        time.sleep(0.005)
+    return here
 
 def untyped(a) -> str:
     """No type."""
@@ -136,7 +147,84 @@ def test_every_call_is_answered_and_counted(folder: Path) -> None:
     }
     with Caller(load_tools(sections, folder), workers=2) as caller:
         found = caller.run([call for call, _, _ in calls.values()])
-    assert caller.pool.workers == []
+    assert [worker for pool in caller.pools for worker in pool.workers] == []
     for (name, (_, kind, text)), result in zip(calls.items(), found, strict=True):
         assert result.kind == kind and text in result.result, (name, result)
     assert len(found[5].result) < 150
+
+
+def test_a_call_waits_for_no_other_while_a_worker_is_free(folder: Path, tmp_path: Path) -> None:
+    """The first call ends when the last one has been made; all but it are answered by the second worker, in order."""
+    names = [str(tmp_path / str(n)) for n in range(6)]
+
+    async def every(caller: Caller) -> list[str]:
+        answered = []
+
+        async def one(n: int) -> None:
+            there = names[-1] if n == 0 else ""
+            answered.append((await caller.answer(Call("waits", {"here": names[n], "there": there}))).result)
+
+        await asyncio.gather(*(one(n) for n in range(6)))
+        return answered
+
+    with Caller(load_tools([tool("waits", timeout_s=30)], folder), workers=2) as caller:
+        answered = asyncio.run(every(caller))
+    assert sorted(answered) == names and answered[:4] == names[1:5]
+
+
+def test_a_cancelled_call_ends_its_worker_and_the_next_one_is_answered(folder: Path, tmp_path: Path) -> None:
+    here, never = tmp_path / "here", str(tmp_path / "never")
+
+    async def cancelled(caller: Caller) -> int:
+        """The process that ran the call."""
+        call = asyncio.ensure_future(caller.answer(Call("waits", {"here": str(here), "there": never})))
+        while not here.exists():
+            await asyncio.sleep(0.01)
+        pid = caller.pools[0].workers[0].process.pid
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        return pid
+
+    started = time.monotonic()
+    with Caller(load_tools([tool("waits", timeout_s=300), tool("add")], folder), workers=1) as caller:
+        pid = asyncio.run(cancelled(caller))
+        assert caller.run([Call("add", {"a": 1})])[0].result == "2"
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        asyncio.run(cancelled_at_once(caller, here))
+        assert caller.run([Call("add", {"a": 2})])[0].result == "3"
+    assert time.monotonic() - started < 100
+
+
+async def cancelled_at_once(caller: Caller, here: Path) -> None:
+    """A call that may have reached its thread or not, and one behind it."""
+    calls = [asyncio.ensure_future(caller.answer(Call("waits", {"here": str(here)}))) for _ in range(2)]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+
+
+def test_closing_ends_the_calls_that_run(folder: Path, tmp_path: Path) -> None:
+    here, started = tmp_path / "here", time.monotonic()
+    caller = Caller(load_tools([tool("waits", timeout_s=300)], folder), workers=2)
+    caller.__enter__()
+    call = Call("waits", {"here": str(here), "there": str(tmp_path / "never")})
+    raised: list[type[BaseException]] = []
+
+    def run() -> None:
+        try:
+            caller.run([call] * 3)
+        except BaseException as error:
+            raised.append(type(error))
+
+    answers = threading.Thread(target=run, daemon=True)
+    answers.start()
+    while not here.exists():
+        time.sleep(0.01)
+    caller.close()
+    caller.close()
+    answers.join(30)
+    assert raised == [RunError] and time.monotonic() - started < 100
+    assert [worker for pool in caller.pools for worker in pool.workers] == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
@@ -74,16 +76,38 @@ def test_a_step_without_a_reward_is_told() -> None:
         mean_return(Silent(), random.Random(0), plays=1, horizon=1, gamma=1.0)
 
 
-def test_a_world_says_what_its_states_are_worth() -> None:
-    world = Environments(Ladder, 2, 5.0, Simulations(plays=2, horizon=9, gamma=0.5))
-    world.begin({0: {"at": 0}, 4: {"at": 2}})
-    assert world.values([0, 4]) == {0: 1.75, 4: 1.0}
-    world.reply({0: "up"})
-    assert world.values([0]) == {0: 1.5}
-    world.close()
-    plain = Environments(Ladder, 2, 5.0)
-    assert plain.values([0]) == {}
-    plain.close()
+def test_an_episode_says_what_its_states_are_worth() -> None:
+    async def values(world: Environments, number: int, row: dict[str, Any]) -> list[float | None]:
+        episode = world.episode(number)
+        await episode.begin(row)
+        found = [await episode.value()]
+        if row["at"] == 0:
+            await episode.reply("up")
+            found.append(await episode.value())
+        await episode.close()
+        return found
+
+    async def every() -> tuple[list[float | None], ...]:
+        world = Environments(Ladder, 2, 5.0, Simulations(plays=2, horizon=9, gamma=0.5))
+        plain = values(Environments(Ladder, 2, 5.0), 0, {"at": 0})
+        return await asyncio.gather(values(world, 0, {"at": 0}), values(world, 4, {"at": 2}), plain)
+
+    assert asyncio.run(every()) == [[1.75, 1.5], [1.0], [None, None]]
+
+
+def test_simulations_that_are_late_name_the_key() -> None:
+    class Slow(Ladder):
+        def actions(self) -> list[str]:
+            time.sleep(0.3)
+            return super().actions()
+
+    async def value() -> None:
+        episode = Environments(Slow, 1, 0.05, Simulations(plays=1, horizon=9, gamma=1.0)).episode(0)
+        await episode.begin({})
+        await episode.value()
+
+    with pytest.raises(ToolError, match=r"simulations of a state took longer than 0.05 s(.|\n)*environment.timeout_s"):
+        asyncio.run(value())
 
 
 def test_a_class_without_actions_is_refused() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from concurrent.futures import TimeoutError as Late
 from functools import partial
 from typing import Any
 
@@ -46,16 +46,15 @@ def game() -> Any:
     Game.over.set()
 
 
-def test_results_are_in_order_and_late_ones_say_so() -> None:
-    calls = {3: partial(time.sleep, 0.1), 1: lambda: 5, 2: partial(time.sleep, 30)}
-    found = run(calls, seconds=0.4, count=3)
-    assert list(found) == [3, 1, 2]
-    assert found[1].result() == 5
-    with pytest.raises(Late):
-        found[2].result()
+def test_a_call_that_is_late_says_so() -> None:
+    assert asyncio.run(run(lambda: 5, 10)) == 5
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(run(lambda: 1 // 0, 10))
+    with pytest.raises(TimeoutError):
+        asyncio.run(run(partial(time.sleep, 1), 0.1))
 
 
-def test_at_most_so_many_at_a_time() -> None:
+def test_at_most_so_many_at_a_time(game: Any) -> None:
     live, most = [0], [0]
     lock = threading.Lock()
 
@@ -67,34 +66,83 @@ def test_at_most_so_many_at_a_time() -> None:
         with lock:
             live[0] -= 1
 
-    run(dict.fromkeys(range(12), call), seconds=5, count=3)
+    async def every() -> None:
+        world = Environments(game, workers=3, timeout_s=5)
+        await asyncio.gather(*(world.run(call, 5) for _ in range(12)))
+
+    asyncio.run(every())
     assert most == [3]
 
 
 def test_more_steps_that_hang_than_there_are_threads(game: Any) -> None:
     """Six of eight steps hang, two at a time: the others are answered, and the next turn begins."""
-    world = Environments(game, workers=2, timeout_s=0.1)
-    world.begin({n: {"points": n} for n in range(8)})
+    turns = ["hang"] * 6 + ["go", "raise"]
+
+    async def played(world: Environments, number: int) -> tuple[str, float | None]:
+        episode = world.episode(number)
+        await episode.begin({"points": number})
+        ended = (await episode.reply(turns[number])).ended
+        score = await episode.score()
+        await episode.close()
+        return ended, score
+
+    async def every() -> list[tuple[str, float | None]]:
+        world = Environments(game, workers=2, timeout_s=0.1)
+        return await asyncio.gather(*(played(world, n) for n in range(8)))
+
     started = time.monotonic()
-    replies = world.reply(dict.fromkeys(range(6), "hang") | {6: "go", 7: "raise"})
-    assert [replies[n].ended for n in range(8)] == ["time"] * 6 + ["done", "error"]
-    assert world.end() == dict.fromkeys([*range(6), 7]) | {6: 6.0}
+    found = asyncio.run(every())
+    assert found == [("time", None)] * 6 + [("done", 6.0), ("error", None)]
     assert time.monotonic() - started < 5
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "environment")
 
 
+async def episode_of(game: Any, points: Any) -> Any:
+    episode = Environments(game, workers=1, timeout_s=5).episode(0)
+    await episode.begin({"points": points})
+    return episode
+
+
 @pytest.mark.parametrize("points", ["many", float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_told(points: Any, game: Any) -> None:
-    world = Environments(game, workers=1, timeout_s=5)
-    world.begin({0: {"points": points}})
+    async def score() -> None:
+        await (await episode_of(game, points)).score()
+
     with pytest.raises(ToolError, match="score returned"):
-        world.end()
-    assert world.live == {}
+        asyncio.run(score())
 
 
 def test_a_reward_of_a_step_that_is_no_number_is_told(game: Any) -> None:
-    world = Environments(game, workers=1, timeout_s=5)
-    world.begin({0: {"points": 1}})
+    async def step() -> None:
+        await (await episode_of(game, 1)).reply("infinite")
+
     with pytest.raises(ToolError, match="step returned inf"):
-        world.reply({0: "infinite"})
-    world.close()
+        asyncio.run(step())
+
+
+def test_an_environment_that_is_closed_while_it_is_made_is_closed_once() -> None:
+    making, go_on, closed = threading.Event(), threading.Event(), []
+
+    class Slow(Game):
+        def __init__(self) -> None:
+            making.set()
+            go_on.wait(10)
+
+        def close(self) -> None:
+            closed.append(self)
+
+    async def cancelled() -> None:
+        episode = Environments(Slow, workers=1, timeout_s=5).episode(0)
+        begun = asyncio.ensure_future(episode.begin({"points": 1}))
+        await asyncio.to_thread(making.wait, 10)
+        begun.cancel()
+        await episode.close()
+        await asyncio.wait([begun])
+        go_on.set()
+        while not closed:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await episode.close()
+
+    asyncio.run(asyncio.wait_for(cancelled(), 20))
+    assert len(closed) == 1

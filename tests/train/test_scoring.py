@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -125,6 +126,51 @@ def test_they_run_while_the_engine_generates(
     monkeypatch.setattr(hf, "decode", decoding)
     metrics_of(opened, "run", recipe([{"use": "rewards.py:seen"}]))
     assert waited and all(waited)
+
+
+ENVIRONMENT = """
+import pathlib, time
+
+class Waits:
+    first = None  # the row whose rollouts end at once
+
+    def reset(self, row):
+        self.row = row
+
+    def step(self, text):
+        if Waits.first is None:
+            Waits.first = self.row["prompt"]
+        if self.row["prompt"] != Waits.first:
+            heard = self.wait("called", 20)
+            pathlib.Path(self.row["folder"], "heard" if heard else "not heard").touch()
+        return "", True, 1.0
+
+    def wait(self, name, seconds):
+        give_up = time.monotonic() + seconds
+        while not pathlib.Path(self.row["folder"], name).exists():
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def score(self):
+        return 1.0
+
+    def close(self):
+        pass
+"""
+
+
+def test_rollouts_of_several_turns_are_scored_while_others_go_on(recipe: Any, opened: Opened, tmp_path: Path) -> None:
+    """The environments of all other prompts go on only after a reward was called for the first that finished."""
+    (tmp_path / "waits.py").write_text(ENVIRONMENT)
+    section = recipe([{"use": "rewards.py:seen"}], stop=[*string.ascii_letters, *string.punctuation])
+    values = section.model_dump(mode="json", exclude_unset=True)
+    values |= {"environment": {"use": "waits.py:Waits", "timeout_s": 60}, "tool_workers": 24, "run": {"steps": 1}}
+    acting = load_dict(values, base_dir=tmp_path, where="test").recipe
+    (row,) = metrics_of(opened, "run", acting)
+    assert (tmp_path / "heard").exists() and not (tmp_path / "not heard").exists()
+    assert row["rewards/seen/errors"] == 0
 
 
 def test_one_reward_that_hangs_costs_its_own_rows(
