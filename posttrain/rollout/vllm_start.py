@@ -226,6 +226,8 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         **({} if section.enforce_eager else {"cudagraph_capture_sizes": GRAPH_SIZES}),
     }
+    if not torch.cuda.is_available():  # vLLM winds the seeded generator of a half-read prompt back, and a CPU's cannot
+        values["enable_chunked_prefill"] = False
     if spec.lora_rank is None:
         return values | {"load_format": "dummy", "weight_transfer_config": {"backend": LOCAL_BACKEND}}
     return values | {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(spec.lora_rank)}
