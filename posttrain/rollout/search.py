@@ -140,6 +140,7 @@ class SearchEngine:
         """`Engine.generate` for n = 1. A trace ends with EOS, at `max_new_tokens`, or after `max_steps`."""
         if n != 1 or share is not None or logprobs:
             raise ValueError("a search gives one completion a prompt, without log-probs, in one process")
+        self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         live = None if is_concurrent(self.engine) else range(len(prompts))
         drawing = self._drawing(prompts, seed, calls)

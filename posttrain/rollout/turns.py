@@ -137,6 +137,7 @@ class TurnEngine:
         """See `Engine.generate`. Environments are closed when this returns or raises."""
         step = Step(prompts, n, sampling, seed, logprobs, share)
         check_fits([prompts[r // n] for r in step.numbers[::n]], sampling, self.window)
+        self.engine.wake()
         calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         drawing = self._drawing(step, calls)
         groups: dict[int, dict[int, Rollout]] = {r // n: {} for r in step.numbers}
