@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import time
@@ -124,7 +125,7 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
-    """The engine with the lengths of work B, and with a measurement of generation alone before it closes."""
+    """The engine with the lengths of works B and L, and with a measurement of generation alone before it closes."""
     if not spec["smoke"] and spec["alone"]:
         measure_alone(engine, spec, result)
     if spec["lengths"]:
@@ -135,26 +136,33 @@ def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
 def measure_alone(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> None:
     """When the engine closes, its last requests are made again, `alone` times."""
     close, complete, last = engine.close, engine.complete, list[Any]()
+    version = None  # that the last requests were made to
 
     def measure_and_close() -> None:
         if last:
-            engine.sync(engine.loaded.model, engine.version)  # behind the last step it may sleep without its weights
-            result["generate_alone_s"] = [generation_alone(complete, *last) for _ in range(spec["alone"])]
-            last.clear()  # closing twice is fine
+            asked, last[:] = list(last), []  # closing twice is fine
+            for _ in range(spec["alone"]):
+                engine.sync(engine.loaded.model, engine.version)  # it may sleep without weights; caches are empty then
+                result.setdefault("generate_alone_s", []).append(generation_alone(complete, asked))
         close()
 
-    def remembering(requests: Any, sampling: Any, **more: Any) -> Any:
-        last[:] = requests, sampling
-        return complete(requests, sampling, **more)
+    async def remembering(request: Any, sampling: Any) -> Any:
+        nonlocal version
+        if engine.version != version:
+            version, last[:] = engine.version, []
+        last.append((request, sampling))
+        return await complete(request, sampling)
 
     engine.complete, engine.close = remembering, measure_and_close
 
 
-def generation_alone(complete: Callable[..., Any], requests: Sequence[Any], sampling: Any) -> float:
-    """Seconds of the last step's requests without log-probs, weights in place and caches empty."""
-    plain = [dataclasses.replace(one, logprobs=False) for one in requests]
+def generation_alone(complete: Callable[..., Any], asked: Sequence[Any]) -> float:
+    """Seconds of these requests without log-probs."""
+    from posttrain.rollout import loop
+
+    plain = [complete(dataclasses.replace(request, logprobs=False), sampling) for request, sampling in asked]
     started = time.perf_counter()
-    complete(plain, sampling, seed=0)
+    loop.run_all(plain)
     return time.perf_counter() - started
 
 
@@ -167,30 +175,21 @@ def give_lengths(engine: Any, spec: dict[str, Any]) -> None:
     if spec["smoke"] and not hasattr(engine, "complete"):  # the transformers engine: stand-ins for its tokens
         engine.generate = random_rollouts(engine, steps)
         return
-    complete = engine.complete
+    generate, complete, of_step = engine.generate, engine.complete, list[int]()
 
-    def by_row(requests: Any, sampling: Any, *, seed: int, done: Any = None) -> Any:
-        of_step = next(steps)
-        rows = [(place, i) for place, r in enumerate(requests) for i in range(r.n)]
-        asked = [
-            dataclasses.replace(
-                requests[p],
-                n=1,
-                seed=requests[p].seed + i,
-                ends=False,
-                max_new_tokens=of_step[requests[p].number * GROUP + i],
-            )
-            for p, i in rows
+    def by_step(*args: Any, **more: Any) -> Any:
+        of_step[:] = next(steps)
+        return generate(*args, **more)
+
+    async def by_row(request: Any, sampling: Any) -> Any:
+        lengths = of_step[request.number * GROUP :][: request.n]
+        rows = [
+            dataclasses.replace(request, n=1, seed=request.seed + i, ends=False, max_new_tokens=length)
+            for i, length in enumerate(lengths)
         ]
-        found: list[list[Any]] = [[] for _ in requests]
-        for (place, _), (sample,) in zip(rows, complete(asked, sampling, seed=seed), strict=True):
-            found[place].append(sample)
-        for place, samples in enumerate(found):
-            if done is not None:
-                done(place, samples)
-        return found
+        return [sample for (sample,) in await asyncio.gather(*(complete(row, sampling) for row in rows))]
 
-    engine.complete = by_row
+    engine.generate, engine.complete = by_step, by_row
 
 
 def random_rollouts(engine: Any, steps: Any) -> Callable[..., Any]:

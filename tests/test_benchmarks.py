@@ -192,21 +192,26 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import rl_posttrain
 
-    from posttrain.rollout.pushed import Request
+    from posttrain.rollout import loop
+    from posttrain.rollout.requests import Request
 
     class Engine:
         def __init__(self):
-            self.calls, self.closed, self.asleep = [], False, True
-            self.loaded, self.version = argparse.Namespace(model="model"), 2
+            self.calls, self.closed = [[]], False
+            self.loaded, self.version = argparse.Namespace(model="model"), 0
 
         def sync(self, model, version):
-            assert (model, version) == ("model", 2)
-            self.asleep = False
+            assert model == "model"
+            self.version = version
+            self.calls.append([])
 
-        def complete(self, requests, sampling, *, seed, done=None):
-            del sampling, seed, done
-            self.calls.append([(r.max_new_tokens, r.ends, r.logprobs) for r in requests])
-            return [["sample"] for _ in requests]
+        async def complete(self, request, sampling):
+            del sampling
+            self.calls[-1].append((request.max_new_tokens, request.ends, request.logprobs, request.n, request.seed))
+            return ["sample"] * request.n
+
+        def generate(self, asked):
+            return loop.run_all([self.complete(one, None) for one in asked])
 
         def close(self):
             self.closed = True
@@ -214,13 +219,16 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     engine, result = Engine(), {}
     spec = {"lengths": [list(range(16)), list(range(16, 32))], "smoke": False, "alone": 2}
     rl_posttrain.prepared(engine, spec, result)
-    asked = [Request(ids=(1,), n=8, number=i, seed=0, max_new_tokens=99, logprobs=True, ends=True) for i in range(2)]
-    for _ in range(2):
-        assert engine.complete(asked, None, seed=1) == [["sample"] * 8] * 2
+    asked = [Request(ids=(1,), n=8, number=i, seed=8 * i, max_new_tokens=99, logprobs=True) for i in range(2)]
+    for step in range(2):
+        engine.sync("model", step)
+        assert engine.generate(asked) == [["sample"] * 8] * 2
     engine.close()
-    assert engine.closed and not engine.asleep and len(result["generate_alone_s"]) == 2
-    assert engine.calls[1] == [(n, False, True) for n in range(16, 32)]
-    assert engine.calls[2:] == [[(n, False, False) for n in range(16, 32)]] * 2
+    engine.close()
+    assert engine.closed and len(result["generate_alone_s"]) == 2
+    assert [sorted(calls) for calls in engine.calls[2:]] == [
+        [(n, False, logprobs, 1, n - 16) for n in range(16, 32)] for logprobs in (True, False, False)
+    ]
 
 
 def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
