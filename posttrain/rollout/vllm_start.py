@@ -108,7 +108,9 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
 
 def cache_folder() -> Path:
     """vLLM's own, in which it keeps what it has compiled."""
-    with compile_cache.apart():  # vllm itself is imported quickly
+    prepare_environment()
+    quiet()
+    with compile_cache.apart():  # the package alone is imported quickly
         from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT)
