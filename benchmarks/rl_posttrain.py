@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import whole_calls
 from clocks import metric_times, posttrain_steps, replaced
 from rl_work import GROUP, HERE, LR, random_ids
 
@@ -22,6 +24,8 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
     """
     from posttrain.pipeline import run_stage
     from posttrain.recipe.load import load_dict
+    from posttrain.rollout import vllm_engine
+    from posttrain.rollout.starting import StartingEngine
     from posttrain.run.directory import RunDirectory
     from posttrain.train import assemble, checkpoint, distributed, rl
 
@@ -34,10 +38,15 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
         result.update(steps_so_far(directory.path, times))
         at_end()
 
-    make = assemble.make_engine
+    def make(*args: Any, **kwargs: Any) -> Any:
+        engine = made(*args, **kwargs)
+        return engine if isinstance(engine, StartingEngine) else prepared(engine, spec, result)
+
+    made, finished = assemble.make_engine, vllm_engine.colocated_engine
     with (
         distributed.open_directory(open_it) as directory,
-        replaced(assemble, "make_engine", lambda *args, **kwargs: prepared(make(*args, **kwargs), spec, result)),
+        replaced(assemble, "make_engine", make),
+        replaced(vllm_engine, "colocated_engine", lambda *a, **more: prepared(finished(*a, **more), spec, result)),
         replaced(checkpoint, "save", lambda *_, **__: None),  # 17 GB after the last step, which nobody measures
         replaced(rl, "save", lambda *_, **__: None),
         replaced(rl, "step", stopping(result) if spec.get("start_only") else rl.step),
@@ -126,6 +135,15 @@ def posttrain_recipe(spec: dict[str, Any]) -> dict[str, Any]:
 
 def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
     """The engine with the lengths of works B and L, and with a measurement of generation alone before it closes."""
+    if getattr(engine, "is_prepared", False):
+        return engine
+    engine.is_prepared = True
+    if hasattr(engine, "complete") and not inspect.iscoroutinefunction(engine.complete):
+        if spec["alone"]:
+            whole_calls.measure_alone(engine, spec, result)
+        if spec["lengths"]:
+            whole_calls.give_lengths(engine, spec)
+        return engine
     if not spec["smoke"] and spec["alone"]:
         measure_alone(engine, spec, result)
     if spec["lengths"]:
