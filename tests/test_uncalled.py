@@ -13,7 +13,6 @@ import posttrain
 ROOT = Path(posttrain.__file__).parent
 CALLERS = ("posttrain", "rewards", "tools", "recipes", "docs", "benchmarks")
 FOR_TESTS = {
-    "rollout/vllm_engine.py": {"make_colocated"},
     "rollout/scripted.py": {"ConcurrentScriptedEngine", "ScriptedEngine"},
     "train/objective.py": {"from_preset"},
     "verify/load.py": {"shipped_function"},

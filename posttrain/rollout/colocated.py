@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
@@ -68,6 +69,9 @@ class ColocatedClient:
 
         def wait() -> None:
             connection.wait([process.sentinel for process in self.processes])
+            deadline = time.monotonic() + LAST_WORDS_S
+            while self.processes[0].exitcode is None and time.monotonic() < deadline:
+                time.sleep(0.01)  # the process has closed its files, and vLLM may be asking for its code just now
             here.call_soon_threadsafe(end)
 
         threading.Thread(target=wait, daemon=True, name="engine-watch").start()

@@ -114,9 +114,9 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
 
         return ServerEngine(section.vllm, loaded, scratch=scratch, max_len=max_len)
     if section.engine == "vllm":
-        from posttrain.rollout.vllm import VllmEngine
+        from posttrain.rollout.vllm_engine import make_colocated
 
-        return VllmEngine(section.vllm, loaded, scratch=scratch, max_len=max_len)
+        return make_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
     from posttrain.rollout.hf import TransformersEngine
 
     return TransformersEngine(loaded, batch_size=section.batch_size)

@@ -189,8 +189,8 @@ class VllmEngine:
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
         """Inside, nothing is generated. What was under way goes on afterwards."""
-        loop.run(self._pause())
         try:
+            loop.run(self._pause())
             yield
         finally:  # also after an error, which whoever waits gets of the engine then
             loop.run(_set(self.open))

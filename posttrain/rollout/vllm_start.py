@@ -94,6 +94,7 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
                 from vllm.usage.usage_lib import UsageContext
                 from vllm.v1.engine.async_llm import AsyncLLM
 
+            quiet()  # again: with its import vLLM sets its logging up
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
             with compile_cache.same_path(folder, cache_folder(), process) as path, _environment_of_core(log):

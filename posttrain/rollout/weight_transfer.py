@@ -42,17 +42,15 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, limit: int = BUCKET_BYTES
-) -> Iterator[tuple[Named, int]]:
-    """(weights, their bytes once sent) up to `limit` bytes; a larger tensor comes alone.
+def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[Named, int]]:
+    """(weights, their bytes once sent) up to BUCKET_BYTES; a larger tensor comes alone.
 
     Within a bucket those of wider types come first, so that each begins where its type may. See `sent_dtype`.
     """
     bucket, size = Named(), 0
     for name, tensor in weights:
         more = tensor.numel() * sent_dtype(tensor, dtype).itemsize
-        if bucket and size + more > limit:
+        if bucket and size + more > BUCKET_BYTES:
             yield sorted(bucket, key=lambda item: -sent_dtype(item[1], dtype).itemsize), size
             bucket, size = [], 0
         bucket.append((name, tensor))

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
-import weakref
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +24,10 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.rollout import loop
 from posttrain.rollout.engine import make_engine
 from posttrain.rollout.hf import TransformersEngine, evaluating
-from posttrain.rollout.pushed import requests_of
+from posttrain.rollout.requests import requests_of
 
 pytestmark = [
     pytest.mark.vllm,
@@ -34,6 +42,7 @@ SAMPLED = Sampling(temperature=0.7, max_new_tokens=24)
 @contextlib.contextmanager
 def engine_of(loaded: LoadedModel, tmp_path: Path, **changes: Any) -> Iterator[Any]:
     section = SECTION.model_copy(update={"vllm": SECTION.vllm.model_copy(update=changes)})
+    tmp_path.mkdir(exist_ok=True)
     engine = make_engine(section, loaded, scratch=tmp_path, max_len=64)
     try:
         yield engine
@@ -47,15 +56,17 @@ def ids_of(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
 
 def largest_gap(model: Any, rollouts: list[Rollout], temperature: float) -> float:
     """Largest |engine - trainer| log-prob of a sampled token."""
-    gaps = []
-    for r in rollouts:
-        ids = torch.tensor([r.prompt.ids + r.ids])
-        with torch.no_grad(), evaluating(model):
-            logp = (model(input_ids=ids).logits[0, :-1].float() / temperature).log_softmax(-1)
-        start = len(r.prompt.ids) - 1
-        expected = logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1)
-        gaps.append(float((torch.tensor(r.logps) - expected).abs().max()))
-    return max(gaps)
+    return max(
+        abs(a - b) for r in rollouts for a, b in zip(r.logps, trainer_logps_of(model, r, temperature), strict=True)
+    )
+
+
+def trainer_logps_of(model: Any, r: Rollout, temperature: float) -> list[float]:
+    ids = torch.tensor([r.prompt.ids + r.ids])
+    with torch.no_grad(), evaluating(model):
+        logp = (model(input_ids=ids).logits[0, :-1].float() / temperature).log_softmax(-1)
+    start = len(r.prompt.ids) - 1
+    return logp[start:].gather(-1, ids[0, start + 1 :, None]).squeeze(-1).tolist()
 
 
 def disturb(model: Any, scale: float) -> None:
@@ -68,72 +79,104 @@ def disturb(model: Any, scale: float) -> None:
 
 
 def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Everything that needs no second start: sampling, log-probs, seeds, ends, sync, probe."""
+    """Everything that needs no second start: sampling, log-probs, seeds, ends, sync, probe, pauses, a death."""
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with engine_of(loaded, tmp_path) as engine:
         assert torch.equal(torch.get_rng_state(), state), "starting vLLM moved the global random state"
-        torch.set_num_threads(threads)  # vLLM's CPU worker replaces it by a function that refuses
+        assert torch.get_num_threads() == threads
+        torch.set_num_threads(threads)  # vLLM's CPU worker replaces it by a function that refuses, in its process
         assert not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
 
         check_sampling(engine, loaded, prompts)
         check_requests(engine, prompts)
-        check_pauses(engine, loaded, prompts)
         check_ends(engine, loaded, prompts)
         check_sync(engine, loaded, prompts)
+        check_pauses(engine, loaded, prompts)
         with pytest.raises(DataError, match=r"row long .*window of 64"):
             engine.generate([Prompt("long", {}, "", tuple([10] * 60))], 1, GREEDY, seed=0)
         assert torch.equal(torch.get_rng_state(), state), "generating moved the global random state"
-        worker = weakref.ref(engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker)
-        assert worker() is not None
-    assert worker() is None, "closing left vLLM's worker, which holds weights and cache, to a later collection"
+        check_death(engine, prompts)
     engine.close()  # twice is fine
 
 
 def check_requests(engine: Any, prompts: list[Prompt]) -> None:
-    """Each request is told as soon as it is finished, with what the call gives in the end; one may have a length of its
-    own, and go on behind its end."""
+    """They are answered side by side, whatever else is asked; one may have a length of its own, and go on behind its
+    end. One that is given up leaves the others alone."""
     asked = requests_of(prompts, 2, SAMPLED, seed=3, logprobs=1, share=[1, 3])
     asked.append(replace(asked[0], number=5, n=1, max_new_tokens=7, ends=False))
-    told: dict[int, Any] = {}
-    found = engine.complete(asked, SAMPLED, seed=3, done=lambda place, samples: told.update({place: samples}))
+    alone = [loop.run(engine.complete(request, SAMPLED)) for request in asked]
+    given_up = loop.submit(engine.complete(replace(asked[0], n=8, ends=False, max_new_tokens=50), SAMPLED))
+    found = loop.run_all([engine.complete(request, SAMPLED) for request in asked[:2]])
+    given_up.cancel()
+    found.append(loop.run(engine.complete(asked[2], SAMPLED)))
+    assert [[c.ids for c in samples] for samples in found] == [[c.ids for c in samples] for samples in alone]
     assert [len(samples) for samples in found] == [2, 2, 1] and len(found[2][0].ids) == 7
-    assert told == dict(enumerate(found))
+    assert [c.logps is None for c in (found[0][0], found[1][0])] == [True, True], "the first prompt is none of them"
+    waited = time.monotonic()
+    while engine.clients[0].asked and time.monotonic() - waited < 10:
+        time.sleep(0.01)
+    assert engine.clients[0].asked == 0
 
 
 def check_pauses(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    """Paused at its third step, with what was sampled kept, and gone on with: whole rollouts, told once each, whose
-    log-probs are the trainer's in both parts. The next call is not disturbed."""
-    step, steps, rounds, told = engine.llm.llm_engine.step, 0, 0, list[int]()
-    complete = engine.core.complete
-
-    def stepping() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            engine.core.pause()
-        return step()
-
-    def completing(*given: Any, **more: Any) -> Any:
-        nonlocal rounds
-        rounds += 1
-        return complete(*given, **more)
-
-    expected = ids_of(engine.generate(prompts, 3, SAMPLED, seed=1))
-    engine.llm.llm_engine.step, engine.core.complete = stepping, completing
-    try:
-        found = engine.generate(prompts, 3, SAMPLED, seed=1, done=lambda rows: told.append(rows[0].group))
-    finally:
-        engine.core.complete = complete
-        vars(engine.llm.llm_engine).pop("step", None)
-    assert rounds == 2 and sorted(told) == list(range(len(prompts)))
-    kept = [
-        next((at for at, (a, b) in enumerate(zip(r.ids, e, strict=False)) if a != b), 99)
-        for r, e in zip(found, expected, strict=True)
-    ]
-    assert min(kept) >= 1 and min(kept) < 99, "what was sampled before the pause is not what goes on"
+    """A sync comes while rollouts are drawn: what was sampled is kept, the rest is drawn by the new weights, and every
+    token has the log-prob of the weights that drew it. The next call is not disturbed."""
+    old, before = copy.deepcopy(loaded.model), engine.version
+    many = [replace(p, uid=f"{p.uid}-{i}") for i in range(8) for p in prompts]
+    found: list[Rollout] = []
+    told: list[int] = []
+    drawing = threading.Thread(
+        target=lambda: found.extend(
+            engine.generate(many, 3, SAMPLED, seed=1, done=lambda rows: told.append(rows[0].group))
+        )
+    )
+    drawing.start()
+    while engine.clients[0].asked < len(many):
+        time.sleep(0.001)
+    time.sleep(0.1)
+    disturb(loaded.model, 0.02)
+    engine.sync(loaded.model, before + 1)
+    drawing.join(60)
+    assert sorted(told) == list(range(len(many))), "whole groups, told once each"
+    assert {v for r in found for v in r.versions or (r.version,)} == {before, before + 1}
+    assert any(len(set(r.versions or ())) == 2 for r in found), "no rollout was cut by the sync"
     assert all(len(r.ids) <= 24 and r.finish == ("stop" if r.ids[-1] in loaded.eos_ids else "length") for r in found)
-    assert largest_gap(loaded.model, found, 0.7) < 1e-4
-    assert ids_of(engine.generate(prompts, 3, SAMPLED, seed=1)) == expected
+    for r in found:
+        versions = r.versions or (r.version,) * len(r.ids)
+        theirs = [
+            old_logp if version == before else new_logp
+            for version, old_logp, new_logp in zip(
+                versions, trainer_logps_of(old, r, 0.7), trainer_logps_of(loaded.model, r, 0.7), strict=True
+            )
+        ]
+        assert max(abs(a - b) for a, b in zip(r.logps, theirs, strict=True)) < 1e-4
+    again = engine.generate(prompts, 3, SAMPLED, seed=1)
+    assert {r.version for r in again} == {before + 1} and largest_gap(loaded.model, again, 0.7) < 1e-4
+
+
+def check_death(engine: Any, prompts: list[Prompt]) -> None:
+    """kill -9 while it works: whoever waits gets one sentence that names it, and so does who asks later."""
+    process = engine.clients[0].processes[0]
+    failures: list[BaseException] = []
+
+    def draw() -> None:
+        try:
+            engine.generate(prompts, 8, SAMPLED.model_copy(update={"max_new_tokens": 50}), seed=1)
+        except BaseException as error:
+            failures.append(error)
+
+    drawing = threading.Thread(target=draw)
+    drawing.start()
+    while not engine.clients[0].asked:
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    drawing.join(30)
+    [failure] = failures
+    assert isinstance(failure, EngineError) and "vLLM's process was killed by signal 9 (SIGKILL)" in str(failure)
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        engine.generate(prompts, 1, GREEDY, seed=0)
+    with pytest.raises(EngineError, match="killed by signal 9"):
+        engine.sync(engine.loaded.model, 9)
 
 
 def check_sampling(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
@@ -166,11 +209,12 @@ def check_ends(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     assert (stopped.ids, stopped.finish) == (expected.ids, "stop")
     assert len(stopped.ids) < len(free.ids)
 
-    engine.core.eos_ids.append(free.ids[5])
+    client, spec = engine.clients[0], engine.spec
+    client.spec = replace(spec, eos_ids=(*spec.eos_ids, free.ids[5]))
     ended = engine.generate(prompts[:1], 1, GREEDY, seed=0)[0]
     assert ended.finish == "stop"
     assert ended.ids == free.ids[: free.ids.index(free.ids[5]) + 1]
-    engine.core.eos_ids.pop()
+    client.spec = spec
 
 
 def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
@@ -185,46 +229,83 @@ def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     assert ids_of(after) != before and {r.version for r in after} == {1}
     assert largest_gap(loaded.model, after, 1.0) < 1e-4
 
-    push = engine.llm.collective_rpc
-    engine.llm.collective_rpc = lambda *_args, **_kwargs: None  # a sync whose transfer is lost
+    sender, engine.sender = engine.sender, types.SimpleNamespace(send=list)  # a sync whose transfer is lost
     disturb(loaded.model, 0.05)
     with pytest.raises(EngineError, match="stale engine: after syncing version 2"):
         engine.sync(loaded.model, 2)
     assert engine.version == 1
-    engine.llm.collective_rpc = push
+    engine.sender = sender
     engine.sync(loaded.model, 2)
 
 
-@pytest.mark.parametrize(("quantize", "merged"), [(False, False), (True, False), (False, True), (True, True)], ids=str)
-def test_lora(quantize: bool, merged: bool, loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
-    """Only the adapter travels, or with `merge_adapter` the sums; a 4-bit base is held dequantised."""
+def test_lora(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
+    """Two engines at once, after each other started in one process: one is sent the adapter only, one the sums of base
+    and adapter. The 4-bit base is held dequantised by both."""
     from peft import LoraConfig, get_peft_model
 
-    if quantize:
-        quantise(loaded.model)
+    quantise(loaded.model)
     adapter = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear")
     model = get_peft_model(loaded.model, adapter)
     lora = LoadedModel(model, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, "test")
     base = {name: weight.detach().clone() for name, weight in model.get_base_model().state_dict().items()}
-    with engine_of(lora, tmp_path, merge_adapter=merged) as engine:
-        start = ids_of(engine.generate(prompts, 1, GREEDY, seed=0))
-        for version in (1, 2, 3):
-            disturb(model, 0.1)
-            assert engine.probe(model) > 0.05, "a skipped sync goes unseen"
-            engine.sync(model, version)
-            assert engine.probe(model) < 1e-3
-        rollouts = engine.generate(prompts, 2, SAMPLED, seed=0)
-        assert {r.version for r in rollouts} == {3}
-        assert largest_gap(model, rollouts, 0.7) < 5e-3
-        assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != start
-        folder = engine.adapter_folder
-        if merged:
-            assert folder is None and not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
-        else:
-            assert sum(f.stat().st_size for f in folder.iterdir()) < 200_000
-    assert merged or not folder.exists()
+    with contextlib.ExitStack() as stack:
+        engines = {
+            merged: stack.enter_context(engine_of(lora, tmp_path / str(merged), merge_adapter=merged))
+            for merged in (False, True)
+        }
+        for merged, engine in engines.items():
+            start = ids_of(engine.generate(prompts, 1, GREEDY, seed=0))
+            for version in (1, 2, 3):
+                disturb(model, 0.1)
+                assert engine.probe(model) > 0.05, "a skipped sync goes unseen"
+                engine.sync(model, version)
+                assert engine.probe(model) < 1e-3
+            rollouts = engine.generate(prompts, 2, SAMPLED, seed=0)
+            assert {r.version for r in rollouts} == {3}
+            assert largest_gap(model, rollouts, 0.7) < 5e-3
+            assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != start
+            assert not list(tmp_path.rglob("*.safetensors")), f"weights are left on the disk, {merged=}"
     after = model.get_base_model().state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in base.items() if "lora_" not in name)
+
+
+START_AND_WAIT = """
+import sys, time
+from pathlib import Path
+
+def main():
+    from tests.rollout.conftest import small_model
+    from posttrain.models import tiny
+    from posttrain.models.load import LoadedModel
+    from posttrain.recipe.rollout_sections import Vllm
+    from posttrain.rollout.vllm_engine import make_colocated
+    tokenizer = tiny.build_tokenizer()
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    loaded = LoadedModel(small_model(tokenizer), tokenizer, (eos,), pad, "test")
+    engine = make_colocated(Vllm(enforce_eager=True), loaded, scratch=Path(sys.argv[1]), max_len=64)
+    print(engine.clients[0].processes[0].pid, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(START_AND_WAIT)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        trainer.kill()
+    began = time.monotonic()
+    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() - began < 10, "the engine's process lives on"
+        time.sleep(0.05)
 
 
 def quantise(model: Any) -> None:

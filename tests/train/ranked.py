@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
-import serving
+import engine_clients
 import versioned_engine
 
 from posttrain import pipeline
 from posttrain.cli import stage
 from posttrain.errors import DataError, EngineError, PeerLost, UserError
 from posttrain.recipe.load import load_dict
-from posttrain.rollout import hf, vllm, vllm_start
+from posttrain.rollout import hf, vllm_engine, vllm_start, weight_transfer
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
@@ -161,20 +161,16 @@ def lose_sync(lost: int) -> None:
             hf.dense_weights = lambda *_: iter(())  # its own, into which it copies
         inner(self, model, version)
 
-    class Core(serving.TransformersCore):
-        def __init__(self, _: Any, folder: Path, **settings: Any) -> None:
-            super().__init__({**settings, "holds_base": False}, folder)
-
-        def sleep(self) -> None: ...
-
-        def load(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
-            if self.told.count("load") == lost:  # once for version 0
-                next(named)
+    class Client(engine_clients.TransformersClient):
+        async def update_weights(self, info: Any) -> None:
+            assert self.state is not None
+            if self.told.count("update") == lost + 1 and self.state:  # once for version 0
                 raise EngineError("no room for the second tensor")
-            super().load(named)
+            await super().update_weights(info)
 
     TransformersEngine.sync = sync  # type: ignore[method-assign]
-    vllm.VllmCore = Core  # type: ignore[assignment, misc]
+    weight_transfer.BUCKET_BYTES = 1
+    vllm_engine.ColocatedClient = Client  # type: ignore[assignment, misc]
     for check in ("require_vllm", "check_settings", "check_heads"):
         setattr(vllm_start, check, lambda *_: None)
 

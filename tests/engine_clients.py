@@ -1,0 +1,129 @@
+"""A stand-in for vLLM behind `VllmEngine`: an `EngineClient` that draws from a transformers model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from posttrain.errors import EngineError
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout.decode import decode
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.requests import Request
+from posttrain.rollout.sampling import uniforms
+from posttrain.rollout.vllm_start import EngineSpec
+
+
+class TransformersClient:
+    """One engine. `told`: what it was asked, in order; `asked`: its requests.
+
+    cut: the samples of requests wait for a pause once they have that many tokens, as long as it is not 0.
+    """
+
+    name, workers = "a stand-in", 1
+
+    def __init__(self, spec: EngineSpec, folder: Path, log: Path | None = None) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        del log
+        self.spec, self.told, self.asked, self.cut = spec, list[str](), list[Request](), 0
+        config = AutoConfig.from_pretrained(folder)
+        if spec.lora_rank is None:
+            self.base = AutoModelForCausalLM.from_config(config)  # weights that nobody sent
+        else:
+            self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=spec.dtype)
+        self.model: Any = self.base.eval()
+        self.pad = config.pad_token_id
+        self.state: dict[str, torch.Tensor] | None = None  # of the update that is under way
+        self.under_way = 0
+        self.paused = asyncio.Event()
+        self.ended = False
+
+    @classmethod
+    def start(cls, spec: EngineSpec, folder: Path, log: Path) -> TransformersClient:
+        """As ColocatedClient.start."""
+        return cls(spec, folder, log)
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        self._alive()
+        assert not self.paused.is_set(), "asked while it is paused"
+        self.asked.append(request)
+        self.under_way += 1
+        try:
+            limit = min(self.cut or request.max_new_tokens, request.max_new_tokens)
+            u = uniforms(request.n, request.max_new_tokens, request.seed)
+            here = sampling.model_copy(update={"max_new_tokens": limit})
+            ends = self.spec.eos_ids if request.ends else ()
+            samples = decode(self.model, [request.ids], [0] * request.n, u, here, eos_ids=ends, pad_id=self.pad)
+            if limit < request.max_new_tokens and any(c.finish == "length" for c in samples):
+                await self.paused.wait()
+                samples = [replace(c, finish="paused") if c.finish == "length" else c for c in samples]
+            return [c if request.logprobs else replace(c, logps=None) for c in samples]
+        finally:
+            self.under_way -= 1
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        self._alive()
+        with torch.no_grad():
+            row = torch.tensor([list(ids)])
+            logits = self.model(input_ids=row).logits[0, :-1].float()
+            return logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1).tolist()
+
+    async def pause(self) -> None:
+        self._alive()
+        self.told.append("pause")
+        self.paused.set()
+        while self.under_way:
+            await asyncio.sleep(0)
+
+    async def resume(self) -> None:
+        self.told.append("resume")
+        self.paused.clear()
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        assert not info
+
+    async def start_update(self) -> None:
+        self._alive()
+        assert self.paused.is_set() and not self.under_way and self.state is None
+        self.told.append("update")
+        self.state = {}
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        assert self.state is not None
+        self.state |= {name: tensor.clone() for name, tensor in load_file(info["file"]).items()}
+
+    async def finish_update(self) -> None:
+        assert self.state is not None
+        self.base.load_state_dict(self.state, strict=False)
+        self.base.tie_weights()
+        self.state = None
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        from peft import PeftModel
+
+        self._alive()
+        self.told.append(f"adapter {version}")
+        if self.model is not self.base:
+            self.base = self.model.unload()
+        self.model = PeftModel.from_pretrained(self.base, folder).eval()
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        self.told.append(f"sleep {'with' if keep_weights else 'without'} weights")
+
+    async def wake(self) -> None:
+        self.told.append("wake")
+
+    def close(self) -> None:
+        self.told.append("close")
+        self.ended = True
+
+    def _alive(self) -> None:
+        if self.ended:
+            raise EngineError("the stand-in has ended")
