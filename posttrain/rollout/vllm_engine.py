@@ -55,6 +55,7 @@ def make_colocated(
     section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int
 ) -> VllmEngine | StartingEngine[ColocatedClient]:
     """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
+    vllm_start.require_vllm()
     spec = spec_of(section, loaded, max_len)
     folder = scratch / "engine-model"
     if spec.lora_rank is None:

@@ -120,8 +120,9 @@ def cache_folder() -> Path:
 def starts_beside(spec: EngineSpec, folder: Path) -> bool:
     """Whether an engine for the model in `folder` may start while the trainer allocates memory on its GPU: vLLM need
     not measure it. One that sleeps may be meant for memory that the trainer needs as well."""
-    known = kv_size.setting(arguments(spec, folder), folder, cache_folder())
-    return bool(known) and not spec.section.sleep
+    if spec.section.sleep or not torch.cuda.is_available():
+        return False
+    return bool(kv_size.setting(arguments(spec, folder), folder, cache_folder()))
 
 
 def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:

@@ -19,7 +19,7 @@ from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
 from posttrain.recipe.sections import Lora
-from posttrain.rollout import loop, vllm_engine
+from posttrain.rollout import loop, vllm_engine, vllm_start
 from posttrain.rollout.engine import Completion, as_rollouts, make_engine
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.requests import Request
@@ -37,6 +37,7 @@ Start = Callable[..., Any]
 @pytest.fixture
 def start(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(vllm_engine, "ColocatedClient", TransformersClient)
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
 
     def start(model: LoadedModel = loaded, **settings: Any) -> Any:
         section = EngineSection.model_validate({"engine": "vllm", "vllm": settings})
