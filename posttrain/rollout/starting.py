@@ -21,7 +21,6 @@ class StartingEngine(Generic[T]):
     The start must end soon after its processes were killed.
     """
 
-    apart = False  # it is on the trainer's GPU
     route = ""
 
     def __init__(self, start: Callable[[], T], finish: Callable[[T], Any], give_up: Callable[[T], None]) -> None:

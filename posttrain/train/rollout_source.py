@@ -109,9 +109,6 @@ class AsyncRollouts:
         settings = ctx.recipe.rollout
         self._staleness, self._partial = settings.staleness, settings.partial
         self._engine = ctx.engine
-        self._side_by_side = self._partial and inspect.iscoroutinefunction(getattr(ctx.engine, "complete", None))
-        # an opponent takes the place of the weights that the update would change
-        self._beside = ctx.engine.apart and ctx.opponent is None
         self._stream = PromptStream(0)
         self._tasks: dict[int, RolloutTask] = {}  # by step
         # Each task in progress talks to other ranks over a group of its own: messages of two threads must not mix.
@@ -146,7 +143,8 @@ class AsyncRollouts:
         """Begin to collect the rollouts of step `state.step` with the weights that the engine holds."""
         clock = Watchdog(ctx.watchdog.folder, None)  # only measures phases: the thread that waits is watched for hangs
         own, group = dataclasses.replace(ctx, watchdog=clock), self._groups[state.step % len(self._groups)]
-        before = None if self._side_by_side else self._tasks.get(state.step - 1)
+        side_by_side = self._partial and inspect.iscoroutinefunction(getattr(ctx.engine, "complete", None))
+        before = None if side_by_side else self._tasks.get(state.step - 1)
 
         def work(on_generated: Callable[[], object]) -> StepRollouts:
             if before is not None:
@@ -156,7 +154,8 @@ class AsyncRollouts:
             return dataclasses.replace(batch, seconds=clock.seconds)
 
         task = RolloutTask(version, work)
-        if self._beside:
+        # an opponent takes the place of the weights that the update would change
+        if ctx.engine.apart and ctx.opponent is None:
             task.start()
         else:
             with ctx.watchdog.phase("rollout"):

@@ -46,7 +46,7 @@ def test_the_first_use_waits_and_finishes_the_start_in_its_own_thread() -> None:
         return made[0]
 
     engine: Any = StartingEngine(start, finish, never)
-    assert not engine.apart and not engine.wait(lambda: True) and not made
+    assert not engine.wait(lambda: True) and not made
     threading.Timer(0.2, go.set).start()
     assert engine.sync("model", 3) == "client model"
     assert engine.version == 3 and made[0].thread is threading.current_thread() and len(made) == 1
