@@ -70,15 +70,15 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         if not correctness.is_judged(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")
         audited(recipe, work, scorer, progress.note)
-        with assembled(recipe, directory, work, scorer, watchdog, progress.note) as pieces:
-            whose = describe_reference(recipe, work.objective.needs, pieces.loaded.source)
+        with assembled(recipe, directory, work, scorer, watchdog, progress.note) as ctx:
+            whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
-            for note in (merged_note(pieces.loaded), whose, *stale_notes(recipe), unsaved):
+            for note in (merged_note(ctx.loaded), whose, *stale_notes(recipe), unsaved):
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once
-            with GracefulStop() as stop, closing(rollout_source(pieces)) as source:
-                return train(pieces, directory, progress, stop, source)
+            with GracefulStop() as stop, closing(rollout_source(ctx)) as source:
+                return train(ctx, directory, progress, stop, source)
 
 
 def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
@@ -89,131 +89,137 @@ def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> 
 
 @distributed.alarmed()
 def train(
-    p: TrainContext, directory: RunDirectory, progress: Progress, stop: GracefulStop, source: RolloutSource
+    ctx: TrainContext, directory: RunDirectory, progress: Progress, stop: GracefulStop, source: RolloutSource
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
-    also = partial(load_rest, p, source)
-    state = checkpoint.restore(directory.checkpoints, p.loaded, p.optimizer, p.critic, also) or checkpoint.State()
-    trained.check_asked(state.step, p.steps)
-    explained = partial(explained_out_of_memory, p.recipe, p.loaded.model, p.longest, state, directory)
-    saved_on_error = partial(save_on_error, p, state, directory, source, note=progress.note)
-    with closing(Record(p, directory, progress, state)) as record:
+    load_more = partial(load_rest, ctx, source)
+    state = (
+        checkpoint.restore(directory.checkpoints, ctx.loaded, ctx.optimizer, ctx.critic, load_more)
+        or checkpoint.State()
+    )
+    trained.check_asked(state.step, ctx.steps)
+    explained = partial(explained_out_of_memory, ctx.recipe, ctx.loaded.model, ctx.longest, state, directory)
+    saved_on_error = partial(save_on_error, ctx, state, directory, source, note=progress.note)
+    with closing(Record(ctx, directory, progress, state)) as record:
         if state.step:
             progress.note(f"resumed after step {state.step}")
-            each, last = p.updates_per_step, (state.last_metrics or {}).get("lr")
+            each, last = ctx.updates_per_step, (state.last_metrics or {}).get("lr")
             planned = None if state.planned is None else state.planned * each
-            if note := optim.changed_lr_note(p.recipe.optim, state.step * each, planned, p.steps * each, last):
+            if note := optim.changed_lr_note(ctx.recipe.optim, state.step * each, planned, ctx.steps * each, last):
                 progress.note(note)
         else:
             with explained():
-                prove(p, stop)
-        with p.watchdog.phase("engine start"):
-            wait_for(p.engine, lambda: bool(stop.asked))
-        state.planned = p.steps
+                check_before_first_step(ctx, stop)
+        with ctx.watchdog.phase("engine start"):
+            wait_for(ctx.engine, lambda: bool(stop.asked))
+        state.planned = ctx.steps
         if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
             where = str(directory.path)
-            raise Interrupted(f"stopped before step {state.step + 1} of {p.steps}", where=where, number=asked)
-        progress.ready(p.watchdog.seconds)
-        while not ended(p, state):
+            raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=asked)
+        progress.ready(ctx.watchdog.seconds)
+        while not is_over(ctx, state):
             started = time.perf_counter()
-            p.watchdog.begin_step(state.step)
+            ctx.watchdog.begin_step(state.step)
             with saved_on_error():
-                controllers, numbers, now = distributed.together(controlled, p, state)
+                controllers, numbers, now = distributed.together(apply_controllers, ctx, state)
             with explained(), saved_on_error():
                 rollouts, values, saved = step(now, state, source)
             values |= {f"control/{key}": number for key, number in numbers.items()}
-            values = finish_step(p, state, values, controllers, started)
+            values = count_step(ctx, state, values, controllers, started)
             asked = max(distributed.gather(stop.asked))
-            given_up = trained.check_patience(state, p.recipe.run.max_idle_steps)
+            given_up = trained.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
-                if asked or given_up or ended(p, state) or due(p, state):
+                if asked or given_up or is_over(ctx, state) or is_save_due(ctx, state):
                     with saved_on_error():
-                        source.finish(p, state)
+                        source.finish(ctx, state)
                     record.settle(state)
-                    save_step(p, state, directory, source)
-                    values |= state.count_save(distributed.from_main(p.watchdog.seconds["save"]))
+                    save_step(ctx, state, directory, source)
+                    values |= state.count_save(distributed.from_main(ctx.watchdog.seconds["save"]))
             if given_up:
                 raise given_up
-            if asked and not ended(p, state):
+            if asked and not is_over(ctx, state):
                 where = str(directory.path)
-                raise Interrupted(f"stopped after step {state.step} of {p.steps}", where=where, number=asked)
-        return finish(p, state, directory, record)
+                raise Interrupted(f"stopped after step {state.step} of {ctx.steps}", where=where, number=asked)
+        return save_final(ctx, state, directory, record)
 
 
 def step(
-    p: TrainContext, state: checkpoint.State, source: RolloutSource
+    ctx: TrainContext, state: checkpoint.State, source: RolloutSource
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `whatif` needs of
     them; moves `state` past the prompts that they answer."""
-    rollouts, gathered = source.next(p, state)
+    rollouts, gathered = source.next(ctx, state)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
-    scored = batch_of(p, rollouts, state).to(p.loaded.device)
-    with p.watchdog.phase("measure"), p.compiled():
-        scored = measure(p, scored, sequences, range(len(scored)), p.objective.needs_before_the_loss)
-    batch = p.objective.assign(scored)
+    scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
+    with ctx.watchdog.phase("measure"), ctx.compiled():
+        scored = measure(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
+    batch = ctx.objective.assign(scored)
     state.memory = dict(batch.memory)
-    values = {**gathered, **rollout_metrics(rollouts, batch), **p.objective.paid_kl_metrics(scored)}
+    values = {**gathered, **rollout_metrics(rollouts, batch), **ctx.objective.paid_kl_metrics(scored)}
     values["num_tokens"] = state.tokens
 
-    with p.watchdog.phase("update"), p.compiled():
-        before = None if state.updates else trained.fingerprint(p.optimizer)
-        metrics, measured, logp = update(p, batch, sequences, state.step)
-        if not trained.moved(before, p.optimizer):
+    with ctx.watchdog.phase("update"), ctx.compiled():
+        before = None if state.updates else trained.fingerprint(ctx.optimizer)
+        metrics, measured, logp = update(ctx, batch, sequences, state.step)
+        if not trained.moved(before, ctx.optimizer):
             metrics["updates"] = 0
-    state.count_tokens(metrics["trained_tokens"] / p.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"])
-    state.scaler = p.scaler.state_dict()
-    if p.opponent is not None:
-        p.opponent.follow(p.loaded.model)
-    values |= sampled_metrics(scored, p.recipe.rollout, metrics["trained_tokens"], p.recipe.batch.epochs)
-    if p.recipe.rollout.staleness:
+    state.count_tokens(
+        metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
+    )
+    state.scaler = ctx.scaler.state_dict()
+    if ctx.opponent is not None:
+        ctx.opponent.follow(ctx.loaded.model)
+    values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
+    if ctx.recipe.rollout.staleness:
         values |= age_metrics(scored, state.step)
         values |= drift_metrics(scored, logp if measured.old_logp is None else measured.old_logp, state.step)
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
-def load_rest(p: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
-    """Bring to a checkpoint's step what `checkpoint.restore` leaves to us: everything but model and optimiser, and the
-    engine, which is synced before it draws."""
-    if p.opponent is not None:
-        p.opponent.load(folder)
-    source.load(folder, p, state)
+def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
+    """Load what `checkpoint.restore` does not: opponent, rollouts and loss scale. Steps sync the engine."""
+    if ctx.opponent is not None:
+        ctx.opponent.load(folder)
+    source.load(folder, ctx, state)
     if state.scaler:
-        p.scaler.load_state_dict(state.scaler)
+        ctx.scaler.load_state_dict(state.scaler)
 
 
-def controlled(p: TrainContext, state: checkpoint.State) -> tuple[dict[str, Any], dict[str, float], TrainContext]:
-    """For the step to come: the states of the controllers, which hear of the step before, the numbers that they give,
-    and what the step works with."""
+def apply_controllers(
+    ctx: TrainContext, state: checkpoint.State
+) -> tuple[dict[str, Any], dict[str, float], TrainContext]:
+    """The controllers' states and numbers for the step to come, from the metrics of the step before; and the context
+    with these numbers."""
     if state.controllers is None or state.last_metrics is None:
-        states = p.controls.start()
+        states = ctx.controls.start()
     else:
-        states = p.controls.update(state.controllers, state.last_metrics, state.step - 1)
-    numbers = p.controls.numbers(states, state.step)
-    return states, numbers, p.at(numbers)
+        states = ctx.controls.update(state.controllers, state.last_metrics, state.step - 1)
+    numbers = ctx.controls.numbers(states, state.step)
+    return states, numbers, ctx.at(numbers)
 
 
-def prove(p: TrainContext, stop: GracefulStop) -> None:
+def check_before_first_step(ctx: TrainContext, stop: GracefulStop) -> None:
     """Before step 1: the model computes what it should, and on a GPU the longest rows have room beside the engine.
 
     An engine that is starting goes on meanwhile. When someone asks to stop it is not waited for.
     """
-    check_start(p)
-    if p.loaded.device.type == "cuda":
-        with p.watchdog.phase("longest rows"):
-            taken = try_longest(p)
-        with p.watchdog.phase("engine start"):
-            wait_for(p.engine, lambda: bool(stop.asked))
-        if not naps(p):
+    check_start(ctx)
+    if ctx.loaded.device.type == "cuda":
+        with ctx.watchdog.phase("longest rows"):
+            taken = try_longest(ctx)
+        with ctx.watchdog.phase("engine start"):
+            wait_for(ctx.engine, lambda: bool(stop.asked))
+        if not naps(ctx):
             check_room(taken)
 
 
-def finish_step(
-    p: TrainContext, state: checkpoint.State, values: dict[str, Any], controllers: dict[str, Any], started: float
+def count_step(
+    ctx: TrainContext, state: checkpoint.State, values: dict[str, Any], controllers: dict[str, Any], started: float
 ) -> dict[str, Any]:
-    """Move the counters past a step that these controllers drove; returns its metrics with the times. All ranks go by
-    rank 0's clock and numbers: they decide alike."""
-    values |= {**p.watchdog.times(), **peak_memory()}
+    """Move the counters past a step that had these controllers; returns its metrics with the times, those of rank 0 on
+    all ranks, so that they decide alike."""
+    values |= {**ctx.watchdog.times(), **peak_memory()}
     values["time/step"] = time.perf_counter() - started
     values = distributed.from_main(values)
     state.controllers = controllers
@@ -222,25 +228,25 @@ def finish_step(
     return values
 
 
-def ended(p: TrainContext, state: checkpoint.State) -> bool:
+def is_over(ctx: TrainContext, state: checkpoint.State) -> bool:
     """Whether the steps or the minutes of the run are used up."""
-    return state.step >= p.steps or state.out_of_time(p.recipe.run.max_minutes)
+    return state.step >= ctx.steps or state.out_of_time(ctx.recipe.run.max_minutes)
 
 
-def due(p: TrainContext, state: checkpoint.State) -> bool:
+def is_save_due(ctx: TrainContext, state: checkpoint.State) -> bool:
     """Whether the recipe asks for a checkpoint of this step."""
-    every = p.recipe.run.save_every
+    every = ctx.recipe.run.save_every
     return every is not None and state.step % every == 0
 
 
-def finish(p: TrainContext, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
+def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirectory, record: Record) -> dict[str, Any]:
     """Save the model that the run ends with; returns the summary. Raises NothingTrained if no step made an update."""
     trained.check_end(state)
     started = time.perf_counter()
-    with p.watchdog.phase("final save"):
-        report = distributed.on_main(save, sharding.whole(p.loaded), directory.final)
-        if p.critic is not None and p.recipe.critic.path is None:
-            distributed.on_main(save_head, p.critic, directory.final)
+    with ctx.watchdog.phase("final save"):
+        report = distributed.on_main(save, sharding.whole(ctx.loaded), directory.final)
+        if ctx.critic is not None and ctx.recipe.critic.path is None:
+            distributed.on_main(save_head, ctx.critic, directory.final)
     return {
         "steps": state.step,
         "train_seconds": state.seconds,
