@@ -168,6 +168,11 @@ def added(layer: Any, weight: Tensor, adapter: str = "default") -> Tensor:
     return (weight.float() + layer.get_delta_weight(adapter).float()).to(weight.dtype)
 
 
+def on_experts(base: Any) -> bool:
+    """Whether the adapter of the model under a PEFT model lies on experts, all of which are one tensor."""
+    return any(_leaf(layer) != "weight" for layer in layers_of(base).values())
+
+
 def check_addable(base: Any, adapter: str = "default") -> None:
     """Raises ModelError where `added`, layer by layer, would not give the model under a PEFT model with its adapter."""
     parameters = dict(base.named_parameters(remove_duplicate=False))

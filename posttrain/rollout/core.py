@@ -22,6 +22,7 @@ from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import compile_cache, rank, vllm_start, weights
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.pushed import Done, Request
+from posttrain.rollout.worker import repack
 
 
 class VllmCore:
@@ -165,7 +166,7 @@ class VllmCore:
         else:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             if not self.on_gpu:
-                self.llm.apply_model(repack_head)
+                self.llm.apply_model(repack)
         self.empty = False
         self.llm.reset_prefix_cache()
 
@@ -315,17 +316,6 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
-
-
-def repack_head(model: Any) -> None:
-    """Bring the output head of vLLM's model up to date on a CPU.
-
-    There vLLM keeps a repacked copy of every matrix. A reload repacks what was loaded; a head that is tied to the
-    embeddings is not loaded, so its copy would stay what it was at the start.
-    """
-    for module in model.modules():
-        if type(module).__name__ == "ParallelLMHead":
-            module.quant_method.process_weights_after_loading(module)
 
 
 def leave_process_groups(*, everything: bool) -> None:

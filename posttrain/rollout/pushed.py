@@ -19,7 +19,7 @@ from posttrain.models import adapters
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import weights
+from posttrain.rollout import vllm_start, weights
 from posttrain.rollout.engine import Completion, as_rollouts, check_fits
 from posttrain.rollout.partial import Gate, complete
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
@@ -51,6 +51,8 @@ class PushedEngine(ABC):
         if loaded.is_lora:
             adapters.check_addable(loaded.model.get_base_model())
         self.lora_rank = None if section.merge_adapter else adapter_rank(loaded)  # None: whole weights are pushed
+        if self.lora_rank is not None:
+            vllm_start.check_adapter(loaded.model.get_base_model())
 
     @abstractmethod
     def complete(

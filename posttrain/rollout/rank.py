@@ -30,12 +30,12 @@ class Rank:
 
     def posttrain_load(self, places: Sequence[str]) -> list[float]:
         """Take this rank's part of all weights, which lie in shared memory. What was read, as `fingerprint` says."""
-        from posttrain.rollout.core import repack_head
+        from posttrain.rollout.worker import repack
 
         read = Fingerprint()
         self.reload_weights(weights_iterator=read.of(_weights(places)))
         if self.device.type == "cpu":
-            repack_head(self.get_model())
+            repack(self.get_model())
         return read.values
 
 

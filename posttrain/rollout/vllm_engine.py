@@ -46,6 +46,8 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     if loaded.is_lora:
         adapters.check_addable(loaded.model.get_base_model())
     rank = None if section.merge_adapter else adapter_rank(loaded)
+    if rank is not None:
+        vllm_start.check_adapter(loaded.model.get_base_model())
     return EngineSpec(
         section, engine_dtype(loaded), window_of(section, loaded, max_len), rank, tuple(sorted(loaded.eos_ids))
     )

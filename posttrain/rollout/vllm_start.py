@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
+from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
 from posttrain.rollout import compile_cache, kv_size
 from posttrain.rollout.requests import Request
@@ -30,6 +31,7 @@ LOG = "POSTTRAIN_ENGINE_LOG"  # where `worker` puts what its process says
 # Batches for which vLLM captures CUDA graphs; others are filled up to the next one, which costs a decoding step little:
 # it waits for memory and for the host. Fewer than vLLM's own 51, since each takes its time at every start.
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+CPU_EXPERTS = 32  # hidden units of an expert that vLLM's kernel on a CPU takes at a time
 _TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
 _ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
 _starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
@@ -175,6 +177,34 @@ def check_divisible(config: Any, size: int) -> None:
         )
 
 
+def check_adapter(base: Any) -> None:
+    """Refuse an adapter beside the weights that vLLM would not compute with. base: the model under PEFT's.
+
+    Adapters on experts are products of one tensor for all experts in PEFT, and three for each expert in vLLM. On a CPU
+    vLLM has no kernel for adapters in a model with experts, wherever they are.
+    """
+    hint = "write `rollout.vllm.merge_adapter: true`: vLLM then gets the sums of base and adapter"
+    if adapters.on_experts(base):
+        hint += "; or name `model.lora.targets` without experts and router, e.g. [q_proj, k_proj, v_proj, o_proj]"
+        raise RecipeError("vLLM does not load an adapter on experts beside their weights", hint=hint)
+    if not torch.cuda.is_available() and getattr(base.config.get_text_config(), "num_experts_per_tok", None):
+        raise RecipeError("on a CPU, vLLM loads no adapter beside the weights of a model with experts", hint=hint)
+
+
+def check_experts(config: Any) -> None:
+    """Refuse experts on a CPU whose weights vLLM could be given once alone: it pads them to its kernel's multiple."""
+    text = config.get_text_config()
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    if torch.cuda.is_available() or not getattr(text, "num_experts_per_tok", None) or not isinstance(width, int):
+        return
+    if width % CPU_EXPERTS:
+        raise RecipeError(
+            f"vLLM on a CPU takes no new weights for experts of {width} hidden units",
+            allowed=f"multiples of {CPU_EXPERTS}",
+            hint="use rollout.engine: transformers",
+        )
+
+
 def check_heads(read_config: Callable[[], Any]) -> None:
     """Refuse a model whose heads vLLM has no attention kernel for on this CPU: it would say so when it generates.
 
@@ -184,7 +214,9 @@ def check_heads(read_config: Callable[[], Any]) -> None:
     """
     if torch.cuda.is_available():
         return
-    text = read_config().get_text_config()
+    config = read_config()
+    check_experts(config)
+    text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not heads or getattr(text, "kv_lora_rank", None):
         return

@@ -141,11 +141,16 @@ def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
     write_config(loaded, folder)
     base = adapters.causal_of(loaded.model)
     state = {
-        name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu()
+        name: _alone(tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu())
         for name, tensor in weight_names.published_stream(base, dense_weights(loaded.model))
     }
     save_torch_state_dict(state, folder)
     return folder
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: an expert's part of all experts' cannot be stored as it is."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def write_adapter(model: Any, folder: Path, dtype: torch.dtype) -> Path:

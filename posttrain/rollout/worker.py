@@ -116,19 +116,28 @@ def read_gpu(
     ]
 
 
+def repack(model: Any) -> None:
+    """Bring what an update leaves as it was up to date in vLLM's `model`, on a CPU.
+
+    There vLLM computes with repacked matrices. An update repacks what was loaded; a head that is tied to the embeddings
+    is not loaded, so its copy would stay what it was at the start. Experts are repacked when their kernel is made, but
+    not after an update.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(module).__name__ == "ParallelLMHead":
+            method.process_weights_after_loading(module)
+        elif hasattr(module, "w13_weight") and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+
 class Extension:
     """Methods that vLLM's workers get, for `collective_rpc`. The names must not be taken there."""
 
     def posttrain_repack_head(self) -> None:
-        """Bring the output head up to date on a CPU, after an update.
-
-        There vLLM keeps a repacked copy of every matrix. An update repacks what was loaded; a head that is tied to the
-        embeddings is not loaded, so its copy would stay what it was at the start.
-        """
+        """See `repack`."""
         worker: Any = self
-        for module in worker.get_model().modules():
-            if type(module).__name__ == "ParallelLMHead":
-                module.quant_method.process_weights_after_loading(module)
+        repack(worker.get_model())
 
     def posttrain_leave_terminal(self) -> None:
         """Leave Ctrl-C to the trainer, which finishes its step with this engine."""

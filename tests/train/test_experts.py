@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from posttrain.errors import ModelError
+from posttrain.errors import ModelError, RecipeError
 from posttrain.models import adapters, experts
+from posttrain.models.load import load
 from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.load import load_dict
-from posttrain.recipe.sections import Lora
+from posttrain.recipe.sections import Lora, Model
+from posttrain.rollout import vllm_start, weights
 from posttrain.train import rl, sft
 from posttrain.train.attention import use_packed_attention
 from posttrain.train.logprobs import Extras, Sequences, completion_scores
@@ -162,3 +165,31 @@ def test_sft_takes_another_coefficient_of_the_router_s_loss(sft_recipe: Any, row
     for model, objective, why in (({"path": dense}, {"router_aux_loss": 0.1}, "no router"), weighed):
         with pytest.raises(ModelError, match=f"router_aux_loss does nothing: .*{why}"):
             rows_of(sft.run, sft_recipe(model=model, objective=objective), why[:4])
+
+
+def test_what_vllm_would_not_compute_with_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters on experts are products of one tensor for all of them, and vLLM has a tensor an expert."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    everywhere = adapters.add(family("mixtral"), Lora(rank=2)).get_base_model()
+    with pytest.raises(RecipeError, match=r"adapter on experts .*\n.*merge_adapter: true"):
+        vllm_start.check_adapter(everywhere)
+    attention = adapters.add(family("mixtral"), Lora(rank=2, targets=["q_proj", "v_proj"])).get_base_model()
+    vllm_start.check_adapter(attention)
+    vllm_start.check_adapter(adapters.add(family("llama"), Lora(rank=2)).get_base_model())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match=r"on a CPU, vLLM loads no adapter .*\n.*merge_adapter: true"):
+        vllm_start.check_adapter(attention)
+    vllm_start.check_experts(family("mixtral", intermediate_size=64).config)
+    with pytest.raises(RecipeError, match="experts of 48 hidden units"):
+        vllm_start.check_experts(family("mixtral", intermediate_size=48).config)
+
+
+def test_the_base_under_an_adapter_has_the_names_of_checkpoints(tmp_path: Path) -> None:
+    """What vLLM reads: no `base_layer` of PEFT, and a tensor for each expert's projection."""
+    for kind in ("mixtral", "qwen3_moe"):
+        folder = save_family(kind, tmp_path / kind)
+        loaded = load(Model(path=str(folder), lora=Lora(rank=2), device="cpu"), tmp_path, training=True)
+        weights.write_base(loaded, tmp_path / "base", torch.float32)
+        stored, written = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "base"))
+        assert written.keys() == stored.keys()
+        assert all(torch.equal(written[name], stored[name]) for name in stored)

@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from posttrain.models import tiny
 from posttrain.run.metrics import read_metrics
 
+from .families import save_family
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -59,6 +61,28 @@ def test_three_steps(small: Path, place: str) -> None:
     rows = read_metrics(output)
     assert all(row["grad_norm"] > 0 for row in rows)
     assert all(row["mismatch/max"] < 1e-3 for row in rows), "float32 on both sides, after large updates"
+
+
+MIXTURES = {"mixtral": (), "qwen3_moe": ("model.lora.rank=4", "rollout.vllm.merge_adapter=true")}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts(kind: str, tmp_path: Path) -> None:
+    """Experts have other names in checkpoints than in the model, and on a CPU vLLM computes with repacked ones."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+    width = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    base, output = save_family(kind, tmp_path / kind, **sizes, **width), tmp_path / "run"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "posttrain", "rl", "debug/rl", f"model.path={base}", "rollout.engine=vllm"),
+            *("optim.lr=1e-2", "run.steps=2", "rollout.vllm.enforce_eager=true", *MIXTURES[kind]),
+            *("--output", str(output), "--json"),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_metrics(output)
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["mismatch/max"] < 1e-2 for row in rows)
 
 
 def test_heads_that_vllm_has_no_kernel_for_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
