@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,38 @@ def run_posttrain(spec: dict[str, Any], result: dict[str, Any], at_end: Callable
         replaced(rl, "save", lambda *_, **__: None),
         replaced(rl, "step", stopping(result) if spec.get("start_only") else rl.step),
         metric_times(figures),
+        marks_of_the_start(result.setdefault("marks", {})),
         contextlib.suppress(Started),
     ):
         run_stage(loaded.recipe, directory)
     if not spec.get("start_only"):
         result["predicted_peak_gib"] = predicted_gib(loaded.recipe)
+
+
+@contextlib.contextmanager
+def marks_of_the_start(marks: dict[str, float]) -> Iterator[None]:
+    """Inside, `marks` gets the times at which what comes before step 1 has ended."""
+    from posttrain.run.progress import Progress
+    from posttrain.train import assemble, rl, sharding
+
+    marks["imports"] = time.perf_counter()
+    ends = [(rl, "audited", "data and rewards"), (sharding, "load", "model"), (assemble, "make_engine", "engine asked")]
+    ends += [(rl, "check_start", "checks"), (rl, "try_longest", "longest rows"), (Progress, "ready", "ready")]
+    with contextlib.ExitStack() as stack:
+        for owner, name, label in ends:
+            stack.enter_context(replaced(owner, name, marking(getattr(owner, name), marks, label)))
+        yield
+
+
+def marking(function: Callable[..., Any], marks: dict[str, float], label: str) -> Callable[..., Any]:
+    """The function, which notes when it has ended."""
+
+    def marked(*args: Any, **more: Any) -> Any:
+        found = function(*args, **more)
+        marks[label] = time.perf_counter()
+        return found
+
+    return marked
 
 
 class Started(Exception):

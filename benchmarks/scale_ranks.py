@@ -95,7 +95,7 @@ def work(spec: dict[str, Any]) -> None:
     result: dict[str, Any] = {}
     with distributed.joined():
         rl_posttrain.run_posttrain(spec, result)
-        del result["began"]  # by the clock of a process that is gone
+        del result["began"], result["marks"]  # by the clock of a process that is gone
         if distributed.is_main():
             Path(spec["out"]).write_text(json.dumps(result))
 

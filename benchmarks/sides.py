@@ -144,6 +144,8 @@ def run_side(
     wait_until_free(memory)
     if "began" in result:
         result["start_s"] = round(result.pop("began") - started, 1)  # Linux has one such clock for all processes
+    if "marks" in result:
+        result["marks"] = {name: round(when - started, 1) for name, when in result["marks"].items()}
     return {
         **result,
         "settings": spec[name],
@@ -275,6 +277,8 @@ def table(record: dict[str, Any], floor: Callable[[dict[str, Any]], list[str]] |
         lines.append(f"{label:26}{cells}" + (f"{row['posttrain'] / row['trl']:>12.3f}" if both else ""))
     for name in good:
         lines.append(f"{name}: " + ", ".join(f"{k} {v}" for k, v in record[name]["settings"].items()))
+        if marks := record[name].get("marks"):
+            lines.append(f"{name}: seconds until " + ", ".join(f"{what} {s:.1f}" for what, s in marks.items()))
         if predicted := record[name].get("predicted_peak_gib"):
             taken = record[name]["peak_gib"] - record[name]["idle_gib"]
             share = f" = {predicted / taken:.3f}" if taken else ""

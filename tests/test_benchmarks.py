@@ -357,6 +357,9 @@ def test_an_rl_step_is_that_of_trl(smoke):
     same(record["posttrain"], record["trl"], "reward", "grad_norm")
     assert {"generate", "score", "sync", "update"} <= record["posttrain"]["phases"].keys()
     assert record["posttrain"]["predicted_peak_gib"] > 0
+    marks = record["posttrain"]["marks"]
+    assert list(marks) == ["imports", "data and rewards", "model", "engine asked", "checks", "ready"]
+    assert sorted(marks.values()) == list(marks.values()) and marks["ready"] <= record["posttrain"]["start_s"] + 0.1
     trials = {(one["micro"], one["checkpointing"]): one["update_s_per_1m"] for one in record["trl"]["trials"]}
     assert trials.keys() == {(4, False), (8, True)}
     chosen = record["trl"]["settings"]["micro"], record["trl"]["settings"]["checkpointing"]
@@ -375,6 +378,7 @@ def test_all_rl_works_run_one_after_the_other(tmp_path):
         for name in ("posttrain", "trl"):
             assert "error" not in one[name] and len(one[name]["step_s"]) == 3
             assert min(one[name]["start_s"], one[name]["cold_start_s"]) > 0
+        assert one["posttrain"]["marks"]
     assert records["L"]["lora"] and not records["A"]["lora"]
     same(records["L"]["posttrain"], records["L"]["trl"], "reward")
     assert done.returncode == 0 and "work A" in done.stdout and "work L" in done.stdout
