@@ -78,7 +78,8 @@ def needs(values: Mapping[str, Any]) -> Iterator[Need]:
         yield "bitsandbytes", f"optim.use: {optimizer}", "quant", "optim.use"
     data = values.get("data") or {}
     mix = [(f"data.mix.{i}.source", one.get("source")) for i, one in enumerate(data.get("mix") or [])]
-    for key, source in [("data.source", data.get("source")), *mix]:
+    held_out = (values.get("eval") or {}).get("data") or {}
+    for key, source in [("data.source", data.get("source")), *mix, ("eval.data.source", held_out.get("source"))]:
         yield from _of_source(str(source or ""), key)
 
 

@@ -69,7 +69,7 @@ def _correctness(section: Values, rewards: Sequence[LoadedReward]) -> Found:
 
 def reward_places(section: Values) -> list[Path_]:
     """The paths of all rewards of a stage, in the order of its schema."""
-    lists: list[Path_] = [("rewards",), ("best_of", "rewards"), ("search", "rewards")]
+    lists: list[Path_] = [("rewards",), ("eval", "rewards"), ("best_of", "rewards"), ("search", "rewards")]
     return [(*path, number) for path in lists for number in range(len(_at(section, path) or ()))]
 
 

@@ -84,6 +84,31 @@ def _offloaded_reference(recipe: st.RlRecipe) -> Found:
         yield "model.offload_reference", "under LoRA the reference is the base itself, not a copy", "remove it"
 
 
+def _evaluated(recipe: st.SftRecipe | st.DpoRecipe | st.RlRecipe) -> Found:
+    """Evaluation while training."""
+    settings = recipe.eval
+    if settings is None:
+        return
+    if settings.metric and not (settings.keep_best or settings.patience):
+        yield "eval.metric", "nothing goes by it", "write `keep_best: true` or `patience`, or remove it"
+    if isinstance(recipe, st.RlRecipe):
+        if settings.metric == "loss":
+            yield "eval.metric", "rl measures no validation loss", "write accuracy or reward"
+        return
+    if recipe.model.shard:
+        yield (
+            "eval",
+            "a model that is divided among GPUs is not evaluated while it trains",
+            "use `posttrain eval` after it",
+        )
+    if settings.n and not settings.rewards:
+        yield "eval.rewards", "the completions need rewards", "write `rewards`, or n: 0 for the loss alone"
+    if not settings.n and settings.rewards:
+        yield "eval.rewards", "nothing is generated: n is 0", "write `n: 1`, or remove the rewards"
+    if not settings.n and settings.metric in ("accuracy", "reward"):
+        yield "eval.metric", "nothing is generated: n is 0", "write `metric: loss`, or `n: 1` and rewards"
+
+
 def _compiled(recipe: Any) -> Found:
     model = getattr(recipe, "model", None)
     if model is not None and model.compile and model.quantize:
@@ -257,10 +282,11 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         _windows,
         idle.refused,
     ),
-    st.SftRecipe: (_objective, _adapted_head, argument_checks.intervals),
-    st.DpoRecipe: (_online_kl, _adapted_head, argument_checks.smoothing, argument_checks.histories),
+    st.SftRecipe: (_objective, _evaluated, _adapted_head, argument_checks.intervals),
+    st.DpoRecipe: (_online_kl, _evaluated, _adapted_head, argument_checks.smoothing, argument_checks.histories),
     st.RlRecipe: (
         _offloaded_reference,
+        _evaluated,
         _groups,
         _idle_kl,
         _kl_place,

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.recipe.section import EvalName, NonNegative, Positive, Section, Share
+from posttrain.recipe.rollout_sections import Temperature
+from posttrain.recipe.section import Count, DataName, EvalName, NonNegative, Positive, Section, Share
+from posttrain.recipe.sections import Rows
 
 
 class Contamination(Section):
@@ -50,6 +52,57 @@ class EvalSettings(Section):
         description="name of a reward, or `reward` for their weighted sum: how right is the best-scored of n samples",
     )
     habits: bool = Field(False, description="count verification, backtracking, subgoals, backward chaining by patterns")
+
+
+class HeldOut(Rows):
+    """Rows that are not trained on. How they are rendered is said in `data`."""
+
+    source: DataName = Field(description="as `data.source`")
+
+
+class TrainingEval(Section):
+    """Evaluation while training: before the first step, every so many steps, and at the end."""
+
+    every: Positive = Field(description="steps between evaluations")
+    data: HeldOut = Field(description="rows that are not trained on: {source: held_out.jsonl}")
+    metric: Literal["accuracy", "reward", "loss"] | None = Field(
+        None, description="what keep_best and patience go by; default: accuracy, or loss where nothing is generated"
+    )
+    keep_best: bool = Field(False, description="keep the model of the best evaluation in `best`, besides `final`")
+    patience: Positive | None = Field(None, description="stop after so many evaluations in a row that are not the best")
+
+    @property
+    def generates(self) -> bool:
+        """Whether completions are sampled."""
+        return True
+
+    @property
+    def judged_by(self) -> str:
+        """The metric that says which evaluation is best."""
+        return self.metric or ("accuracy" if self.generates else "loss")
+
+
+class RlEval(TrainingEval):
+    """Evaluation of the policy while it trains: completions of held-out prompts, scored."""
+
+    n: Positive = Field(1, description="completions a prompt")
+    temperature: Temperature | None = Field(None, description="0 = greedy; default: that of `rollout`")
+    max_new_tokens: Positive | None = Field(None, description="longest completion; default: that of `rollout`")
+    rewards: list[Reward] = Field(default_factory=list, description="what scores them; default: the recipe's rewards")
+
+
+class RowsEval(TrainingEval):
+    """Validation loss while training; with `n`, also completions of the rows' prompts, scored."""
+
+    n: Count = Field(0, description="completions a prompt; 0 = the loss alone")
+    temperature: Temperature = Field(1.0, description="0 = greedy")
+    max_new_tokens: Positive = Field(512, description="longest completion")
+    batch_size: Positive = Field(64, description="sequences generated together")
+    rewards: list[Reward] = Field(default_factory=list, description="what scores them")
+
+    @property
+    def generates(self) -> bool:
+        return self.n > 0
 
 
 class BestOf(Section):

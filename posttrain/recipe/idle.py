@@ -39,7 +39,7 @@ def _rule(keys: str, idle: Why, right: str = "remove it", *, note: bool = False)
 
 
 _ACTING = "rollout.{0} sampling.{0}"
-SOURCES = ("data", "data.mix.*")
+SOURCES = ("data", "data.mix.*", "eval.data")
 MERGED = ("parameters", "models.*.parameters", "slices.*.parameters", "slices.*.sources.*.parameters")
 TURNS = " ".join(_ACTING.format(key) for key in ("max_turns", "turn_tokens", "reply_tokens", "rollout_seconds"))
 
@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     _rule("scoring.canary_window best_of.scoring.canary_window search.scoring.canary_window", why.no_steps, note=True),
     *(
         _rule(f"{at}rewards.*.on_none {at}rewards.*.clip", why.not_summed, "write a `weight`, or remove it", note=True)
-        for at in ("", "best_of.", "search.")
+        for at in ("", "best_of.", "search.", "eval.")
     ),
     _rule("scoring.max_bad_gold best_of.scoring.max_bad_gold search.scoring.max_bad_gold", why.no_audit, note=True),
     _rule("scoring.*", why.no_rewards, "write `rewards`", note=True),
@@ -122,6 +122,9 @@ RULES: tuple[Rule, ...] = (
     _rule("pairs.max_gap", why.labelled_answers, note=True),
     _rule("objective.rounds objective.soft", why.no_mixture_of_heads, "write `use: mixture`, or remove it"),
     _rule("objective.center_coef", why.no_pairs),
+    _rule(
+        "eval.temperature eval.max_new_tokens eval.batch_size", why.no_completions, "write `n` and `rewards`", note=True
+    ),
     # evaluation, pipelines, merges
     _rule("eval.aes eval.edges", why.no_baseline, "write `eval.baseline`"),
     _rule("eval.best_of", why.one_sample, "write `eval.samples`, e.g. 8", note=True),

@@ -278,6 +278,10 @@ def no_pairs(recipe: Any, objective: Any) -> str:
 # --- evaluation, pipelines, merges, run
 
 
+def no_completions(recipe: Any, settings: Any) -> str:
+    return "" if settings.n else "with eval.n 0: nothing is generated"
+
+
 def no_baseline(recipe: Any, settings: Any) -> str:
     return "" if settings.baseline else "without a run to compare with"
 

@@ -90,8 +90,8 @@ def all_paths(stage: type[Stage]) -> Iterator[str]:
 
 @functools.cache
 def homes(stage: type[Stage]) -> dict[str, list[str]]:
-    """Last part of a key -> the dotted keys of a stage that end in it."""
+    """Last part of a key -> the dotted keys of a stage that end in it; those of `eval` where there are no others."""
     found: dict[str, list[str]] = {}
     for path in all_paths(stage):
         found.setdefault(path.rpartition(".")[2], []).append(path)
-    return found
+    return {key: [path for path in paths if not path.startswith("eval.")] or paths for key, paths in found.items()}

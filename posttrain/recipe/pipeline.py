@@ -175,7 +175,7 @@ def for_stage(defaults: Node, model: type[Stage]) -> Node:
     """The part of a pipeline's defaults that a stage takes: its own sections, without the keys that it does not use."""
     taken: dict[str, Node] = {}
     for key, section in defaults.mapping.items():
-        if key not in model.model_fields:
+        if key not in model.model_fields or _means_another(key, section, model):
             continue
         unused = {path.partition(".")[2] for path in model.unused if path.startswith(f"{key}.")}
         if isinstance(section.value, dict):
@@ -183,6 +183,20 @@ def for_stage(defaults: Node, model: type[Stage]) -> Node:
             section = Node(kept, section.origin, section.key_origin)
         taken[key] = section
     return Node(taken, defaults.origin)
+
+
+def _means_another(key: str, section: Node, model: type[Stage]) -> bool:
+    """Whether a section of the defaults is that of other stages, and this stage has another one under the same name.
+
+    `eval` says what the stage eval measures, and how a stage that trains is evaluated as it goes on.
+    """
+    written = section.mapping.keys()
+    sections = {name: keys.section_at(stage, [key]) for name, stage in keys.BY_NAME.items()}
+    known = {name: keys.own_keys(one).keys() for name, one in sections.items() if one is not None}
+    own = keys.section_at(model, [key])
+    if own is None or written & keys.own_keys(own).keys():
+        return False
+    return any(written and written <= names for names in known.values())
 
 
 def _name(entry: Node, head: str, earlier: dict[str, str], problems: list[Problem]) -> str:

@@ -59,7 +59,7 @@ class Model(Section):
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
 
 
-class Source(Section):
+class Rows(Section):
     """Where rows come from."""
 
     source: DataName | None = Field(
@@ -74,6 +74,11 @@ class Source(Section):
     seed: Seed = Field(0, description="seed of generated rows (gym and functions)")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of the gym task or function")
     columns: dict[str, str] = Field(default_factory=dict, description="our column name: the file's column name")
+
+
+class Source(Rows):
+    """Where rows come from, one of several places maybe."""
+
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="share in a mixture")
 
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, mod
 from posttrain.errors import counted
 from posttrain.recipe import merging
 from posttrain.recipe.building import Builder
-from posttrain.recipe.eval_sections import BestOf, EvalSettings, Search
+from posttrain.recipe.eval_sections import BestOf, EvalSettings, RlEval, RowsEval, Search
 from posttrain.recipe.limits import MOST
 from posttrain.recipe.merge_sections import MergeModel, MergeParameters, MergeSlice, MergeTokenizer
 from posttrain.recipe.preference_sections import Anchors, OnlineKl, PairLossSection, PairRules, RewardObjective
@@ -157,6 +157,7 @@ class SftRecipe(Stage):
     objective: SftObjective = Field(default_factory=lambda: SftObjective.model_validate({}))
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: SftOptim = Field(default_factory=SftOptim)
+    eval: RowsEval | None = Field(None, description="evaluation while training")
 
 
 class DpoRecipe(Stage):
@@ -182,6 +183,7 @@ class DpoRecipe(Stage):
     pairs: PairRules = Field(default_factory=PairRules)
     batch: TrainBatch = Field(default_factory=TrainBatch)
     optim: DpoOptim = Field(default_factory=DpoOptim)
+    eval: RowsEval | None = Field(None, description="evaluation while training")
 
 
 class RewardModelRecipe(Stage):
@@ -250,6 +252,7 @@ class RlRecipe(Acting):
     opponent: Opponent | None = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
     batch: RlBatch = Field(default_factory=RlBatch)
     optim: Optim = Field(default_factory=Optim)
+    eval: RlEval | None = Field(None, description="evaluation while training")
 
     @property
     def keeps(self) -> list[Keep]:

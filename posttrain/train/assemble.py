@@ -31,6 +31,7 @@ from posttrain.train.attention import PADDED, packs
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
+from posttrain.train.held_out import prepare_held_out, rl_sampling
 from posttrain.train.objective import Objective
 from posttrain.train.offline import stored_completions
 from posttrain.train.opponent import Opponent
@@ -56,6 +57,7 @@ class Work:
     controls: Controls
     offer: Offer | None  # tools or an environment
     stored: Tokens | None  # completions that the data bring, where they are trained on
+    held_out: Prepared[Prompt] | None  # prompts of the evaluation while training
 
 
 def prepared(recipe: RlRecipe) -> Work:
@@ -80,7 +82,8 @@ def prepared(recipe: RlRecipe) -> Work:
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
-    return Work(prompts, left_out(data), steps, objective, controls, offer, stored)
+    held_out = prepare_held_out(recipe, tokenizer, offer)
+    return Work(prompts, left_out(data), steps, objective, controls, offer, stored, held_out)
 
 
 def left_out(data: Prepared[Prompt]) -> str:
@@ -174,6 +177,8 @@ def engine_of(
             inner = StoredEngine(loaded, work.stored)
         else:
             max_len = needed_length(work.prompts, recipe.rollout)
+            if recipe.eval and work.held_out:
+                max_len = max(max_len, needed_length(work.held_out.items, rl_sampling(recipe)))
             inner = make_engine(recipe.rollout, sampled_model(recipe, loaded), scratch=scratch, max_len=max_len)
         offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
         engine = turns.turning(inner, offer, loaded)

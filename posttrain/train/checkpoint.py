@@ -56,12 +56,17 @@ class State:
     planned: int | None = None  # steps of the whole run, when it was last started
     rows: dict[str, int] = field(default_factory=dict)  # that logs had before the newest save, by the log's name
     calls: list[Any] = field(default_factory=list)  # the newest calls of the rewards: `verify.failures.Calls`
+    evaluated: int = -1  # the step behind which the newest evaluation was made
+    eval_seconds: float = 0.0  # spent in evaluations
+    best: dict[str, Any] | None = None  # step, metric and value of the best evaluation
+    since_best: int = 0  # evaluations since then
+    stopped_early: str = ""  # why no step follows, where evaluations have stopped the run
 
     @property
     def spent(self) -> float:
-        """Seconds that count towards `run.max_minutes`: steps, saves, and what the two saves at the end, of a
-        checkpoint and of the final model, will take: each as long as the longest so far, 0 before the first."""
-        return self.seconds + self.save_seconds + 2 * self.longest_save
+        """Seconds that count towards `run.max_minutes`: steps, evaluations, saves, and what the two saves at the end,
+        of a checkpoint and of the final model, will take: each as long as the longest so far, 0 before the first."""
+        return self.seconds + self.eval_seconds + self.save_seconds + 2 * self.longest_save
 
     def out_of_time(self, minutes: float | None) -> bool:
         """Whether a limit of so many minutes, if there is one, is used up. What it says behind a step it says of that

@@ -37,11 +37,13 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import lost_rows
 from posttrain.run.metrics import MetricsLog
 from posttrain.run.progress import Progress
+from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained, trl_model
 from posttrain.train.dealing import StepOrder
 from posttrain.train.emergency_checkpoint import save_before_raising
+from posttrain.train.evaluation import Evaluation, evaluation_note
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
 
@@ -95,6 +97,7 @@ class Job:
     saving: bool = False  # within a save, or behind one that failed
     asked: int = 0  # the signal that has asked some rank to stop
     given_up: RunError | None = None  # what ends the run behind a step, if it trains nothing
+    evaluation: Evaluation | None = None  # while training
 
     @classmethod
     def of(
@@ -106,8 +109,9 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """All steps are done, or the time is up."""
-        return self.state.step >= self.plan.steps or self.state.out_of_time(self.recipe.run.max_minutes)
+        """All steps are done, the time is up, or evaluations have stopped the run."""
+        done = self.state.step >= self.plan.steps or bool(self.state.stopped_early)
+        return done or self.state.out_of_time(self.recipe.run.max_minutes)
 
     def save(self, *, alone: bool = False) -> None:
         """A checkpoint of the steps that are done."""
@@ -145,6 +149,7 @@ class RunLoop(abc.ABC):
 
     job: Job
     metrics: MetricsLog
+    samples: SamplesLog
     progress: Progress
     stop: GracefulStop
     watchdog: Watchdog
@@ -153,8 +158,24 @@ class RunLoop(abc.ABC):
     mine: list[int]  # the micro-batches of this step that this rank runs
     before: int | None  # what the weights were before this step, until the first update that changed them
 
-    def attach(self, metrics: MetricsLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog) -> None:
-        self.metrics, self.progress, self.stop, self.watchdog = metrics, progress, stop, watchdog
+    def attach(
+        self, metrics: MetricsLog, samples: SamplesLog, progress: Progress, stop: GracefulStop, watchdog: Watchdog
+    ) -> None:
+        self.metrics, self.samples, self.progress, self.stop, self.watchdog = (
+            metrics, samples, progress, stop, watchdog,
+        )  # fmt: skip
+        if self.job.evaluation is not None:
+            self.job.evaluation.attach(watchdog, progress.note)
+
+    def evaluate_due(self) -> dict[str, Any]:
+        """The metrics of an evaluation, if one is due after the steps that are done. Writes its samples."""
+        job = self.job
+        if job.evaluation is None or not job.evaluation.is_due(job.state, last=bool(job.state.step) and job.finished):
+            return {}
+        values, samples = job.evaluation.evaluate(job.state)
+        self.samples.write(job.state.step, samples)
+        self.progress.note(evaluation_note(job.state.step, values))
+        return values
 
     @abc.abstractmethod
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> float:
@@ -246,6 +267,7 @@ class RunLoop(abc.ABC):
         job, run, state = self.job, self.job.recipe.run, self.job.state
         self.watchdog.leave()
         values = self._finish_step(logs["loss"], logs["grad_norm"])
+        values |= self.evaluate_due()
         job.given_up = trained.check_patience(state, run.max_idle_steps)
         job.asked = max(distributed.gather(self.stop.asked))
         over = bool(job.asked) or job.finished or job.given_up is not None
@@ -260,7 +282,7 @@ class RunLoop(abc.ABC):
                     job.save()
                 values |= state.count_save(distributed.from_main(self.watchdog.seconds["save"]))
         finally:
-            if state.step % run.log_every == 0 or job.finished:
+            if is_logged(job, values):
                 self.metrics.write(state.step, values)
         if over:
             self.control.should_training_stop = True  # type: ignore[attr-defined]
@@ -292,6 +314,11 @@ class RunLoop(abc.ABC):
         }
         state.first_metrics, state.last_metrics = state.first_metrics or values, values
         return values
+
+
+def is_logged(job: Job, values: Mapping[str, Any]) -> bool:
+    """Whether the metrics of the newest step have a row."""
+    return job.state.step % job.recipe.run.log_every == 0 or job.finished or "time/eval" in values
 
 
 def bad_gradient(model: nn.Module) -> str | None:
@@ -347,29 +374,32 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
     trained.check_asked(job.state.step, job.plan.steps)
     with (
         contextlib.closing(directory.metrics(resume_after=job.state.step)) as metrics,
+        samples_of(job) as samples,
         GracefulStop() as stop,
         Progress(recipe.verb, job.plan.steps, columns, max_minutes=recipe.run.max_minutes) as progress,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
     ):
         if lost := lost_rows(metrics, job.state.rows.get("metrics"), but=job.state.step):
             progress.note(lost)
-        if job.state.step and (job.finished or job.state.step % recipe.run.log_every == 0):
-            metrics.fill(job.state.step, job.state.last_metrics or {})
+        last_metrics = job.state.last_metrics or {}
+        if job.state.step and is_logged(job, last_metrics):
+            metrics.fill(job.state.step, last_metrics)
         unsaved = checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)
         for note in (merged_note(job.loaded), *notes, unsaved):
             if note:
                 progress.note(note)
         if job.state.step:
             progress.note(f"resumed after step {job.state.step}")
-            last = (job.state.last_metrics or {}).get("lr")
-            changed = job.state.planned, job.plan.steps, last
+            changed = job.state.planned, job.plan.steps, last_metrics.get("lr")
             if note := optim.changed_lr_note(recipe.optim, job.state.step, *changed):
                 progress.note(note)
         job.state.planned = job.plan.steps
-        trainer.attach(metrics, progress, stop, watchdog)
+        trainer.attach(metrics, samples, progress, stop, watchdog)
         if not job.finished:
             explained = explained_out_of_memory(recipe, job.loaded.model, job.longest, job.state, directory)
             with explained, save_on_error(job, progress.note), compiled.compiled(job.loaded.model, recipe.model)():
+                if (values := trainer.evaluate_due()) and (job.state.step or metrics.last < 0):
+                    metrics.write(job.state.step, values)
                 trainer.train()
     if job.given_up is not None:
         raise job.given_up
@@ -387,9 +417,20 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
         **trained.summary(job.state),
+        **(job.evaluation.summary(job.state) if job.evaluation else {}),
         "model": str(directory.final),
         "save": report,
     }
+
+
+@contextlib.contextmanager
+def samples_of(job: Job) -> Iterator[SamplesLog]:
+    """The open samples.jsonl of a run that evaluates; of another run nothing is written."""
+    if job.evaluation is None:
+        yield SamplesLog.muted()
+        return
+    with contextlib.closing(job.directory.samples(resume_after=job.state.step)) as log:
+        yield log
 
 
 def make_trainer(kind: Any, config: type[TrainingArguments], job: Job, options: dict[str, Any], **parts: Any) -> Any:

@@ -23,7 +23,7 @@ from trl.trainer import dpo_trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
-from posttrain import registry, whereabouts
+from posttrain import registry, terminal, whereabouts
 from posttrain.batch import PairBatch, PairLoss
 from posttrain.data.prepare import Prepared, prepare_pairs
 from posttrain.data.render import Pair
@@ -48,9 +48,12 @@ from posttrain.train import (
     pair_packing,
     sharding,
     stored_logps,
+    validation,
 )
 from posttrain.train.anchors import SIDES
 from posttrain.train.attention import PADDED
+from posttrain.train.evaluation import Measure, held_out_data
+from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of
 from posttrain.train.quiet import quiet
@@ -80,6 +83,9 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     prepared = prepare_pairs(recipe.data, tokenizer, recipe.base_dir, single=single, rules=recipe.pairs)
     alike.check_rows([pair.uid for pair in prepared.items])
     columns = columns_of(recipe, directory, prepared, wanted, tokenizer)
+    missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
+    held_out = prepare_held_out(recipe, tokenizer)
+    unseen = validation_pairs(recipe, tokenizer, wanted, missing)
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     packed = not single and packs(loaded, prepared.items)
     job = job_of(recipe, directory, loaded, prepared.items, packed=packed)
@@ -89,9 +95,9 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.online_kl is not None:
         trainer.online = OnlinePolicy(loaded, recipe.online_kl, prepared.items)
         trainer.train_dataset = trainer.train_dataset.add_column("pair", list(range(len(prepared.items))))
-    missing = [n for n in pair_columns.STARTING_POLICY if n in wanted and pair_columns.ANCHORS[n][0] not in columns]
     if missing:
         trainer.use_reference(prepared.items, directory.path / "reference.safetensors", missing)
+    losses = [trainer.validation_loss(unseen.items, directory.path, bool(missing))] if unseen else []
     unpacked = loaded.device.type == "cuda" and not single and not packed
     notes = [
         *([PADDED] if unpacked else []),
@@ -99,7 +105,30 @@ def run(recipe: DpoRecipe, directory: RunDirectory) -> dict[str, Any]:
         pair_columns.origin(wanted, columns, loaded.source, recipe.anchors),
         pair_columns.labels(columns["label"], recipe.loss.params) if single else lengths_note(prepared.items),
     ]
-    return hf_trainer.train(trainer, job, COLUMNS, notes)
+    with rows_evaluation(recipe, directory, loaded, held_out, losses, terminal.note) as job.evaluation:
+        return hf_trainer.train(trainer, job, COLUMNS, notes)
+
+
+def validation_pairs(
+    recipe: DpoRecipe, tokenizer: Any, wanted: frozenset[str], missing: Sequence[str]
+) -> Prepared[Pair] | None:
+    """The held-out pairs whose loss is measured; None where there is no evaluation, or completions alone are measured.
+
+    wanted: what the loss reads beside the pairs. missing: what of it the starting policy gives. Raises RecipeError for
+    a loss that reads more where nothing else is measured.
+    """
+    if recipe.eval is None:
+        return None
+    if set(wanted) - set(missing) or set(missing) - {"ref_logp"} or recipe.online_kl is not None:
+        if recipe.eval.generates:
+            return None
+        raise RecipeError(
+            f"eval: the loss {recipe.loss.use} reads more than pairs and the starting policy, so that it has no"
+            " validation loss",
+            hint="write `n: 1` and `rewards` in `eval`, or remove it",
+        )
+    data = held_out_data(recipe.data, recipe.eval.data)
+    return prepare_pairs(data, tokenizer, recipe.base_dir, rules=recipe.pairs)
 
 
 def columns_of(
@@ -220,13 +249,45 @@ class Preference(RunLoop, DPOTrainer):
 
         Call it before the first step. A resumed run reads them from `cache`, if that was written for the same pairs.
         """
-        logps = distributed.on_main(stored_logps.read, cache, anchors.tokens_of(pairs))
-        if logps is None:
-            logps = reference_logps(self.job.loaded, self.job.plan.micro, self.train_dataset, self.data_collator)
-            distributed.on_main(stored_logps.write, cache, anchors.tokens_of(pairs), logps)
+        logps = self._reference_of(pairs, self.train_dataset, cache)
         for need in needs:
             for side, field in zip(SIDES, pair_columns.ANCHORS[need], strict=True):
                 self.train_dataset = self.train_dataset.add_column(field, logps[side].tolist())
+
+    def validation_loss(self, pairs: Sequence[Pair], folder: Path, reads_reference: bool) -> Measure:
+        """The mean loss of held-out pairs, and the metrics of the loss. Call it before the first step: the reference is
+        the policy as it is now. folder: keeps its log-probs for a resumed run."""
+        longest = max(pairs, key=pair_length)
+        hf_trainer.check_window(self.job.loaded, longest.uid, pair_length(longest))
+        rows, micro = dataset(pairs), self.job.plan.micro
+        if reads_reference:
+            logps = self._reference_of(pairs, rows, folder / "eval_reference.safetensors")
+            for side, field in zip(SIDES, pair_columns.ANCHORS["ref_logp"], strict=True):
+                rows = rows.add_column(field, logps[side].tolist())
+        batches = validation.batches_of([pair_length(pair) for pair in pairs], micro)
+        mean_length = sum(len(pair.chosen_ids) for pair in pairs) / len(pairs)
+
+        def sums(inputs: dict[str, Any]) -> dict[str, float]:
+            batch = pair_batch(self.job.loaded.model, inputs)
+            result = self.pair_loss(dataclasses.replace(batch, mean_chosen_length=mean_length))
+            stats = {name: float(value.float().sum()) for name, value in pair_metrics(result.stats).items()}
+            return {"loss": float(result.losses.sum()), "pairs": float(len(result.losses)), **stats}
+
+        def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            found = validation.summed(self.job.loaded, rows, batches, self.data_collator, sums)
+            count = found.pop("pairs")
+            return {name: value / count for name, value in found.items()}, []
+
+        return measure
+
+    def _reference_of(self, pairs: Sequence[Pair], rows: Dataset, cache: Path) -> dict[str, Tensor]:
+        """Summed log-probs of the pairs by the policy as it is now; a resumed run reads them from `cache`, if that was
+        written for the same pairs."""
+        logps = distributed.on_main(stored_logps.read, cache, anchors.tokens_of(pairs))
+        if logps is None:
+            logps = reference_logps(self.job.loaded, self.job.plan.micro, rows, self.data_collator)
+            distributed.on_main(stored_logps.write, cache, anchors.tokens_of(pairs), logps)
+        return logps
 
     def denominator(self, batches: Sequence[dict[str, Tensor]]) -> int:
         return sum(len(scored_lengths(batch)) // 2 for batch in batches)

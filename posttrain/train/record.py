@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from posttrain.train import saved_rollouts
 from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
+from posttrain.train.evaluation import evaluation_note
 from posttrain.train.rl_metrics import sample_records, signal_note
 from posttrain.train.trained import idle_note
 from posttrain.verify.failures import Calls
@@ -50,6 +51,14 @@ class Record:
         self.samples.sync()
         state.rows = {"metrics": self.metrics.rows, "samples": self.samples.rows}
 
+    def add_evaluation(self, state: State, values: dict[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """A row and samples of an evaluation that no step was made before: of the weights that the run begins with, or
+        of those that it goes on from."""
+        if values and (state.step or self.metrics.last < 0):
+            self.metrics.write(state.step, values)
+            self.samples.write(state.step, samples)
+            self.progress.note(evaluation_note(state.step, values))
+
     @contextmanager
     def add(
         self, state: State, values: dict[str, Any], rollouts: Sequence[Rollout], saved: saved_rollouts.Saved
@@ -65,6 +74,8 @@ class Record:
         signal = signal_note(values) if self.trained_rewards else None
         if warning := idle_note(values, signal) or signal:
             self.progress.note(warning)
+        if "time/eval" in values:
+            self.progress.note(evaluation_note(state.step, values))
         for line in [*self._first_failures(state), *alarms]:
             self.progress.note(line)
         try:

@@ -40,7 +40,9 @@ from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
 from posttrain.train.emergency_checkpoint import save_on_error, save_step
+from posttrain.train.evaluation import Evaluation
 from posttrain.train.fit import check_room, naps, try_longest
+from posttrain.train.held_out import evaluate_step, rl_evaluation
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import measure
@@ -77,8 +79,9 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once
-            with GracefulStop() as stop, closing(rollout_source(ctx)) as source:
-                return train(ctx, directory, progress, stop, source)
+            evaluating = rl_evaluation(ctx, work.held_out, directory, progress.note)
+            with evaluating as evaluation, GracefulStop() as stop, closing(rollout_source(ctx)) as source:
+                return train(ctx, directory, progress, stop, source, evaluation)
 
 
 def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> Scorer:
@@ -89,7 +92,12 @@ def scorer_of(recipe: RlRecipe, directory: RunDirectory, progress: Progress) -> 
 
 @distributed.alarmed()
 def train(
-    ctx: TrainContext, directory: RunDirectory, progress: Progress, stop: GracefulStop, source: RolloutSource
+    ctx: TrainContext,
+    directory: RunDirectory,
+    progress: Progress,
+    stop: GracefulStop,
+    source: RolloutSource,
+    evaluation: Evaluation | None = None,
 ) -> dict[str, Any]:
     """The loop over steps with its checkpoints, metrics and samples; then the final model and the summary."""
     load_more = partial(load_rest, ctx, source)
@@ -117,6 +125,8 @@ def train(
             where = str(directory.path)
             raise Interrupted(f"stopped before step {state.step + 1} of {ctx.steps}", where=where, number=asked)
         progress.ready(ctx.watchdog.seconds)
+        with explained(), saved_on_error():
+            record.add_evaluation(state, *evaluate_step(evaluation, ctx, state, source, last=False))
         while not is_over(ctx, state):
             started = time.perf_counter()
             ctx.watchdog.begin_step(state.step)
@@ -126,6 +136,10 @@ def train(
                 rollouts, values, saved = step(now, state, source)
             values |= {f"control/{key}": number for key, number in numbers.items()}
             values = count_step(ctx, state, values, controllers, started)
+            with explained(), saved_on_error():
+                measured, samples = evaluate_step(evaluation, ctx, state, source, last=is_over(ctx, state))
+            values |= measured
+            record.samples.write(state.step, samples)
             asked = max(distributed.gather(stop.asked))
             given_up = trained.check_patience(state, ctx.recipe.run.max_idle_steps)
             with record.add(state, values, rollouts, saved):
@@ -140,7 +154,7 @@ def train(
             if asked and not is_over(ctx, state):
                 where = str(directory.path)
                 raise Interrupted(f"stopped after step {state.step} of {ctx.steps}", where=where, number=asked)
-        return save_final(ctx, state, directory, record)
+        return save_final(ctx, state, directory, record) | (evaluation.summary(state) if evaluation else {})
 
 
 def step(
@@ -229,8 +243,8 @@ def count_step(
 
 
 def is_over(ctx: TrainContext, state: checkpoint.State) -> bool:
-    """Whether the steps or the minutes of the run are used up."""
-    return state.step >= ctx.steps or state.out_of_time(ctx.recipe.run.max_minutes)
+    """Whether the steps or the minutes of the run are used up, or its evaluations have stopped it."""
+    return state.step >= ctx.steps or state.out_of_time(ctx.recipe.run.max_minutes) or bool(state.stopped_early)
 
 
 def is_save_due(ctx: TrainContext, state: checkpoint.State) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from posttrain import terminal
 from posttrain.batch import ranges, tensor_of
 from posttrain.data.prepare import prepare_examples
 from posttrain.data.render import Example
@@ -25,8 +26,10 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
-from posttrain.train import alike, dealing, hf_trainer, machine, sharding, trl_model
+from posttrain.train import alike, dealing, hf_trainer, machine, sharding, trl_model, validation
 from posttrain.train.attention import Packed, short_windows, use_packed_attention
+from posttrain.train.evaluation import Measure, held_out_data
+from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head
 from posttrain.train.quiet import quiet
@@ -44,6 +47,10 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
     prepared = prepare_examples(recipe.data, tokenizer, recipe.base_dir)
     alike.check_rows([example.uid for example in prepared.items])
+    held_out = prepare_held_out(recipe, tokenizer)
+    unseen = None
+    if recipe.eval is not None:
+        unseen = prepare_examples(held_out_data(recipe.data, recipe.eval.data), tokenizer, recipe.base_dir)
     written = None
     if recipe.objective.behavior_model is not None:  # its author is gone before the policy is loaded
         written = behavior_logps(recipe, prepared.items, tokenizer, directory.path)
@@ -56,6 +63,7 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
     if recipe.batch.packing:
         collate = packed(loaded)
         check_packing(loaded, collate, prepared.items)
+    losses = [validation_loss(loaded, unseen.items, collate, recipe)] if unseen else []
     if written is not None:
         collate = with_behavior(collate)
     job = Job.of(recipe, directory, loaded, len(prepared.items), len(longest.ids))
@@ -69,7 +77,24 @@ def run(recipe: SftRecipe, directory: RunDirectory) -> dict[str, Any]:
         notes = [hf_trainer.rows_note(prepared, "row")]
         if why := trl_model.left_out(causal_of(loaded.model), weighed=trainer.weighing is not None):
             notes.append(trl_model.UNBALANCED + why)
-        return hf_trainer.train(trainer, job, COLUMNS, notes)
+        with rows_evaluation(recipe, directory, loaded, held_out, losses, terminal.note) as job.evaluation:
+            return hf_trainer.train(trainer, job, COLUMNS, notes)
+
+
+def validation_loss(loaded: LoadedModel, examples: Sequence[Example], collate: Collator, recipe: SftRecipe) -> Measure:
+    """The mean negative log-prob of the trained tokens of held-out rows, whatever the objective weighs them by."""
+    longest = max(examples, key=lambda example: len(example.ids))
+    hf_trainer.check_window(loaded, longest.uid, len(longest.ids))
+    rows = dataset(examples)
+    micro = hf_trainer.row_plan(recipe, len(examples)).micro
+    batches = validation.batches_of([len(example.ids) for example in examples], micro)
+
+    def measure(_: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        sums = validation.summed(loaded, rows, batches, collate, validation.token_sums(loaded))
+        tokens = sums["tokens"]
+        return {"loss": sums["loss"] / tokens, "mean_token_accuracy": sums["right"] / tokens}, []
+
+    return measure
 
 
 def make_trainer(

@@ -212,7 +212,9 @@ group_rewards group_rewards.use keep keep.use advantage advantage.use factors fa
 spread spread.use select select.use corrections corrections.use kl kl.use kl.coef kl.where
 regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use
 critic.lr critic.path opponent opponent.ema opponent.samples
-eval eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination eval.contamination.ratios
+eval eval.every eval.data eval.data.source eval.data.size eval.data.skip eval.data.columns
+eval.n eval.metric eval.keep_best eval.patience
+eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination eval.contamination.ratios
 eval.contamination.max_new_tokens eval.contamination.unit eval.habits
 samples search search.beam search.branch search.ends search.step_tokens search.max_steps search.mean search.sigmoid
 search.scoring best_of best_of.scoring
@@ -232,11 +234,11 @@ def test_every_key_was_thought_of(stage: str) -> None:
     in_table = [
         re.compile(re.escape(k.replace(".*.", ".")).replace(r"\*", r"[^.]+")) for r in idle.RULES for k in r.keys
     ]
-    rewards = re.compile(r"(best_of|search)\.(rewards|scoring)\.")  # the same sections as at the top
+    rewards = re.compile(r"(best_of|search|eval)\.(rewards|scoring)\.")  # the same sections as at the top
     forgotten = []
     for path in keys.all_paths(keys.BY_NAME[stage]):
         path = rewards.sub(r"\2.", path)
-        path = re.sub(r"^(best_of|search)\.(rewards)$", r"\2", path)
+        path = re.sub(r"^(best_of|search|eval)\.(rewards)$", r"\2", path)
         elsewhere = (
             path in ALWAYS
             or path in building.OWN

@@ -24,8 +24,15 @@ OTHERS = {
     *("tokenizer_source", "tokenizer.source", "tokenizer.tokens.source"),  # one of the models
     "chat_template",  # a word, or the text itself
     "tools.command",  # looked for on the PATH
-    *("data.split", "data.mix.split"),  # a part of a data set
-    *("tools.name", "tools.description", "rewards.name", "best_of.rewards.name", "search.rewards.name"),
+    *("data.split", "data.mix.split", "eval.data.split"),  # a part of a data set
+    *(
+        "tools.name",
+        "tools.description",
+        "rewards.name",
+        "best_of.rewards.name",
+        "search.rewards.name",
+        "eval.rewards.name",
+    ),
 }
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from posttrain.recipe.load import Loaded
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.recipe.load import Loaded, load_dict
 
 PIPELINE = """
 stage: pipeline
@@ -121,3 +126,25 @@ def test_a_stage_of_a_pipeline_extends_nothing(errors: Callable[..., str]) -> No
     told = errors(PIPELINE.replace("  - name: sft", "  - extends: debug/sft\n    name: sft"))
     assert "stages.0.extends: a stage of a pipeline takes the pipeline's `defaults` alone" in told
     assert "stages.0.extends" in errors(PIPELINE, "stages.sft.extends=debug/sft")
+
+
+def test_eval_in_defaults_goes_to_the_stages_that_mean_it(tmp_path: Path) -> None:
+    """`eval` is what an eval stage measures, and how a stage that trains is evaluated as it goes on."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2", "answer": "2"}\n')
+    stages = [
+        {"name": "warm", "stage": "sft", "run": {"steps": 1}},
+        {"name": "check", "stage": "eval", "rewards": [{"use": "math.accuracy"}]},
+    ]
+    common = {"model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}}
+
+    def of(defaults: dict[str, Any]) -> dict[str, Any]:
+        values = {"stage": "pipeline", "defaults": {**common, "eval": defaults}, "stages": stages}
+        found = load_dict(values, base_dir=tmp_path, where="test").resolved["stages"]
+        return {stage["name"]: stage["eval"] for stage in found}
+
+    measured = of({"samples": 4})
+    assert measured["check"]["samples"] == 4 and measured["warm"] is None
+    while_training = of({"every": 5, "data": {"source": "rows.jsonl"}})
+    assert while_training["warm"]["every"] == 5 and while_training["check"]["samples"] == 1
+    with pytest.raises(RecipeError, match=r"defaults\.eval\.sampels"):
+        of({"sampels": 4})

@@ -501,3 +501,17 @@ def test_work_is_divided_by_cost_and_units_stay_whole() -> None:
 )
 def test_every_rank_has_a_part_of_each_step(size: int, most: int, ranks: int, rows: int) -> None:
     assert micro_size(size, most, ranks) == rows
+
+
+def test_ranks_evaluate_together(train: Train, folder: Path) -> None:
+    """Completions and losses of held-out rows, on a share of each rank: the numbers of one process."""
+    evaluated = {"every": 2, "data": {"source": "pairs.jsonl", "size": 5}, "keep_best": True, "metric": "reward"}
+    losses = {"every": 2, "data": {"source": "rows.jsonl", "size": 7}, "keep_best": True}
+    for recipe in ({**RL, "eval": {**evaluated, "n": 2}}, {**SFT, "eval": losses}):
+        name = str(recipe["stage"])
+        whole = {**recipe, "run": {"steps": 2}}
+        assert train(whole, folder / f"{name} one", ranks=1) == [0]
+        assert train(whole, folder / f"{name} two", ranks=2) == [0, 0]
+        expected = rows_of(folder / f"{name} one")
+        assert sum(any(key.startswith("eval/") for key in row) for row in expected) == 2
+        assert_same(rows_of(folder / f"{name} two"), expected)

@@ -1,0 +1,58 @@
+"""Validation losses of sft and dpo on held-out rows, and what they share with the losses that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from posttrain.models.load import LoadedModel
+from posttrain.rollout.hf import evaluating
+from posttrain.train import distributed
+
+IGNORED = -100
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+Sums = dict[str, float]
+
+
+def batches_of(lengths: Sequence[int], micro: int) -> list[list[int]]:
+    """Row numbers in forward passes of at most `micro` rows, longest rows first."""
+    order = sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
+    return [order[at : at + micro] for at in range(0, len(order), micro)]
+
+
+def summed(
+    loaded: LoadedModel, rows: Any, batches: Sequence[Sequence[int]], collate: Collate, sums: Callable[[Any], Sums]
+) -> Sums:
+    """Sums over all rows, without gradients and without dropout. Each rank runs a share of the batches.
+
+    rows: by number. sums: of one collated batch, its tensors on the model's device.
+    """
+    found: list[Sums] = []
+    with torch.no_grad(), evaluating(loaded.model), loaded.autocast():
+        for number in distributed.share(len(batches)):
+            batch = collate([rows[n] for n in batches[number]])
+            found.append(sums({k: v.to(loaded.device) if isinstance(v, Tensor) else v for k, v in batch.items()}))
+    every = [part for share in distributed.gather(found) for part in share]
+    return {name: sum(part[name] for part in every) for name in (every[0] if every else {})}
+
+
+def token_sums(loaded: LoadedModel) -> Callable[[Any], Sums]:
+    """Negative log-probs of the trained tokens of an sft batch, all of weight 1, and how many were the likeliest."""
+
+    def sums(batch: dict[str, Any]) -> Sums:
+        labels = batch["labels"][..., 1:]
+        kept = labels != IGNORED
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = loaded.model(**inputs, use_cache=False).logits[:, :-1][kept].float()
+        targets = labels[kept]
+        return {
+            "loss": float(functional.cross_entropy(logits, targets, reduction="sum")),
+            "right": float((logits.argmax(-1) == targets).sum()),
+            "tokens": float(kept.sum()),
+        }
+
+    return sums
