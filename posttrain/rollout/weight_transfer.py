@@ -138,7 +138,9 @@ def plain_segments() -> Iterator[Any]:
     Of expandable segments another process may only map those of one that it could debug.
     """
     settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
-    change: Any = torch.cuda.memory._set_allocator_settings
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None:  # torch before 2.9
+        change = torch.cuda.memory._set_allocator_settings
     if not settings.get("expandable_segments"):
         yield None
         return
