@@ -487,6 +487,16 @@ def test_rl_with_tools_runs_all_its_stages(smoke):
 
 
 @pytest.mark.slow
+def test_rollouts_with_slow_tools_are_the_same_both_ways(smoke):
+    """The script compares every turn of every rollout with what was to be written."""
+    record, printed = smoke("tools_latency.py", "--smoke", "--rounds", "1")
+    assert record["setting"]["calls"] == 199
+    for way in ("lockstep", "independent"):
+        assert 4.6 / 20 < record[way]["median_s"] < 60  # the calls of the slowest rollout, divided by 20
+    assert " of lockstep" in printed
+
+
+@pytest.mark.slow
 @TRL
 def test_rewards_are_those_of_a_plain_loop(smoke):
     record, printed = smoke("rewards.py", "--n", "200", "--workers", "2")
