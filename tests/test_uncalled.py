@@ -13,7 +13,7 @@ import posttrain
 ROOT = Path(posttrain.__file__).parent
 CALLERS = ("posttrain", "rewards", "tools", "recipes", "docs", "benchmarks")
 FOR_TESTS = {
-    "rollout/scripted.py": {"ConcurrentScriptedEngine", "ScriptedEngine"},
+    "rollout/scripted.py": {"ScriptedEngine"},
     "train/objective.py": {"from_preset"},
     "verify/load.py": {"shipped_function"},
 }
