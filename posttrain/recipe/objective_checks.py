@@ -262,17 +262,15 @@ def _stale(recipe: RlRecipe) -> Found:
 
 
 def _partial(recipe: RlRecipe) -> Found:
-    """`rollout.partial` needs a server that samples while the trainer updates, and has no stop strings."""
+    """`rollout.partial` needs an engine that samples while the trainer updates, and has no stop strings."""
     if not recipe.rollout.partial:
         return
     rollout = recipe.rollout
-    if not (rollout.staleness and rollout.engine == "vllm" and rollout.vllm.server):
-        what = "is for rollouts that are drawn while the trainer changes its weights"
-        yield (
-            "rollout.partial",
-            what,
-            "write `staleness` (1 to 8), `engine: vllm` and `vllm.server` too, or leave it out",
-        )
+    what = "is for rollouts that are drawn while the trainer changes its weights"
+    if not (rollout.staleness and rollout.engine == "vllm"):
+        yield "rollout.partial", what, "write `staleness` (1 to 8) and `engine: vllm` too, or leave it out"
+    elif rollout.vllm.sleep and not rollout.vllm.server:
+        yield "rollout.partial", f"{what}, and with vllm.sleep the engine sleeps then", "leave out one of them"
     if rollout.stop:
         what = "a stop string that a sync divides would not be seen"
         yield "rollout.stop", what, "leave out rollout.partial, or end answers by the EOS token"
@@ -291,13 +289,20 @@ def stale_notes(recipe: RlRecipe) -> list[str]:
     key, notes = f"rollout.staleness {rollout.staleness}", []
     if _is_group_loss(recipe):
         notes.append(f"{key}: loss `{recipe.loss.use}` does not weigh rollouts by the policy that drew them")
-    if recipe.opponent is not None:
-        notes.append(f"{key} with an opponent: rollouts are drawn between two updates, and no time is won")
-    elif not (rollout.engine == "vllm" and rollout.vllm.server):
-        notes.append(f"{key} without rollout.vllm.server: rollouts are drawn between two updates, and no time is won")
+    if why := _generates_between_updates(recipe):
+        notes.append(f"{key} with {why}: rollouts are drawn between two updates, and no time is won")
     elif rollout.staleness > 1 and not rollout.partial:
         notes.append(f"{key} without rollout.partial: rollouts are older than with 1, and only slow rewards win time")
     return notes
+
+
+def _generates_between_updates(recipe: RlRecipe) -> str:
+    """What keeps the engine from generating while the trainer changes its weights; empty if nothing does."""
+    if recipe.opponent is not None:
+        return "an opponent"
+    if recipe.rollout.engine != "vllm":
+        return f"rollout.engine {recipe.rollout.engine}"
+    return "rollout.vllm.sleep" if recipe.rollout.vllm.sleep and not recipe.rollout.vllm.server else ""
 
 
 def _frozen_critic(recipe: RlRecipe) -> Found:

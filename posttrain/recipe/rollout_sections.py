@@ -192,7 +192,7 @@ class Rollout(EngineSection, Sampling):
     staleness: Annotated[int, Field(ge=0, le=8)] = Field(
         0,
         description="updates between sampling and training: with k the rollouts of step t+k are begun in step t, and "
-        "drawn while it trains where the engine can (vllm.server)",
+        "drawn while it trains where the engine can (vLLM without vllm.sleep)",
     )
     partial: bool = Field(
         False,

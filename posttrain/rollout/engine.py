@@ -36,7 +36,7 @@ class Engine(Protocol):
     version: int  # policy version of the weights that it holds
     window: int  # longest prompt + completion in tokens
     gap: float  # what `probe` gave right after the last sync
-    apart: bool  # it runs elsewhere: it can generate while the trainer changes its weights
+    apart: bool  # it can generate while the trainer changes its weights: it has its own, and does not sleep meanwhile
 
     def generate(
         self,

@@ -78,13 +78,16 @@ def make_colocated(
 
 
 def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
-    """A VllmEngine on a started client, which is closed if this fails."""
+    """A VllmEngine on a started client, which is closed if this fails.
+
+    It has a process and memory of its own, so it can generate during an update, unless it sleeps then.
+    """
     try:
         sender = None if client.spec.lora_rank is not None else LocalSender(client, loaded.device, client.spec.dtype)
     except BaseException:
         client.close()
         raise
-    return VllmEngine(client.spec, loaded, [client], sender, scratch=scratch, apart=False)
+    return VllmEngine(client.spec, loaded, [client], sender, scratch=scratch, apart=not client.spec.section.sleep)
 
 
 class VllmEngine:
