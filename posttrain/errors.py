@@ -6,6 +6,7 @@ raises `RunError` (exit code 1). Each is also a standard exception, so library u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -28,6 +29,25 @@ class Problem:
         if self.hint:
             lines.append(f"  hint: {self.hint}")
         return "\n".join(lines)
+
+
+_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?=$|[ ,])")
+_KEY = re.compile(r"([A-Za-z_]\w*(?:\.[\w-]+)*): ")
+
+
+def as_data(problem: Problem) -> dict[str, str | int | None]:
+    """A problem for programs: file, line, column and key (None where it has none) beside its texts."""
+    place, key = _PLACE.match(problem.where), _KEY.match(problem.what)
+    numbers = {name: int(place[name]) if place and place[name] else None for name in ("line", "column")}
+    return {
+        "file": place["file"] if place else None,
+        **numbers,
+        "key": key[1] if key else None,
+        "where": problem.where,
+        "what": problem.what,
+        "allowed": problem.allowed,
+        "hint": problem.hint,
+    }
 
 
 class PosttrainError(Exception):

@@ -1,10 +1,13 @@
-"""Is the model hub there? Asked once, so that a machine without network fails in a sentence instead of retrying."""
+"""Is the model hub there, and does it know a name? So that what cannot be had is an error before a run, not retried."""
 
 from __future__ import annotations
 
 import functools
 import os
 import socket
+import ssl
+from pathlib import Path
+from typing import Literal
 from urllib.parse import urlparse
 
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -60,3 +63,53 @@ def looks_like_id(name: str) -> bool:
 def only_a_path(name: str, suffixes: tuple[str, ...]) -> bool:
     """Whether a name can be no hub id: it ends like a file, begins like a path, or has letters that no id has."""
     return name.endswith(suffixes) or name.startswith((".", "/", "~")) or not looks_like_id(name)
+
+
+QUICK_S = 0.8  # for a question before a run: a hub that is slower is asked again when the run loads
+
+
+def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
+    """Why a hub id cannot be had, as a clause; "" if it is in the local cache or on the hub, or nobody can say."""
+    if cached(name, kind):
+        return ""
+    if said := offline():
+        return f"{said} is set, and the local cache does not hold it"
+    status = _status(f"https://{host()}/api/{kind}s/{name}")
+    if status is None:
+        return f"{host()} cannot be reached, and the local cache does not hold it"
+    missing = status in (401, 404) and not _token()  # with a token it may be private: the libraries can say
+    return f"the hub knows no such {'data set' if kind == 'dataset' else 'model'}" if missing else ""
+
+
+def cached(name: str, kind: Literal["model", "dataset"]) -> bool:
+    """Whether a local cache of the hub's libraries holds something of a model or data set."""
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
+    places = [Path(named) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"]
+    if kind == "dataset":
+        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+        places.append(prepared / name.replace("/", "___").lower())
+        places.append(prepared / name.replace("/", "___"))
+    return any(place.expanduser().is_dir() and any(place.expanduser().iterdir()) for place in places)
+
+
+def _token() -> bool:
+    """Whether this user has signed in at the hub."""
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface"))
+    return bool(os.environ.get("HF_TOKEN")) or (home / "token").expanduser().is_file()
+
+
+def _status(url: str) -> int | None:
+    """The hub's HTTP status; 0 where it answers late or strangely; None where no connection can be opened."""
+    from urllib.error import HTTPError, URLError
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=QUICK_S) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+    except URLError as error:
+        return 0 if isinstance(error.reason, TimeoutError | ssl.SSLError) else None
+    except (OSError, ValueError):
+        return 0

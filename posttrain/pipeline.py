@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import shlex
 import sys
 import time
@@ -193,7 +194,7 @@ def _children(recipe: PipelineRecipe, directory: RunDirectory) -> list[Child]:
     """One process a seed, each with its share of the cores."""
     request = directory.logs / "pipeline.json"
     write_json(request, {"stages": recipe.stages, "base_dir": str(recipe.base_dir.resolve())})
-    threads = max(1, usable_cpus() // min(recipe.parallel, len(recipe.seeds)))
+    threads = os.environ.get("OMP_NUM_THREADS") or max(1, usable_cpus() // min(recipe.parallel, len(recipe.seeds)))
     return [
         Child(
             name=f"seed {seed}",

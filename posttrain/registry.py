@@ -16,10 +16,11 @@ import importlib.util
 import inspect
 import json
 import pkgutil
+import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -251,10 +252,37 @@ def wrong_type(annotation: Any, value: Any) -> str:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
-        return f"`{place}`: {first['msg']}" if place else first["msg"]
+        said = _unknown_field(annotation, first) or first["msg"]
+        return f"`{place}`: {said}" if place else said
     except (PydanticUserError, SchemaError):
         return ""
     return ""
+
+
+def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
+    """What is said of a key that a TypedDict has not: those that it has; an API key is not written into a recipe."""
+    known = list(getattr(annotation, "__annotations__", {}))
+    if error["type"] != "extra_forbidden" or len(error["loc"]) != 1 or not known:
+        return ""
+    kept = "; the key itself stands in the environment variable that key_env names"
+    return f"no key of this section; known: {', '.join(known)}{kept if 'key_env' in known else ''}"
+
+
+_SECRET = re.compile(r"(?i)(?:api|auth|access|secret)?_?(?:key|kee|token|secret|password|passwd)$")
+
+
+def shown_value(value: Any, longest: int = 200) -> str:
+    """A recipe's value for an error message: its repr, cut, without what stands behind keys such as `api_key`."""
+
+    def hidden(inner: Any, key: str = "") -> Any:
+        if isinstance(inner, Mapping):
+            return {name: hidden(one, str(name)) for name, one in inner.items()}
+        if isinstance(inner, list | tuple):
+            return [hidden(one, key) for one in inner]
+        return "***" if isinstance(inner, str) and _SECRET.search(key) else inner
+
+    text = repr(hidden(value))
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 def script_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ rewards:
       endpoint:
         url: http://127.0.0.1:8001/v1        # vllm serve MODEL, or any other such server
         model: Qwen/Qwen3-8B
-        key_env: JUDGE_API_KEY               # the variable that holds the key; leave it out where none is needed
+        key_env: JUDGE_API_KEY               # the variable that holds the key; default: none, for OpenAI OPENAI_API_KEY
         budget: 20000                        # requests at most
 
 Replies are kept on disk by everything they depend on, so a resumed or repeated run asks nothing twice. A reply that
@@ -177,7 +177,9 @@ def CHECK(function: str, params: Mapping[str, Any]) -> list[str]:
     if params.get("template") and "completion" not in fields:
         wrong.append(f"{params['template']} has no {{completion}}: the judge would see no answer")
     known = {*inspect.signature(globals()[function]).parameters, *fields}
-    wrong += [f"unknown parameter `{name}`; known: {', '.join(sorted(known))}" for name in sorted({*params} - known)]
+    for name in sorted({*params} - known):
+        kept = "; the API key stands in the environment variable that endpoint.key_env names" if "key" in name else ""
+        wrong.append(f"unknown parameter `{name}`; known: {', '.join(sorted(known))}{kept}")
     if len(scale := params.get("scale", (0, 10))) != 2 or not scale[0] < scale[1]:
         wrong.append(f"scale {list(scale)} is not [low, high]")
     try:

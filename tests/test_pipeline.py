@@ -13,6 +13,7 @@ from posttrain.errors import Interrupted, RecipeError, RunError, UserError
 from posttrain.evaluate.table import closing_table, findings
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
+from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import GracefulStop
 
 TRAIN = {"data": {"source": "rows.jsonl"}, "run": {"steps": 2}}
@@ -251,3 +252,13 @@ def test_the_error_of_a_stage_apart_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "uses_vllm", lambda _: True)
     with pytest.raises(UserError, match="the file is empty"):
         pipeline.run_seed(recipe, tmp_path / "run", 0)
+
+
+def test_a_pipeline_respects_omp_num_threads(tmp_path, monkeypatch) -> None:
+    recipe = types.SimpleNamespace(stages=[], base_dir=tmp_path, seeds=[0, 1], parallel=2)
+    directory = types.SimpleNamespace(logs=tmp_path, path=tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [child.env["OMP_NUM_THREADS"] for child in pipeline._children(recipe, directory)] == ["3", "3"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    shared = {child.env["OMP_NUM_THREADS"] for child in pipeline._children(recipe, directory)}
+    assert shared == {str(max(1, usable_cpus() // 2))}

@@ -39,3 +39,17 @@ def test_every_field_of_a_batch_is_known_and_preferences_have_words_of_their_own
     steps = {"trajectory_ids", "step_ids", "state_ids", "dones"}
     assert fields - registry.needs_words("loss") <= {"answer_mask", "prompt_mask"} | steps
     assert "win_rates" in registry.needs_words("pair_loss") and "win_rates" not in registry.needs_words("loss")
+
+
+def test_secrets_are_not_shown_in_errors() -> None:
+    value = {
+        "url": "x",
+        "api_key": "sk-1",
+        "api_kee": "sk-1",
+        "nested": [{"token": "sk-1"}],
+        "key_env": "NAME",
+        "max_tokens": 3,
+    }
+    told = registry.shown_value(value)
+    assert "sk-1" not in told and "NAME" in told and "3" in told
+    assert registry.shown_value("y" * 500, 60).endswith("...") and len(registry.shown_value("y" * 500, 60)) == 60

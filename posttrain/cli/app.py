@@ -9,7 +9,7 @@ import typer
 
 from posttrain import __version__, terminal
 from posttrain.cli import browse, doctor, generate, methods, plan, recipe, report, serve, stage, whatif
-from posttrain.cli.guard import DEBUG, guarded
+from posttrain.cli.guard import DEBUG, JSON, guarded
 from posttrain.cli.help import App, Group
 
 # Command groups of other modules, imported only when they are called: name -> (module that holds `app`, help).
@@ -48,6 +48,7 @@ class Root(Group):
         return name, command, rest
 
     def invoke(self, ctx: Any) -> Any:
+        ctx.meta[JSON] = "--json" in (*getattr(ctx, "_protected_args", ()), *ctx.args)
         return guarded(ctx.meta, lambda: super(Root, self).invoke(ctx))
 
 

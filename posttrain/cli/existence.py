@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.errors import DataError, ModelError
-from posttrain.places import ROW_FILES, find
+from posttrain.errors import DataError, ModelError, did_you_mean
+from posttrain.places import ROW_FILES, candidates, find, meant, split_function
 
 if TYPE_CHECKING:
     from posttrain.recipe.section import Names
@@ -27,10 +29,14 @@ def is_there(path: Path) -> bool:
 
 def find_model(name: str, base_dir: Path) -> str:
     """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
+    from posttrain import hub
     from posttrain.models import adapters
     from posttrain.models.places import locate
 
     place = locate(name, base_dir)
+    if place.kind == "hub" and (why := hub.why_absent(name, "model")):
+        tried = candidates(name, base_dir)
+        raise ModelError(f"model not found: {name}; {why}", allowed=f"no directory {tried[0]}", hint=meant(name, tried))
     if place.kind != "adapter" or place.path is None:
         return ""
     base = adapters.base_of(place.path)
@@ -60,6 +66,34 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
     adapters.check_start(place.path if place.kind == "adapter" else None, lora, name)
 
 
+DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # of GPUs, without asking a library
+
+
+def find_device(device: str) -> None:
+    """Raises ModelError for `cuda` on a machine where no GPU is to be seen."""
+    if device != "cuda" or sys.platform != "linux":
+        return
+    seen = any(found for pattern in DEVICES for found in Path("/").glob(pattern.lstrip("/")))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if hidden or not seen:
+        why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
+        raise ModelError(f"cuda, but {why}", hint="write `auto` or `cpu`; `posttrain doctor` tells what there is")
+
+
+def check_targets(name: str, targets: object, base_dir: Path) -> None:
+    """Raises ModelError for names in `lora.targets` that no module of a model on this machine has."""
+    from posttrain.models.places import locate
+    from posttrain.models.stored_names import modules_of
+
+    known = modules_of(locate(name, base_dir)) if isinstance(targets, list) else ()
+    for target in targets if isinstance(targets, list) and known else ():
+        last = str(target).rpartition(".")[2]
+        if last not in known:
+            there = ", ".join(sorted(known))
+            hint = did_you_mean(last, known) or "all-linear suits every model"
+            raise ModelError(f"no module of {name} is called `{target}`", allowed=f"there are: {there}", hint=hint)
+
+
 def may_be_of_the_hub(name: str) -> bool:
     """Whether a name could be an id of the model hub."""
     from posttrain import hub
@@ -78,8 +112,18 @@ def find_data(name: str, base_dir: Path, source: Source | None) -> None:
         find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
     elif hub.only_a_path(name, ROW_FILES) and not name.startswith("gym:"):
         find(name, base_dir, "data", DataError)
+    elif _elsewhere(name, base_dir) and (why := hub.why_absent(name, "dataset")):
+        tried = candidates(name, base_dir)
+        problem = f"data not found: {name}; {why}"
+        raise DataError(problem, allowed=f"no file or directory {tried[0]}", hint=meant(name, tried))
     if source is not None:
         sources.check(source, base_dir)
+
+
+def _elsewhere(name: str, base_dir: Path) -> bool:
+    """Whether a name of data can only be one of the hub."""
+    made = name.startswith("gym:") or split_function(name) is not None
+    return not made and may_be_of_the_hub(name) and not any(map(is_there, candidates(name, base_dir)))
 
 
 def find_run(name: str, names: Names, base_dir: Path) -> None:

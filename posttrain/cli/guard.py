@@ -10,16 +10,17 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from posttrain import terminal
-from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Problem, UserError
+from posttrain.errors import Interrupted, NothingTrained, PosttrainError, Problem, UserError, as_data
 
-DEBUG, RUN, RESUME = "posttrain.debug", "posttrain.run", "posttrain.resume"  # keys of the context's meta
+# keys of the context's meta
+DEBUG, RUN, RESUME, JSON = "posttrain.debug", "posttrain.run", "posttrain.resume", "posttrain.json"
 
 
 def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
@@ -30,6 +31,7 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         _debug(meta)
         tell(error)
         _tell_how_to_go_on(meta, error)
+        _print_as_json(meta, error.exit_code, error.problems)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt as stopped:
         raise _interrupted(meta, stopped) from None
@@ -37,7 +39,10 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except Exception as error:
-        if isinstance(error, typer.Exit | typer.Abort) or hasattr(error, "format_message"):  # typer's own
+        if isinstance(error, typer.Exit | typer.Abort):
+            raise
+        if hasattr(error, "format_message"):  # typer's own, of a command that is not written right
+            _print_as_json(meta, UserError.exit_code, [Problem("command line", error.format_message())])
             raise
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
             raise _interrupted(meta, error.__cause__) from None
@@ -45,8 +50,10 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
             _debug(meta)
             tell(refused)
             _tell_how_to_go_on(meta, refused)
+            _print_as_json(meta, refused.exit_code, refused.problems)
             raise typer.Exit(refused.exit_code) from None
         _tell_unexpected(error, meta)
+        _print_as_json(meta, 1, [Problem("", f"{type(error).__name__}: {error}")])
         raise typer.Exit(1) from None
 
 
@@ -55,6 +62,21 @@ def _refused_by_system(error: Exception) -> PosttrainError | None:
     from posttrain.run.durable import system_error
 
     return system_error(error)
+
+
+def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence[Problem]) -> None:
+    """With --json: the error on stdout as well, for programs."""
+    from posttrain.run import ranks
+
+    if not meta.get(JSON) or not ranks.is_main():
+        return
+    import json
+
+    directory: Any = meta.get(RUN)
+    there = directory is not None and directory.path.is_dir()
+    going_on = {"run": str(directory.path), "resume": shlex.join(meta[RESUME])} if there else {}
+    told = {"exit_code": code, "problems": [as_data(problem) for problem in problems], **going_on}
+    terminal.say(json.dumps(told, indent=2, ensure_ascii=False))
 
 
 def _interrupted(meta: MutableMapping[str, Any], stopped: KeyboardInterrupt) -> typer.Exit:

@@ -13,6 +13,7 @@ from posttrain.cli.guard import say
 from posttrain.cli.show import commented_lines, print_json
 from posttrain.cli.stage import Json
 from posttrain.errors import Problem, UserError, counted
+from posttrain.errors import as_data as problem_as_data
 
 if TYPE_CHECKING:
     from posttrain.recipe.foreign.draft import Draft
@@ -113,8 +114,8 @@ def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem])
         "left_out": [asdict(one) for one in draft.left],
         "differs": draft.notes,
         "valid": not problems,
-        "problems": [asdict(one) for one in problems],
-        "notes": [asdict(one) for one in notes],
+        "problems": [problem_as_data(one) for one in problems],
+        "notes": [problem_as_data(one) for one in notes],
     }
 
 

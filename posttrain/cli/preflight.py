@@ -11,6 +11,7 @@ Scripts go with the recipe: a missing one is always an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ class _Look:
             for part in named.parts(model, section, place):
                 for path, names, name in named.names(part):
                     self._named(path, names, name, part)
+                self._trained(part)
                 self._part(part, self.rewards[place])
 
     def collected(self, path: Path_, into: list[Problem] | None = None, about: str = "") -> _Collected:
@@ -208,6 +210,21 @@ class _Look:
                 else:
                     existence.find_run(name, names, self.base_dir)
             self._followed(path, names, name, part, base, places, here)
+
+    def _trained(self, part: Part) -> None:
+        """Check the device of a model, and which of its modules get an adapter."""
+        from posttrain.recipe.sections import Model
+
+        if part.model is not Model or "model" in self.without:
+            return
+        with self.collected((*part.path, "device"), self.absent):
+            existence.find_device(str(part.values.get("device")))
+        lora, name = part.values.get("lora"), part.values.get("path")
+        if isinstance(lora, Mapping) and isinstance(name, str) and not name.startswith("stage:"):
+            with contextlib.suppress(PosttrainError, OSError):  # of a model that is not here: said above
+                existence.find_model(name, self.base_dir)
+                with self.collected((*part.path, "lora", "targets")):
+                    existence.check_targets(name, lora.get("targets"), self.base_dir)
 
     def _given(self, part: Part, key: str) -> dict[str, Any]:
         """The values of a section inside a part that are no defaults; empty where there is none."""

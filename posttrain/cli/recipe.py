@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from posttrain.cli.help import App
 from posttrain.cli.importing import import_recipe
 from posttrain.cli.show import print_json, print_recipe
 from posttrain.cli.stage import Json, Overrides, Recipe, tell_notes
-from posttrain.errors import Problem, UserError, did_you_mean
+from posttrain.errors import Problem, UserError, as_data, did_you_mean
 
 if TYPE_CHECKING:
     from posttrain.recipe.tree import Node
@@ -95,8 +94,8 @@ def validate(recipe: Recipe, overrides: Overrides = None, as_json: Json = False)
     terminal.say(f"{loaded.path}: right (stage {loaded.resolved['stage']}{told})")
 
 
-def _plain(problems: Sequence[Problem]) -> list[dict[str, str]]:
-    return [asdict(problem) for problem in problems]
+def _plain(problems: Sequence[Problem]) -> list[dict[str, str | int | None]]:
+    return [as_data(problem) for problem in problems]
 
 
 def _tell_notes(notes: Sequence[Problem]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain.cli.guard import DEBUG, RESUME, RUN, say
-from posttrain.errors import UserError
+from posttrain.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from posttrain.recipe.load import Loaded
@@ -187,14 +188,26 @@ def execute(
 
 @contextlib.contextmanager
 def located(loaded: Loaded) -> Iterator[None]:
-    """Give an error that begins with a key of the recipe (`model.device: ...`) the line of that key."""
+    """Give an error that begins with a key of the recipe (`model.device: ...`) the line of that key, and one of a
+    reward the line of that reward."""
     try:
         yield
     except UserError as error:
-        told = [replace(p, where=p.where or _line_of(p.what, loaded)) for p in error.problems]
+        told = [_of_reward(replace(p, where=p.where or _line_of(p.what, loaded)), loaded) for p in error.problems]
         if told == list(error.problems):
             raise
         raise type(error).of(told) from error
+
+
+def _of_reward(problem: Problem, loaded: Loaded) -> Problem:
+    """A problem of `reward NAME` with the line of that entry of `rewards`, instead of a place in its file or data."""
+    named = re.match(r"reward ([\w.-]+)", problem.where) or re.match(r"reward ([\w.-]+)", problem.what)
+    names = [one.name or re.split(r"[.:]", one.use)[-1] for one in getattr(loaded.recipe, "rewards", ())]
+    if not named or names.count(named[1]) != 1 or re.search(r":\d+:\d+$", problem.where):
+        return problem
+    key = f"rewards.{names.index(named[1])}"
+    place = f"{problem.where}: " if problem.where else ""
+    return replace(problem, where=loaded.origins[f"{key}.use"].mark, what=f"{key}: {place}{problem.what}")
 
 
 def _line_of(what: str, loaded: Loaded) -> str:

@@ -63,6 +63,13 @@ def _quantized(recipe: Any) -> Found:
         yield "model.quantize", "4-bit weights cannot be trained themselves", "add `lora: {}` to `model`"
 
 
+def _trained_on(recipe: Any) -> Found:
+    lora = recipe.model.lora if isinstance(recipe, st.RewardModelRecipe) else None
+    if lora and lora.continue_:
+        what = "a reward model starts from a language model, into which an older adapter is merged"
+        yield "model.lora.continue", what, "remove it"
+
+
 def _half(recipe: Any) -> Found:
     trains = isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RewardModelRecipe)
     if trains and recipe.model.dtype == "float16":
@@ -274,6 +281,7 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         _length,
         _quantized,
         _half,
+        _trained_on,
         _compiled,
         _divided,
         _rewards,

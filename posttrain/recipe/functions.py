@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.errors import UserError, did_you_mean
 from posttrain.places import find_module, no_function, place_of
-from posttrain.registry import wrong_type
+from posttrain.registry import shown_value, wrong_type
 
 
 def written(
@@ -104,7 +104,7 @@ def _unknown(function: ast.FunctionDef, takes: Sequence[ast.arg], given: Mapping
                 allowed, hint = f"it takes: {', '.join(annotations) or 'none'}", did_you_mean(key, annotations)
                 found[key] = UserError(f"{function.name} has no argument {key}", allowed=allowed, hint=hint)
         elif why := wrong_type(_plain_type(annotations[key]), value):
-            found[key] = UserError(f"{function.name}: argument {key}: {why}, got {value!r:.60}")
+            found[key] = UserError(f"{function.name}: argument {key}: {why}, got {shown_value(value, 60)}")
     return found
 
 

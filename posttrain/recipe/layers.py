@@ -40,10 +40,14 @@ def merge(lower: Node, upper: Node, components: Components | None = None, sectio
         if component is not None:
             above = spelt_out(above)
             below = _without_former_params(spelt_out(below), above, component) if below else None
-        entries[key] = merge(below, above, section=key) if below else above
+        cleared = key in _FREE and above.value == {}
+        entries[key] = merge(below, above, section=key) if below and not cleared else above
     if upper.origin.kind == "command line":  # an override of one key does not move the section
         return Node(entries, lower.origin, lower.key_origin)
     return Node(entries, upper.origin, upper.key_origin or lower.key_origin)
+
+
+_FREE = ("columns", "params")  # mappings of the user's own names: `data.columns={}` clears them, `{a: b}` adds to them
 
 
 def _without_rival(lower: dict[str, Node], upper: dict[str, Node], rivals: Sequence[str]) -> dict[str, Node]:

@@ -196,7 +196,6 @@ class RewardModelRecipe(Stage):
         **_NO_REFERENCE_COPY,
         "model.compile": "a reward model is not compiled",
         "model.shard": "a reward model is trained whole on each GPU",
-        "model.lora.continue": "a reward model starts from a language model, into which an adapter is merged",
         "data.train_on": "a reward model reads whole answers",
         "data.completion_template": "a reward model reads the answers as they are",
         "data.thought_dropout": "only sft empties thoughts",

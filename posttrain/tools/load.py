@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.errors import Problem, ToolError, did_you_mean, nearest
 from posttrain.places import find, known_files, shipped, split_function
 from posttrain.recipe.rollout_sections import Environment, Tool
-from posttrain.registry import load_function, load_module, types_of, wrong_type
+from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.tools.schema import schema_of
 
 
@@ -124,7 +124,7 @@ def _check_types(what: str, made: Callable[..., Any], given: Mapping[str, Any]) 
     types = types_of(made)
     for key, value in given.items():
         if why := wrong_type(types.get(key), value):
-            raise ToolError(f"{what}: parameter `{key}`: {why}, got {value!r}")
+            raise ToolError(f"{what}: parameter `{key}`: {why}, got {shown_value(value)}")
 
 
 def _command(section: Tool) -> LoadedTool:

@@ -89,7 +89,7 @@ def check_keys(component: registry.Component, section: ComponentSection) -> None
     hints = typing.get_type_hints(component.function)
     for key, value in section.params.items():
         if why := registry.wrong_type(hints.get(key), value):
-            raise RecipeError(f"{head}: argument {key}: {why}, got {value!r}")
+            raise RecipeError(f"{head}: argument {key}: {why}, got {registry.shown_value(value)}")
 
 
 def credited(batch: RolloutBatch, result: Any) -> RolloutBatch:

@@ -57,7 +57,8 @@ setattr(Settings, "__pydantic_config__", {"extra": "forbid"})  # noqa: B010
 class Endpoint:
     """Where a judge is and how it is asked.
 
-    url: up to and with /v1. key_env: the environment variable with the API key, which is sent to this address alone.
+    url: up to and with /v1. key_env: the environment variable with the API key, which is sent to this address alone;
+    default: OPENAI_API_KEY for https://api.openai.com, none for others.
     max_tokens: of a reply. request_s: of one request from beginning to end; retries: further ones after a failure that
     may pass, and after a reply that is cut off or is none. budget: requests that all workers of one training
     process may send together, replies from the cache not counted. cache: a folder; "" is the user's cache, none no one.
@@ -97,8 +98,8 @@ def problem_of(endpoint: Endpoint) -> str:
         return f"endpoint `{endpoint.url}` is no http address; write e.g. http://127.0.0.1:8000/v1"
     if not http_client.available():
         return "a judge behind a server needs httpx2, which is not installed: pip install 'posttrain[train]'"
-    if endpoint.key_env and not _key(endpoint):
-        return f"the environment variable {endpoint.key_env} (key_env) is not set; it holds the API key"
+    if (variable := key_variable(endpoint)) and not _key(endpoint):
+        return f"the environment variable {variable} (key_env) is not set; it holds the API key"
     return ""
 
 
@@ -168,8 +169,18 @@ def _headers(endpoint: Endpoint) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if (key := _key(endpoint)) else {}
 
 
+def key_variable(endpoint: Endpoint) -> str:
+    """The environment variable with the API key: `key_env`, or OPENAI_API_KEY for OpenAI's own address alone."""
+    if endpoint.key_env:
+        return endpoint.key_env
+    with contextlib.suppress(ValueError):
+        place = urlsplit(endpoint.url)
+        return "OPENAI_API_KEY" if (place.scheme, place.hostname) == ("https", "api.openai.com") else ""
+    return ""
+
+
 def _key(endpoint: Endpoint) -> str:
-    return os.environ.get(endpoint.key_env or "", "").strip()
+    return os.environ.get(key_variable(endpoint), "").strip()
 
 
 def _text(body: bytes) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from posttrain.errors import Problem, RewardError, UserError, did_you_mean, nearest
 from posttrain.places import find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
-from posttrain.registry import load_function, load_module, types_of, wrong_type
+from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.verify import trl_form
 from posttrain.verify.made import made
 
@@ -317,7 +317,8 @@ def _check_params(
     hints = types_of(function)
     for key in groups["fixed"]:
         if message := wrong_type(hints.get(key), params[key]):
-            problems.append(Problem(f"reward {target}", f"parameter `{key}`: {message}, got {params[key]!r}"))
+            got = "" if "no key of this section" in message else f", got {shown_value(params[key])}"
+            problems.append(Problem(f"reward {target}", f"parameter `{key}`: {message}{got}"))
     if problems:
         raise RewardError.of(problems)
 

@@ -23,6 +23,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A hub that has every name. A test writes why one cannot be had: `hub["org/x"] = "..."`."""
+    absent: dict[str, str] = {}
+    monkeypatch.setattr("posttrain.hub.why_absent", lambda name, _kind: absent.get(name, ""))
+    return absent
+
+
 @pytest.fixture
 def call() -> Callable[..., Any]:
     """`call("sft", "r.yaml")` -> typer's result (exit_code, stdout, stderr)."""

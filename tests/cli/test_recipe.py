@@ -21,6 +21,7 @@ from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
 
 Call = Callable[..., Any]
+PROBLEM = {"file", "line", "column", "key", "where", "what", "allowed", "hint"}
 
 
 def test_list(call: Call) -> None:
@@ -66,7 +67,7 @@ def test_validate_tells_problems_as_json_where_json_is_asked_for(call: Call) -> 
     result = call("recipe", "validate", "r.yaml", "run.steps=0", "optim.lrr=1", "--json")
     told = json.loads(result.stdout)
     assert (result.exit_code, result.stderr, told["valid"]) == (2, "", False)
-    assert len(told["problems"]) == 2 and told["problems"][0].keys() == {"where", "what", "allowed", "hint"}
+    assert len(told["problems"]) == 2 and told["problems"][0].keys() == PROBLEM
     assert any("optim.lrr" in problem["what"] and "lr" in problem["hint"] for problem in told["problems"])
     assert json.loads(call("recipe", "validate", "r.yaml", "--json").stdout)["valid"] is True
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.errors import DataError, Interrupted, NothingTrained, RunError
+from posttrain.errors import DataError, Interrupted, NothingTrained, RewardError, RunError
 from posttrain.recipe.stages import STAGES
 from posttrain.registry import load_module
 
@@ -333,3 +333,79 @@ def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call
     assert "model.lora.rank is 8, but the adapter" in wrong.stderr and "has 4" in wrong.stderr
     right = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: 4}", "--dry-run")
     assert right.exit_code == 0, right.stderr
+
+
+def test_what_the_hub_does_not_have_is_said_before_anything_is_loaded(call: Call, hub: dict[str, str]) -> None:
+    hub["org/gone"] = "the hub knows no such model"
+    for words in (("--dry-run",), ()):
+        result = call("sft", "r.yaml", "model.path=org/gone", *words)
+        assert result.exit_code == 2
+        assert "model.path: model not found: org/gone; the hub knows no such model" in result.stderr
+        data = call("sft", "r.yaml", "data.source=org/gone", *words)
+        assert "data.source: data not found: org/gone; the hub knows no such model" in data.stderr
+    noted = call("recipe", "validate", "r.yaml", "model.path=org/gone")
+    assert noted.exit_code == 0 and "note: command line  model.path: model not found: org/gone" in noted.stderr
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(
+    call: Call, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
+    monkeypatch.setattr("posttrain.cli.existence.DEVICES", ("/dev/null",) if hidden else ("/dev/no_gpu*",))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if hidden else "0")
+    why = "CUDA_VISIBLE_DEVICES hides all GPUs" if hidden else "this machine has no GPU"
+    result = call("sft", "r.yaml", "model.device=cuda", "--dry-run")
+    assert result.exit_code == 2
+    assert f"model.device: cuda, but {why}" in result.stderr
+    assert call("recipe", "validate", "r.yaml", "model.device=cuda").exit_code == 0  # it may run elsewhere
+
+
+def test_modules_that_the_model_has_not_get_no_adapter(call: Call, folder: Path) -> None:
+    result = call("sft", "r.yaml", "model.lora={targets: [q_prj, v_proj]}", "--dry-run")
+    assert result.exit_code == 2
+    assert "model.lora.targets: no module of tiny is called `q_prj`" in result.stderr
+    assert "did you mean `q_proj`?" in result.stderr
+    here = folder / "m"
+    here.mkdir()
+    (here / "config.json").write_text("{}")
+    weights = {"weight_map": {"model.layers.0.attn.c_attn.weight": "x", "model.wte.weight": "x"}}
+    (here / "model.safetensors.index.json").write_text(json.dumps(weights))
+    wrong = call("sft", "r.yaml", "model.path=m", "model.lora={targets: [q_proj]}", "--dry-run")
+    assert "no module of m is called `q_proj`" in wrong.stderr and "there are: c_attn, lm_head, wte" in wrong.stderr
+    assert call("sft", "r.yaml", "model.path=m", "model.lora={targets: [c_attn]}", "--dry-run").exit_code == 0
+
+
+def test_errors_are_json_with_their_place(call: Call, folder: Path) -> None:
+    (folder / "wrong.yaml").write_text("stage: sft\nmodel: {pth: tiny}\ndata: {source: rows.jsonl}\n")
+    result = call("sft", "wrong.yaml", "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["exit_code"]) == (2, 2)
+    first = next(one for one in told["problems"] if "pth" in one["what"])
+    assert (first["file"], first["line"], first["column"], first["key"]) == ("wrong.yaml", 2, 9, "model.pth")
+    assert first["hint"] == "did you mean `path`?"
+    assert "did you mean `path`?" in result.stderr  # and for people
+
+
+def test_a_command_that_is_not_written_right_is_json_too(call: Call) -> None:
+    told = json.loads(call("sft", "--json").stdout)
+    assert told["problems"][0]["what"].startswith("Missing argument")
+
+
+def test_an_error_of_a_run_is_json_with_the_way_on(call: Call, stage: Stage) -> None:
+    stage(fails(RunError("the engine is gone"), wrote="metrics.jsonl"))
+    told = json.loads(call("sft", "r.yaml", "--json", "--output", "out").stdout)
+    assert told["exit_code"] == 1 and told["problems"][0]["what"] == "the engine is gone"
+    assert told["run"] == "out" and told["resume"].startswith("posttrain sft r.yaml")
+
+
+def test_an_error_of_a_reward_names_its_own_line(call: Call, stage: Stage, folder: Path) -> None:
+    """The second reward breaks its contract while the run goes on: the error is not given the first one's line."""
+    (folder / "a.py").write_text("def good(completion): return 1.0\ndef bad(completion): return 'x'\n")
+    (folder / "rl.yaml").write_text(
+        "stage: rl\nmodel: {path: tiny}\ndata: {source: rows.jsonl}\nrun: {steps: 1}\nrewards:\n"
+        "  - use: ./a.py:good\n  - use: ./a.py:bad\n"
+    )
+    stage(fails(RewardError("returned 'x'", where="reward bad  rows.jsonl:1"), wrote="metrics.jsonl"))
+    told = json.loads(call("rl", "rl.yaml", "--json", "--output", "out").stdout)["problems"][0]
+    assert (told["file"], told["line"], told["key"]) == ("rl.yaml", 7, "rewards.1")
+    assert "rows.jsonl:1" in told["what"]

@@ -275,3 +275,10 @@ def test_an_extended_recipe_finds_what_stands_beside_it(tmp_path: Path, monkeypa
     assert load("own.yaml").resolved["data"]["source"] == str((tmp_path / "base" / "rows.jsonl").resolve())
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert load("own.yaml").resolved["data"]["source"] == "rows.jsonl"
+
+
+def test_an_empty_mapping_clears_the_names_of_columns(loads: Loads) -> None:
+    text = SFT.replace("{source: rows.jsonl}", "{source: rows.jsonl, columns: {prompt: q}}")
+    assert loads(text, "data.columns={answer: a}").resolved["data"]["columns"] == {"prompt": "q", "answer": "a"}
+    assert loads(text, "data.columns={}").resolved["data"]["columns"] == {}
+    assert loads(text, "data.columns={}", "data.columns.x=y").resolved["data"]["columns"] == {"x": "y"}

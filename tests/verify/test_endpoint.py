@@ -306,3 +306,12 @@ def test_pauses_double_and_a_server_may_ask_for_its_own(monkeypatch: pytest.Monk
 
 def test_a_scripted_endpoint_says_its_line() -> None:
     assert ask(Endpoint("scripted:Score: 4", "m"), ASKED, 0).text == "Score: 4"
+
+
+def test_openai_s_own_address_has_openai_s_variable_and_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-open")
+    assert endpoint._headers(Endpoint("https://api.openai.com/v1", "m")) == {"Authorization": "Bearer sk-open"}
+    for url in ("https://api.example.com/v1", "http://api.openai.com/v1", "https://api.openai.com.example.com/v1"):
+        assert endpoint._headers(Endpoint(url, "m")) == {}
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert "OPENAI_API_KEY" in endpoint.problem_of(Endpoint("https://api.openai.com/v1", "m"))

@@ -88,7 +88,10 @@ def test_a_template_beside_the_recipe(stub: Stub, scorer: Any, tmp_path: Path) -
     [
         ({}, "`endpoint` is missing"),
         ({"endpoint": {"url": "localhost", "model": "m"}}, "no http address"),
-        ({"endpoint": {"url": "http://x/v1", "model": "m", "tokens": 1}}, "`tokens`: Extra inputs"),
+        (
+            {"endpoint": {"url": "http://x/v1", "model": "m", "tokens": 1}},
+            "`tokens`: no key of this section; known: url, model",
+        ),
         ({"endpoint": {"url": "http://x/v1", "model": "m", "key_env": "NOT_SET"}}, "NOT_SET .* is not set"),
         ({"endpoint": {"url": "http://x/v1", "model": "m"}, "pattern": "(a)(b)"}, "must have one group"),
         ({"endpoint": {"url": "http://x/v1", "model": "m"}, "scale": [1, 1]}, "is not"),
@@ -131,3 +134,15 @@ def test_injections_are_tried_on_judges(stub: Stub, tmp_path: Path) -> None:
         trial = try_rewards(sections, Scoring(workers=1), None, rows)
         assert trial.correctness == "accuracy"
         assert {n for n, (works, _) in trial.injected["rating"].items() if works} == moved
+
+
+def test_a_key_in_a_recipe_is_answered_with_the_known_keys_and_never_shown() -> None:
+    for params in (
+        {"endpoint": {"url": "http://x/v1", "model": "m", "api_key": "sk-1234"}},
+        {"endpoint": {"url": 5, "model": "m", "api_key": "sk-1234"}},
+        {"endpoint": {"url": "http://x/v1", "model": "m"}, "api_key": "sk-1234"},
+    ):
+        with pytest.raises(RewardError) as error:
+            load_reward(Reward(use="judge.rating", params=params), None)
+        assert "sk-1234" not in str(error.value)
+        assert "key_env" in str(error.value) or "'***'" in str(error.value)

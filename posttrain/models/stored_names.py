@@ -1,0 +1,46 @@
+"""Names of a model's modules, from what is stored of it on this machine. Without torch, for checks before a run."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+from posttrain.models.places import Place
+
+TINY = ("down_proj", "embed_tokens", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj")
+MOST_BYTES = 100_000_000  # of a header
+
+
+def modules_of(place: Place) -> frozenset[str]:
+    """The last parts of the names of a model's modules with weights (`q_proj`). Empty where that cannot be seen.
+
+    A model with experts is not looked at: their weights are stored under other names than their modules have.
+    """
+    if place.kind == "tiny":
+        return frozenset(TINY)
+    if place.kind != "directory" or place.path is None:
+        return frozenset()
+    try:
+        names = _weights(place.path)
+    except (OSError, ValueError, KeyError, struct.error):  # loading it says what is wrong
+        return frozenset()
+    if any("expert" in name for name in names):
+        return frozenset()
+    modules = {parts[-2] for name in names if len(parts := name.split(".")) > 1 and not parts[-2].isdigit()}
+    return frozenset({*modules, "lm_head"} if modules else ())
+
+
+def _weights(folder: Path) -> list[str]:
+    """Names of the weights in a folder: from its index, or the header of its one file."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        return []
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > MOST_BYTES:
+            raise ValueError("no header")
+        return [name for name in json.loads(stream.read(length)) if name != "__metadata__"]
