@@ -1,0 +1,37 @@
+"""How torch's allocator takes a GPU's memory: in segments that grow, so that no piece is left over of a size that does
+not come again."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+PROBE_BYTES = 1 << 22
+
+
+def use_growing_segments(device: torch.device) -> bool:
+    """Have all later allocations of this process on a GPU use torch's expandable segments; returns whether they do.
+
+    Segments of fixed sizes stay reserved where micro-batches differ in size: a quarter of what a run held. Settings
+    that the user made in the environment stay, and so does the default where the driver cannot map memory.
+    """
+    if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
+        return False
+    change(growing=True)
+    try:
+        torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of the driver, which some sandboxes do not pass on whole
+        change(growing=False)
+        return False
+    return True
+
+
+def change(*, growing: bool) -> None:
+    """Set torch's option, by the name that the installed version has for it."""
+    name = "_accelerator_setAllocatorSettings"
+    apply = getattr(torch._C, name, None) or torch.cuda.memory._set_allocator_settings
+    apply(f"expandable_segments:{growing}")
