@@ -14,8 +14,9 @@ PROBE_BYTES = 1 << 22
 def use_growing_segments(device: torch.device) -> bool:
     """Have all later allocations of this process on a GPU use torch's expandable segments; returns whether they do.
 
-    Segments of fixed sizes stay reserved where micro-batches differ in size: a quarter of what a run held. Settings
-    that the user made in the environment stay, and so does the default where the driver cannot map memory.
+    Segments of fixed sizes stay reserved where micro-batches differ in size. Settings that the user made in the
+    environment stay, and so does the default where the driver cannot map memory. What another process is to map is
+    allocated apart from them: `rollout.weight_transfer.plain_segments`.
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         return False

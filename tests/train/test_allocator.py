@@ -1,0 +1,58 @@
+"""torch's allocator is set up on GPUs alone, leaves the user's settings, and is left as it was where that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.train import allocator
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append, raising=False)
+    for name in allocator.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+CUDA = torch.device("cuda")
+
+
+def allocating(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    def empty(*_: Any, **__: Any) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def test_segments_grow_on_a_gpu_alone(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    allocating(monkeypatch, None)
+    assert not allocator.use_growing_segments(torch.device("cpu")) and not changes
+    assert allocator.use_growing_segments(CUDA) and changes == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", allocator.VARIABLES)
+def test_what_the_user_has_set_stays(changes: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    assert not allocator.use_growing_segments(CUDA) and not changes
+
+
+def test_a_driver_that_maps_no_memory_keeps_the_default(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    allocating(monkeypatch, RuntimeError("CUDA driver error: operation not supported"))
+    assert not allocator.use_growing_segments(CUDA)
+    assert changes == ["expandable_segments:True", "expandable_segments:False"]
+    allocating(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.use_growing_segments(CUDA)
+
+
+def test_an_older_torch_has_another_name_for_it(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", changes.append)
+    allocator.change(growing=False)
+    assert changes == ["expandable_segments:False"]
