@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain import whereabouts
 from posttrain.batch import Prompt, Rollout, Segment, Turn
+from posttrain.errors import ToolError
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.batching import Batch
@@ -157,7 +158,7 @@ class TurnEngine:
     async def _rollout(
         self, number: int, row: Trajectory, step: Step, drawing: contextlib.AbstractContextManager[Draw]
     ) -> Rollout:
-        """One rollout, from its first turn to its score. An error has a note that says whose it is."""
+        """One rollout, from its first turn to its score. An error says of which row it is, in a note if not itself."""
         episode, sampling = self.world.episode(number), step.sampling
         try:
             await episode.begin(row.prompt.row)
@@ -173,6 +174,8 @@ class TurnEngine:
                     await self._take(row, drawn, episode, sampling, "time" if late else "turns" if last else "")
                     row.turns[-1] = dataclasses.replace(row.turns[-1], mc_value=value)
             return row.rollout(self.engine.version, await episode.score())
+        except ToolError as error:  # an environment that breaks its contract
+            raise error.at(whereabouts.row(row.prompt.uid)) from error
         except Exception as error:
             error.add_note(f"in turn {len(row.turns) + 1} of a rollout of {whereabouts.row(row.prompt.uid)}")
             raise

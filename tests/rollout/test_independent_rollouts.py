@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.batch import Prompt, Rollout
-from posttrain.errors import DataError, EngineError
+from posttrain.errors import DataError, EngineError, ToolError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
@@ -274,6 +274,15 @@ def test_an_error_cancels_the_others_and_says_whose_it_was() -> None:
         engine_of(world, engine).generate(prompts_of(2), 2, Sampling(max_new_tokens=300), seed=0)
     assert told.value.__notes__ == ["in turn 2 of a rollout of row p1"]
     assert sorted(world.closed) == [0, 1, 2, 3]
+
+
+def test_an_environment_that_breaks_its_contract_is_told_with_its_row() -> None:
+    class Endless(Stuck):
+        def step(self, _: str) -> Any:
+            return "", True, float("inf")
+
+    with pytest.raises(ToolError, match=r"^row p0  an environment's step returned inf"):
+        engine_of(Environments(Endless, 1, 60.0)).generate(prompts_of(1), 1, Sampling(max_new_tokens=99), seed=0)
 
 
 def test_an_error_of_the_listener_ends_the_rollouts() -> None:
