@@ -66,7 +66,11 @@ def marks_of_the_start(marks: dict[str, float]) -> Iterator[None]:
     from posttrain.train import assemble, rl, sharding
 
     marks["imports"] = time.perf_counter()
-    ends = [(rl, "audited", "data and rewards"), (sharding, "load", "model"), (assemble, "make_engine", "engine asked")]
+    ends: list[tuple[Any, str, str]] = [
+        (rl, "audited", "data and rewards"),
+        (sharding, "load", "model"),
+        (assemble, "make_engine", "engine asked"),
+    ]
     ends += [(rl, "check_start", "checks"), (rl, "try_longest", "longest rows"), (Progress, "ready", "ready")]
     with contextlib.ExitStack() as stack:
         for owner, name, label in ends:
