@@ -11,6 +11,7 @@ trainer's memory for ever.
 
 from __future__ import annotations
 
+import copy
 import math
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.config import CacheConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -179,6 +181,22 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="posttrain-parent").start()
 
 
+def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
+    """vLLM's hash of a CacheConfig, whatever size the KV cache is asked to have.
+
+    The name of the folder of compiled graphs is made of it, and up to 0.23 the size is a part of it: the first start
+    with a known size (`kv_size`) would compile anew what the one that measured it has compiled.
+    """
+
+    def hashed(config: Any) -> str:
+        plain = copy.copy(config)
+        plain.kv_cache_memory_bytes = None
+        return compute_hash(plain)
+
+    return hashed
+
+
 say_in_log()
+CacheConfig.compute_hash = without_kv_size(CacheConfig.compute_hash)  # type: ignore[method-assign]
 WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, LocalTransfer)
 end_with_parent()
