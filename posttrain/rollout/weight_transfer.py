@@ -85,11 +85,13 @@ class LocalSender:
         staging: Staging | None = None
         for bucket, size in buckets(weights, self.dtype):
             if staging is None or staging.size < size:
+                if staging is not None:
+                    staging.release()
                 staging = Staging(max(size, BUCKET_BYTES), self.device)
             described = staging.fill([(name, tensor, sent_dtype(tensor, self.dtype)) for name, tensor in bucket])
             loop.run(self.client.update_weights({"gpu": described}))
-        del staging
-        torch.cuda.ipc_collect()
+        if staging is not None:
+            staging.release()
 
     def _send_files(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for bucket, _ in buckets(weights, self.dtype):
@@ -129,6 +131,12 @@ class Staging:
             "buffer": [shape[0], offset, *handle],
         }
 
+    def release(self) -> None:
+        """Give the memory back, once every export of it has been read."""
+        del self.buffer
+        torch.cuda.ipc_collect()
+        del self.pool  # behind what is in it
+
 
 @contextlib.contextmanager
 def plain_segments() -> Iterator[Any]:
@@ -137,20 +145,35 @@ def plain_segments() -> Iterator[Any]:
 
     Of expandable segments another process may only map those of one that it could debug.
     """
-    settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
-    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is None:  # torch before 2.9
-        change = torch.cuda.memory._set_allocator_settings
-    if not settings.get("expandable_segments"):
+    before = allocator_settings()
+    if "expandable_segments:True" not in before:
         yield None
         return
-    change("expandable_segments:False")
+    set_allocator(before.replace("expandable_segments:True", "expandable_segments:False"))
     try:
         pool = torch.cuda.MemPool()  # an ordinary free block may be of an expandable segment
         with torch.cuda.use_mem_pool(pool):
             yield pool
     finally:
-        change("expandable_segments:True")
+        set_allocator(before)
+
+
+def allocator_settings() -> str:
+    """What torch's allocator goes by, in the form of PYTORCH_ALLOC_CONF."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return str(get())
+    settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]  # torch before 2.13
+    text = str(settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+    if settings.get("expandable_segments") and "expandable_segments:True" not in text:
+        return ",".join([*filter(None, [text]), "expandable_segments:True"])
+    return text
+
+
+def set_allocator(settings: str) -> None:
+    """Torch forgets what is not in `settings`."""
+    change: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (change or torch.cuda.memory._set_allocator_settings)(settings)
 
 
 @contextlib.contextmanager
