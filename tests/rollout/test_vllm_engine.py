@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.rollout_sections import EngineSection, Sampling
 from posttrain.recipe.sections import Lora
 from posttrain.rollout import loop, vllm_engine, vllm_start
 from posttrain.rollout.engine import Completion, as_rollouts, make_engine
@@ -204,8 +203,7 @@ def test_tokens_of_three_versions(start: Start, loaded: LoadedModel, monkeypatch
 
 
 def test_dropped_weights_need_a_sync(start: Start, loaded: LoadedModel, prompts: list[Prompt]) -> None:
-    engine = start()
-    engine.spec = dataclasses.replace(engine.spec, section=Vllm(sleep=True))
+    engine = start(sleep=True)
     client = engine.clients[0]
     client.told.clear()
     engine.sleep()
