@@ -93,6 +93,9 @@ def test_rollouts_are_independent_and_do_not_depend_on_timing(
             turning = TurnEngine(engine, world, loaded.tokenizer, loaded.eos_ids)
             return turning.generate(prompts[:4], 2, SAMPLING, seed=3, **more)
 
+        many = [Prompt(str(n), {}, "", tuple((n + i) % 90 + 8 for i in range(120))) for n in range(100)]
+        found = engine.generate(many, 1, Sampling(max_new_tokens=3), seed=0)  # more than vLLM reads in one step
+        assert len(found) == 100 and largest_gap(loaded.model, found, 1.0) < 1e-3
         every = generate(Delayed(None))
         assert max(len(r.turns) for r in every) == 4 and len({r.ids for r in every}) == 8
         assert largest_gap(loaded.model, every, SAMPLING.temperature) < 1e-3
