@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,24 @@ def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     counters.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_one_run_has_compiled_the_next_one_finds(tmp_path: Path) -> None:
+    """In a process of its own, each with a temporary folder of its own."""
+    found = []
+    for n in range(2):
+        (tmp_path / f"tmp-{n}").mkdir()
+        places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / f"tmp-{n}")}
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("compiled_once.py"))],
+            env={**os.environ, **places}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0]["compiled"] >= 2, "forward and backward"
+    assert found[1]["compiled"] == 0 and found[1]["found"] >= 2
 
 
 @pytest.mark.usefixtures("without_code")
