@@ -7,6 +7,8 @@ import os
 
 import torch
 
+from posttrain.rollout.weight_transfer import set_allocator
+
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PROBE_BYTES = 1 << 22
 
@@ -20,19 +22,12 @@ def use_growing_segments(device: torch.device) -> bool:
     """
     if device.type != "cuda" or any(os.environ.get(name) for name in VARIABLES):
         return False
-    change(growing=True)
+    set_allocator("expandable_segments:True")
     try:
         torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # of the driver, which some sandboxes do not pass on whole
-        change(growing=False)
+        set_allocator("expandable_segments:False")
         return False
     return True
-
-
-def change(*, growing: bool) -> None:
-    """Set torch's option, by the name that the installed version has for it."""
-    name = "_accelerator_setAllocatorSettings"
-    apply = getattr(torch._C, name, None) or torch.cuda.memory._set_allocator_settings
-    apply(f"expandable_segments:{growing}")

@@ -13,7 +13,7 @@ from posttrain.train import allocator
 @pytest.fixture
 def changes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append, raising=False)
+    monkeypatch.setattr(allocator, "set_allocator", found.append)
     for name in allocator.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return found
@@ -49,10 +49,3 @@ def test_a_driver_that_maps_no_memory_keeps_the_default(changes: list[str], monk
     allocating(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         allocator.use_growing_segments(CUDA)
-
-
-def test_an_older_torch_has_another_name_for_it(changes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", changes.append)
-    allocator.change(growing=False)
-    assert changes == ["expandable_segments:False"]
