@@ -126,7 +126,7 @@ def repack(model: Any) -> None:
     not after an update.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if type(module).__name__ == "ParallelLMHead":
             method.process_weights_after_loading(module)
         elif hasattr(module, "w13_weight") and getattr(method, "moe_kernel", None) is not None:

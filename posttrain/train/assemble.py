@@ -32,6 +32,7 @@ from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
 from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.held_out import prepare_held_out, rl_sampling
+from posttrain.train.logprobs import shares_prompts
 from posttrain.train.objective import Objective
 from posttrain.train.offline import stored_completions
 from posttrain.train.opponent import Opponent
@@ -124,6 +125,7 @@ def assembled(
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts)
         with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
+            lines = packed(loaded, note)  # before the reference is made: a copy of the model, attention and all
             context = TrainContext(
                 recipe=recipe,
                 loaded=loaded,
@@ -135,7 +137,8 @@ def assembled(
                 prompts=work.prompts,
                 objective=work.objective,
                 controls=work.controls,
-                packed=packed(loaded, note),  # before the reference is made: a copy of the model, attention and all
+                packed=lines,
+                shares=lines and shares_prompts(loaded),
                 optimizer=optim.build(loaded.model, recipe.optim, learner, recipe.critic.lr),
                 scaler=optim.loss_scaler(loaded),
                 steps=work.steps,

@@ -49,6 +49,7 @@ class TrainContext:
     watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written
     compiled: Switch = nullcontext  # opened around the passes of training
+    shares: bool = False  # packed rows of one prompt share its pass, where prompts are long
 
     @property
     def updates_per_step(self) -> int:

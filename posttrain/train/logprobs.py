@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,17 @@ from posttrain.loss.router import load_balance
 from posttrain.models.adapters import causal_of
 from posttrain.models.experts import experts_a_token
 from posttrain.models.load import LoadedModel
+from posttrain.models.precision import HALF
+from posttrain.models.rounding import relative_gap
 from posttrain.rollout.hf import evaluating
-from posttrain.train.attention import Packed, takes_borders
+from posttrain.train.attention import Packed, short_windows, takes_borders
 from posttrain.train.dealing import dealt, units_of
 from posttrain.train.head import Head, backbone, token_scores
+from posttrain.train.prompt_sharing import Prompts, sharing
 from posttrain.train.sharding import as_forward
 
 PROBE = 16  # tokens of a row on which a model is tried
+PROBE_ROWS = ((3, 4, 5), (6, 7), (8, 9, 10))  # completions of one prompt, for the same
 HEAD_GAP = 0.05  # nats, of one log-prob: the same products, rounded alike
 
 
@@ -47,6 +52,11 @@ class Sequences:
         return [len(row) for row in self.ids]
 
     @property
+    def prompts(self) -> Prompts:
+        """Which rows have a prompt in common."""
+        return Prompts.of(self.ids, self.prompt_lengths)
+
+    @property
     def flat(self) -> Tensor:
         """The tokens of all rows behind each other."""
         return _joined(self.ids)
@@ -56,16 +66,27 @@ class Sequences:
 
 
 def micro_batches(
-    lengths: Sequence[int], max_tokens: int, *, packed: bool, groups: Sequence[int] | None = None
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    packed: bool,
+    groups: Sequence[int] | None = None,
+    prompts: Prompts | None = None,
 ) -> list[list[int]]:
     """Row numbers in micro-batches of at most `max_tokens` tokens, padding counted; a longer row stands alone.
 
     Rows are taken by length, longest first, so that a lack of memory shows at once. Each goes to the first micro-batch
     that has room for it; where rows are padded, to the newest, whose rows are nearly as long. Packed micro-batches are
     then levelled: no more of them, and none is left short. groups: a number a row; rows of one group then stay
-    together, and a group that is too large stands alone.
+    together, and a group that is too large stands alone. prompts: of these rows, where rows of one prompt share its
+    pass; they then come together as far as there is room.
     """
     units = units_of(len(lengths), groups)
+    if prompts is not None and groups is None:
+        units = prompts.units(prompts.numbers, max_tokens)
+
+    def tokens_of(rows: Sequence[int]) -> int:
+        return sum(lengths[r] for r in rows) if prompts is None else prompts.cost(rows)
 
     def longest(rows: Sequence[int]) -> int:
         return max(lengths[r] for r in rows)
@@ -73,7 +94,7 @@ def micro_batches(
     batches: list[list[int]] = []
     taken: list[int] = []  # tokens of each
     for unit in sorted(units, key=lambda rows: (-longest(rows), rows[0])):
-        size = sum(lengths[r] for r in unit)
+        size = tokens_of(unit)
         if packed:
             place = next((n for n, tokens in enumerate(taken) if tokens + size <= max_tokens), len(batches))
         else:
@@ -85,16 +106,15 @@ def micro_batches(
             taken.append(0)
         batches[place] += unit
         taken[place] += size
-    return _levelled(units, lengths, len(batches), max_tokens) or batches if packed else batches
+    return _levelled(units, list(map(tokens_of, units)), len(batches), max_tokens) or batches if packed else batches
 
 
-def _levelled(units: list[list[int]], lengths: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
+def _levelled(units: list[list[int]], sizes: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
     """Units of rows in `count` micro-batches of nearly equal tokens; None if one of them became too large.
 
     A short micro-batch at the end would be computed less well than the others and, where layers are compiled, by a
     graph of its own: torch's kernels for gradients of norms want 4096 tokens or more.
     """
-    sizes = [sum(lengths[r] for r in unit) for unit in units]
     parts = dealt(sizes, count)
     if any(len(part) > 1 and sum(sizes[n] for n in part) > max_tokens for part in parts):
         return None
@@ -119,6 +139,7 @@ def completion_scores(
     temperature: float | Tensor = 1.0,
     *,
     packed: bool = False,
+    share: bool = False,
     fill: int = 1,
     extras: Extras | None = None,
 ) -> dict[str, Tensor]:
@@ -126,26 +147,38 @@ def completion_scores(
 
     Cells behind a row's completion are 0. Entropy (nats) is detached. A `temperature` [N] is one a row; 0 (greedy) is
     read as 1. packed: where the model was switched by `attention.use_packed_attention`, rows cost no padding, and the
-    line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. Extras:
-    `vocab_mean_logp`, `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `router_loss`
-    [N].
+    line is filled up to a multiple of `fill` tokens: memory of a size that comes again is used again. share: rows of
+    one prompt share its pass in such a line, if enough falls away (`prompt_sharing`). Extras: `vocab_mean_logp`,
+    `values` [N,width], `topk_logp`, `topk_chosen` [N,width,K], `hidden` [N,width,H], `router_loss` [N].
     """
     causal = causal_of(model)
+    line = fill if packed and takes_borders(causal) else None
+    prompts = sequences.prompts if share and line is not None else None
+    prompts = prompts if prompts is not None and prompts.pays() else None
     return as_forward(
-        causal, lambda: _completion_scores(causal, sequences, width, temperature, packed, fill, extras or Extras())
+        causal,
+        lambda: _completion_scores(causal, sequences, width, temperature, line, prompts, extras or Extras()),
     )
 
 
 def _completion_scores(
-    causal: Any, sequences: Sequences, width: int, temperature: float | Tensor, packed: bool, fill: int, extras: Extras
+    causal: Any,
+    sequences: Sequences,
+    width: int,
+    temperature: float | Tensor,
+    line: int | None,
+    prompts: Prompts | None,
+    extras: Extras,
 ) -> dict[str, Tensor]:
+    """line: what a packed line is filled up to a multiple of; None = rows are padded."""
     device = next(causal.parameters()).device
     rows, positions, columns, targets = _completion_positions(sequences, device)
     asked = {"output_router_logits": True} if extras.router else {}
-    if packed and takes_borders(causal):
-        out = _packed_states(causal, sequences, device, fill, asked)
-        starts = on_device([0, *sequences.lengths[:-1]], device).cumsum(0)
-        states = out.last_hidden_state[0, starts[rows] + positions]
+    borders = None
+    if line is not None:
+        borders, starts = _borders(sequences, prompts, line, device)
+        out = _packed_states(causal, sequences, borders, asked)
+        states = out.last_hidden_state[0, on_device(starts, device)[rows] + positions]
     else:
         out = _padded_states(causal, sequences, device, asked)
         states = out.last_hidden_state[rows, positions]
@@ -157,18 +190,22 @@ def _completion_scores(
         found["values"] = extras.value_head(states.detach().float())[:, 0]
     placed = {name: _placed(value, rows, columns, (len(sequences), width)) for name, value in found.items()}
     if extras.router:
-        placed["router_loss"] = _router_loss(causal, out, sequences, device)
+        placed["router_loss"] = _router_loss(causal, out, sequences, borders, device)
     return placed
 
 
-def _router_loss(causal: Any, out: Any, sequences: Sequences, device: torch.device) -> Tensor:
-    """The load-balancing loss [N] of each row, whose tokens stand in one line or in rows padded on the right."""
-    count, length = out.last_hidden_state.shape[:2]
+def _router_loss(causal: Any, out: Any, sequences: Sequences, borders: Packed | None, device: torch.device) -> Tensor:
+    """The load-balancing loss [N] of each row, whose tokens stand in one line or, without borders, in rows padded on
+    the right."""
     lengths = on_device(sequences.lengths, device)
     rows = torch.arange(len(sequences), device=device).repeat_interleave(lengths)
-    places = torch.arange(len(rows), device=device)
-    if count == len(sequences) > 1:
-        places = places - (lengths.cumsum(0) - lengths)[rows] + rows * length
+    if borders is None:
+        length = out.last_hidden_state.shape[1]
+        places = on_device(ranges(sequences.lengths, [n * length for n in range(len(sequences))]), device)
+    elif borders.keys is None:
+        places = torch.arange(len(rows), device=device)
+    else:
+        places = borders.keys.sources[: len(rows)]
     logits = [layer.reshape(-1, layer.shape[-1])[places] for layer in out.router_logits]
     return load_balance(logits, rows, len(sequences), experts_a_token(causal))
 
@@ -230,17 +267,48 @@ def _padded_states(causal: Any, sequences: Sequences, device: torch.device, aske
     return backbone(causal)(input_ids=ids, attention_mask=mask, use_cache=False, **asked)
 
 
-def _packed_states(causal: Any, sequences: Sequences, device: torch.device, fill: int, asked: Mapping[str, Any]) -> Any:
-    """The same, [1,tokens,H], for all rows in one line; positions start at 0 in each row.
+def _borders(
+    sequences: Sequences, prompts: Prompts | None, fill: int, device: torch.device
+) -> tuple[Packed, list[int]]:
+    """Who attends to what in a line of all rows, and where in it the first token of each row would stand. prompts:
+    where rows of one share its pass.
 
     What fills the line up to a multiple of `fill` is one more row, of token 0, whose states nobody reads.
     """
-    rest = -sum(sequences.lengths) % fill
-    lengths = [*sequences.lengths, *([rest] if rest else [])]
-    ids = on_device(functional.pad(sequences.flat, (0, rest)), device)[None]
-    positions = on_device(ranges(lengths), device)[None]
-    borders = Packed.of(lengths, device)
+    lengths = sequences.lengths
+    skipped = [0] * len(lengths) if prompts is None else prompts.skipped(range(len(lengths)))
+    own = [length - skip for length, skip in zip(lengths, skipped, strict=True)]
+    rest = -sum(own) % fill
+    starts = [start - skip for start, skip in zip(accumulate(own, initial=0), skipped, strict=False)]
+    if prompts is None:
+        return Packed.of([*own, *([rest] if rest else [])], device), starts
+    return sharing(prompts, rest, device), starts
+
+
+def _packed_states(causal: Any, sequences: Sequences, borders: Packed, asked: Mapping[str, Any]) -> Any:
+    """The same, [1,tokens,H], for all rows in one line; positions start at 0 in each row."""
+    device = borders.borders.device
+    whole = borders.lengths if borders.keys is None else borders.keys.lengths
+    skipped = [length - own for length, own in zip(whole, borders.lengths, strict=True)]
+    rest = sum(borders.lengths[len(sequences) :])
+    rows = [row[skip:] for row, skip in zip(sequences.ids, skipped, strict=False)]
+    ids = on_device(functional.pad(_joined(rows), (0, rest)), device)[None]
+    positions = on_device(ranges(borders.lengths, skipped), device)[None]
     return backbone(causal)(input_ids=ids, position_ids=positions, packed=borders, use_cache=False, **asked)
+
+
+def shares_prompts(loaded: LoadedModel) -> bool:
+    """Whether rows that share the pass of their prompt in a line have the states that they have alone. It is tried,
+    with sliding windows that are shorter than the prompt; rows must be packed already."""
+    prompt, model = range(11, 18), loaded.model
+    rows = [Sequences(((*prompt, *row),), (len(prompt),)) for row in PROBE_ROWS]
+    line = Sequences(tuple(row.ids[0] for row in rows), (len(prompt),) * len(rows))
+    states = Extras(hidden=True)
+    with evaluating(model), torch.no_grad(), loaded.autocast(), short_windows(causal_of(model)):
+        found = completion_scores(model, line, 3, packed=True, share=True, extras=states)["hidden"]
+        alone = [completion_scores(model, row, 3, packed=True, extras=states)["hidden"] for row in rows]
+    half = loaded.half is not None or causal_of(model).dtype in HALF
+    return relative_gap(found, torch.cat(alone)) < (0.1 if half else 1e-3)
 
 
 def prove_head(loaded: LoadedModel, sequences: Sequences) -> None:

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from posttrain.batch import RolloutBatch
 from posttrain.loss.regularise import reference_power
+from posttrain.models.adapters import causal_of
+from posttrain.models.weight_names import class_of
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.rollout.hf import evaluating
 from posttrain.train import distributed, sharding
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
+from posttrain.train.prompt_sharing import Prompts
 
 # Measured once a step, without gradient, before the first update: field of the batch -> its name in `scores`.
 AT_ROLLOUT = {
@@ -46,9 +49,23 @@ def scores(
             width,
             temperature,
             packed=p.packed,
+            share=p.shares
+            and class_of(causal_of(model)) is class_of(causal_of(p.loaded.model)),  # a teacher may differ
             fill=line_unit(p.recipe.batch.micro_tokens),
             extras=extras,
         )
+
+
+def prompts_of(p: TrainContext, sequences: Sequences) -> Prompts | None:
+    """Which of these rows share the pass of their prompt; None where that cannot be done, or does not pay."""
+    prompts = sequences.prompts if p.shares else None
+    return prompts if prompts is not None and prompts.pays() else None
+
+
+def kept_together(prompts: Prompts | None) -> Sequence[int] | None:
+    """Numbers for rows that one rank should get together: those of a prompt, if ranks have several prompts each."""
+    enough = prompts is not None and len(set(prompts.numbers)) >= 4 * distributed.world()
+    return prompts.numbers if prompts is not None and enough else None
 
 
 def line_unit(micro_tokens: int) -> int:
@@ -175,7 +192,8 @@ def _in_parts(
     divided = len(rows) >= distributed.world()
     if not divided:
         return _passed(p, sequences, rows, run, divided=False)
-    mine = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows])]
+    prompts = prompts_of(p, sequences.select(rows))
+    mine = [rows[n] for n in distributed.mine([len(sequences.ids[r]) for r in rows], kept_together(prompts))]
     out = distributed.own_of(sharding.tried(p.loaded, partial(_passed, divided=True), p, sequences, mine, run))
     return {name: distributed.add_up(value) for name, value in out.items()}
 
@@ -191,7 +209,8 @@ def _passed(
     """`run` on `rows` in micro-batches. divided: `rows` are this rank's share."""
     out: dict[str, Tensor] = {}
     lengths = [len(sequences.ids[r]) for r in rows]
-    parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed)
+    prompts = prompts_of(p, sequences.select(rows))
+    parts = micro_batches(lengths, p.recipe.batch.micro_tokens, packed=p.packed, prompts=prompts)
     idle = sharding.idle(len(parts), p.loaded) if divided else 0
     for micro in parts:
         chosen = [rows[m] for m in micro]

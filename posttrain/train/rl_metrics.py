@@ -219,9 +219,11 @@ class Mismatch:
 
 def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: float, updates: int) -> dict[str, Any]:
     """Means over the trained tokens of all updates of a step; loss and gradient norm are means over updates, also over
-    those whose gradient was 0. updates: how many had another one."""
+    those whose gradient was 0. updates: how many had another one. `shared_prompt_ratio`: of the tokens of the rows, the
+    share that needed no pass, being the prompt of another row."""
     tokens, skipped = max(sums.get("tokens", 0.0), 1.0), sums.get("skipped", 0.0)
-    means = {name: value / tokens for name, value in sums.items() if name not in ("loss", "tokens", "skipped")}
+    counts = ("loss", "tokens", "skipped", "rows_tokens", "shared_tokens")
+    means = {name: value / tokens for name, value in sums.items() if name not in counts}
     return {
         **means,
         "loss": sums.get("loss", 0.0) / max(len(norms) + skipped, 1),
@@ -229,6 +231,7 @@ def update_metrics(sums: Mapping[str, float], norms: Sequence[float], *, lr: flo
         "lr": lr,
         "updates": updates,
         **({"updates_skipped": skipped} if skipped else {}),
+        **({"shared_prompt_ratio": sums["shared_tokens"] / sums["rows_tokens"]} if sums.get("rows_tokens") else {}),
         "trained_tokens": sums.get("tokens", 0.0),
     }
 

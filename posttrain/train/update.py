@@ -18,7 +18,7 @@ from posttrain.train import distributed, optim, sharding
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Sequences, micro_batches
 from posttrain.train.parts import token_sum
-from posttrain.train.policy import current, has_dropout, measure, needs_old_logp
+from posttrain.train.policy import current, has_dropout, kept_together, measure, needs_old_logp, prompts_of
 from posttrain.train.rl_metrics import Mismatch, update_metrics
 
 
@@ -152,7 +152,15 @@ def passes(
         p.scaler.scale(loss).backward()
         sums.add(stats)
         sums.add({"loss": loss, "entropy": token_sum(entropy, part.mask), "tokens": part.mask.sum()})
+        sums.add(passed_tokens(p, sequences.select(chosen)))
     return sums.numbers()
+
+
+def passed_tokens(p: TrainContext, sequences: Sequences) -> dict[str, float]:
+    """The tokens of these rows, and how many of them need no pass of their own: nothing where rows never share any."""
+    prompts = prompts_of(p, sequences)
+    skipped = 0 if prompts is None else sum(prompts.skipped(range(len(sequences))))
+    return {"rows_tokens": sum(sequences.lengths), "shared_tokens": skipped} if p.shares else {}
 
 
 def idle_pass(p: TrainContext, batch: RolloutBatch, sequences: Sequences, active: Sequence[int]) -> None:
@@ -176,11 +184,13 @@ def my_micro_batches(
     """
     whole = p.objective.whole_groups
     lengths = [len(sequences.ids[r]) for r in active]
-    mine = distributed.mine(lengths, batch.group_ids[active].tolist() if whole else None)
+    shared = prompts_of(p, sequences.select(active))
+    mine = distributed.mine(lengths, batch.group_ids[active].tolist() if whole else kept_together(shared))
     rows = [active[n] for n in mine]
     groups = batch.group_ids[rows].tolist() if whole else None
+    prompts = prompts_of(p, sequences.select(rows))
     limit = p.recipe.batch.micro_tokens
-    parts = micro_batches([lengths[n] for n in mine], limit, packed=p.packed, groups=groups)
+    parts = micro_batches([lengths[n] for n in mine], limit, packed=p.packed, groups=groups, prompts=prompts)
     idle = sharding.idle(len(parts), p.loaded)
     for micro in [*parts, *[list[int]()] * idle]:
         yield [rows[m] for m in micro]

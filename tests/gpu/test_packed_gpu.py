@@ -13,7 +13,7 @@ from posttrain.models.precision import keep_master_weights
 from posttrain.recipe.sections import Model
 from posttrain.train import attention
 from posttrain.train.compiled import compiled
-from posttrain.train.logprobs import Sequences, completion_logprobs
+from posttrain.train.logprobs import Sequences, completion_logprobs, completion_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -110,3 +110,22 @@ def test_a_shared_prompt_is_seen_by_both_sides() -> None:
     found.sum().backward()
     torch.testing.assert_close(found.detach(), torch.stack(alone), rtol=5e-3, atol=0.5)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_shared_prompt_equals_whole_rows_under_autocast() -> None:
+    """Queries that are fewer than the keys they attend to, in one kernel."""
+    model = small()
+    assert attention.use_packed_attention(model)
+    draw = torch.Generator().manual_seed(1)
+    prompt, *ends = (tuple(torch.randint(0, 512, (n,), generator=draw).tolist()) for n in (200, 7, 30, 64, 1))
+    sequences = Sequences(tuple((*prompt, *end) for end in ends), (200,) * len(ends))
+    found = []
+    for share in (False, True):
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logp = completion_scores(model, sequences, 64, packed=True, share=share, fill=64)["logp"]
+        logp.sum().backward()
+        found.append((logp.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.flatten()))
+    (whole, wanted), (shared, gradient) = found
+    assert (shared - whole).abs().max() < 0.1
+    assert torch.nn.functional.cosine_similarity(gradient, wanted, dim=0) > 0.999
