@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from posttrain import __version__, terminal
-from posttrain.cli import browse, doctor, generate, methods, plan, recipe, report, serve, stage, whatif
+from posttrain.cli import browse, doctor, generate, grid, methods, plan, recipe, report, serve, stage, whatif
 from posttrain.cli.guard import DEBUG, JSON, guarded
 from posttrain.cli.help import App, Group
 
@@ -20,7 +20,7 @@ LAZY = {
 }
 
 PANELS = {
-    "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run"),
+    "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run", "sweep"),
     "Data": ("data", "pairs"),
     "Measure": ("eval", "generate", "browse"),
     "Follow": ("report", "runs", "diff"),
@@ -84,6 +84,7 @@ def root(
 
 
 stage.register(app)
+grid.register(app)
 generate.register(app)
 serve.register(app)
 plan.register(app)

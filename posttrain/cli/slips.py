@@ -62,7 +62,7 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
     if plain in RECIPE:
         return f"the recipe comes first: posttrain {command} {value or 'RECIPE'}"
     if plain in ("m", "multirun", "sweep"):
-        return "a command is one run; several are a pipeline: `posttrain run`"
+        return "a command is one run; several are `posttrain sweep RECIPE KEY=A,B run.seed=0,1`"
     from posttrain.recipe.slips import form_for
 
     form = form_for(name, value or "VALUE", _stages(command, others)) if len(name) > 1 else ""

@@ -46,10 +46,11 @@ class _Running:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=60))
 
 
-def run_children(children: Sequence[Child], parallel: int) -> None:
+def run_children(children: Sequence[Child], parallel: int, *, keep_going: bool = False) -> dict[str, str]:
     """Run all, at most `parallel` at a time, in order.
 
-    The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines.
+    The first that fails stops the others and becomes a UserError (it ended with 2) or a RunError with its last lines;
+    with keep_going the others go on, and {name: last lines} of those that failed is returned.
     Ctrl-C, SIGTERM and SIGHUP are passed on once, as SIGTERM, so that each child can save, and raise Interrupted. A
     child whose parent dies sees the end of its stdin (see `interrupt.stop_with_parent`).
     """
@@ -58,8 +59,8 @@ def run_children(children: Sequence[Child], parallel: int) -> None:
     asked_at: float | None = None
     with GracefulStop() as stop, _Display() as display:
         try:
-            while running or (waiting and not (failed or stop.requested)):
-                while waiting and len(running) < parallel and not (failed or stop.requested):
+            while running or (waiting and not (_ends(failed, keep_going) or stop.requested)):
+                while waiting and len(running) < parallel and not (_ends(failed, keep_going) or stop.requested):
                     running.append(_start(waiting.pop(0), lines))
                 _show(lines, running, display)
                 for one in [r for r in running if r.process.poll() is not None]:
@@ -69,17 +70,23 @@ def run_children(children: Sequence[Child], parallel: int) -> None:
                     display.gone(one.child)
                     if one.process.returncode and not stop.requested:
                         failed.append(one)
-                if (failed or stop.requested) and asked_at is None:
+                if (_ends(failed, keep_going) or stop.requested) and asked_at is None:
                     asked_at = time.monotonic()
                     _signal(running, signal.SIGTERM)
                 if asked_at is not None and time.monotonic() - asked_at > GRACE_S:
                     _signal(running, signal.SIGKILL)
         finally:
             _signal(running, signal.SIGKILL)
-    if failed:
+    if failed and not keep_going:
         raise _error(failed[0])
     if stop.requested:
         raise Interrupted("stopped; every child saved what it had", number=stop.number)
+    return {one.child.name: str(_error(one)) for one in failed}
+
+
+def _ends(failed: Sequence[_Running], keep_going: bool) -> bool:
+    """Whether a failure ends the others."""
+    return bool(failed) and not keep_going
 
 
 def _start(child: Child, lines: queue.Queue[tuple[Child, str]]) -> _Running:

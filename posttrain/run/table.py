@@ -62,6 +62,23 @@ def print_table(rows: Sequence[Mapping[str, Any]], findings: Sequence[str]) -> N
         console.print(sentence, soft_wrap=True)
 
 
+def print_settings(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """The table of a sweep on stdout: a row a setting, numbers with their interval over seeds."""
+    cells = [
+        [str(row["setting"]), f"{row['runs']} of {row['of']}", *(_number(row[name]) for name in names)] for row in rows
+    ]
+    _print("", ["setting", "runs", *(name.replace("_", " ") for name in names)], cells)
+
+
+def _number(value: Mapping[str, Any]) -> str:
+    """`0.886 [0.866, 0.906]` with four digits; the number alone where there is no interval."""
+    if value["mean"] is None:
+        return "-"
+    if value["low"] is None:
+        return f"{value['mean']:.4g}"
+    return f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
+
+
 def _print(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> Console:
     console = terminal.console(highlight=False, markup=False)
     if not console.is_terminal:
@@ -70,7 +87,7 @@ def _print(title: str, heads: Sequence[str], cells: Sequence[Sequence[str]]) -> 
         console.print(title)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for name in heads:
-        table.add_column(name, justify="left" if name == "model" else "right")
+        table.add_column(name, justify="left" if name in ("model", "setting") else "right")
     for row in cells:
         table.add_row(*row)
     console.print(table)

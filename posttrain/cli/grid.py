@@ -1,0 +1,192 @@
+"""`posttrain sweep RECIPE KEY=A,B ... run.seed=0,1,2`: a run for every combination, side by side, and a table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain.cli.guard import DEBUG, RESUME, RUN, say
+from posttrain.cli.stage import TRAINING, Debug, DryRun, Json, Output, Recipe, Resume, tell_notes
+from posttrain.errors import RunError, UserError, counted
+
+if TYPE_CHECKING:
+    from posttrain.recipe.grid import GridPoint
+    from posttrain.recipe.load import Loaded
+    from posttrain.run.children import Child
+
+NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # of summaries, for the table
+CAVEAT = "the best of a table was chosen on what it is measured on: measure it on other data before it is quoted"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("sweep")(sweep)
+
+
+def sweep(
+    ctx: typer.Context,
+    recipe: Recipe,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY.PATH=VALUE", help="KEY=A,B,C has several values; run.seed's are repetitions."),
+    ] = None,
+    parallel: Annotated[int, typer.Option("--parallel", metavar="N", min=1, help="Runs side by side.")] = 1,
+    evaluation: Annotated[
+        str | None, typer.Option("--eval", metavar="RECIPE", help="An eval recipe that measures each model.")
+    ] = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    output: Output = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train with every combination of some values, and compare: a table with intervals over seeds.
+
+      posttrain sweep r.yaml optim.lr=1e-5,3e-5 run.seed=0,1,2 --parallel 2 --output runs/lr
+
+    A run that fails leaves the others alone, and is named. With --resume, what is done stays, and what is not goes on.
+    """
+    from posttrain.cli import packages, preflight
+    from posttrain.recipe.grid import grid
+    from posttrain.recipe.load import load
+    from posttrain.run.directory import RunDirectory
+
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+    fixed, points = grid(overrides or [])
+    first = preflight.load(recipe, [*fixed, *points[0].overrides])
+    if first.recipe.verb not in (*TRAINING, "eval"):
+        raise UserError(f"a sweep is of runs that train or measure, not of `posttrain {first.recipe.verb}`")
+    for point in points[1:]:  # every value, before the first run
+        load(recipe, [*fixed, *point.overrides], stage=first.recipe.verb)
+    measure = preflight.load(evaluation, ["model.path=tiny"], stage="eval") if evaluation else None
+    tell_notes(first)
+    if dry_run:
+        for point in points:
+            say(f"would run {' '.join(('posttrain', first.recipe.verb, recipe, *fixed, *point.overrides))}")
+        return
+    packages.require(first)
+    if measure is not None:
+        packages.require(measure)
+    with RunDirectory.open(
+        output, name=f"{first.name}-sweep", text=first.text, resolved=_shared(first, points), resume=resume
+    ) as directory:
+        typed = ["posttrain", "sweep", recipe, *(overrides or []), "--parallel", str(parallel)]
+        ctx.meta[RUN] = directory
+        ctx.meta[RESUME] = [*typed, *(["--eval", evaluation] if evaluation else []), "--output", str(directory.path)]
+        ctx.meta[RESUME].append("--resume")
+        say(f"run directory: {directory.path}")
+        commands = {point: [first.recipe.verb, recipe, *fixed, *point.overrides] for point in points}
+        failed = run_points(commands, directory.path, parallel)
+        if evaluation:
+            failed |= run_points(
+                {point: _measured(evaluation, directory.path / point.folder) for point in points}, directory.path,
+                parallel, below="eval", needs="final",
+            )  # fmt: skip
+        finish(points, directory.path, failed, as_json, measured=bool(evaluation))
+
+
+def _shared(first: Loaded, points: Sequence[GridPoint]) -> dict[str, Any]:
+    """The values that all runs have: on resume they must be those of before, while others may have been added."""
+    varied = {override.partition("=")[0] for point in points for override in point.overrides}
+    heads = {key.partition(".")[0] for key in varied}
+    return {key: value for key, value in first.resolved.items() if key not in heads and key != "run"}
+
+
+def _measured(evaluation: str, run: Path) -> list[str]:
+    return ["eval", evaluation, f"model.path={(run / 'final').resolve()}"]
+
+
+def run_points(
+    commands: Mapping[GridPoint, Sequence[str]], path: Path, parallel: int, *, below: str = "", needs: str = ""
+) -> dict[str, str]:
+    """Run what has no summary yet, each in its own folder; {folder: why} of those that failed.
+
+    below: a folder inside the point's. needs: what the point must have, without which it is passed over.
+    """
+    from posttrain.run.children import Child, run_children
+    from posttrain.run.durable import read_json
+    from posttrain.run.environment import usable_cpus
+
+    children: list[Child] = []
+    gpus = visible_gpus()
+    for point, command in commands.items():
+        folder = path / point.folder / below
+        if read_json(folder / "summary.json") is not None or (needs and not (path / point.folder / needs).is_dir()):
+            continue
+        name = "/".join(filter(None, (point.folder, below)))
+        log = path / "logs" / f"{name.replace('/', '-')}.log"
+        log.parent.mkdir(exist_ok=True)
+        env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cpus() // parallel))}
+        if parallel > 1 and len(gpus) > 1:
+            env["CUDA_VISIBLE_DEVICES"] = gpus[len(children) % len(gpus)]
+        going_on = ["--resume"] if folder.exists() else []
+        typed = [sys.executable, "-m", "posttrain", *command, "--output", str(folder), *going_on]
+        children.append(Child(name=name, command=typed, log=log, env={**env, "PYTHONUNBUFFERED": "1"}))
+    return run_children(children, parallel, keep_going=True)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs of this machine, or those that CUDA_VISIBLE_DEVICES leaves; without asking a library."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if said is not None:
+        return [one.strip() for one in said.split(",") if one.strip() not in ("", "-1")]
+    return [str(number) for number, _ in enumerate(sorted(Path("/dev").glob("nvidia[0-9]*")))]
+
+
+def finish(
+    points: Sequence[GridPoint], path: Path, failed: Mapping[str, str], as_json: bool, *, measured: bool
+) -> None:
+    """Write summary.json, print the table, and name the runs that failed. Raises RunError if all have."""
+    from posttrain.cli.show import print_json
+    from posttrain.evaluate.over_seeds import summarise_settings
+    from posttrain.run.durable import read_json, write_json
+    from posttrain.run.table import print_settings
+
+    settings: dict[str, dict[str, Path]] = {}
+    for point in points:
+        settings.setdefault(point.setting or "all runs", {})[point.seed or "0"] = path / point.folder
+    summaries = {
+        setting: {seed: read_json(folder / "summary.json") for seed, folder in runs.items()}
+        for setting, runs in settings.items()
+    }
+    done = [one for runs in summaries.values() for one in runs.values() if one]
+    names = [name for name in NUMBERS if any(name in one for one in done)]
+    rows = summarise_settings(summaries, names)
+    summary: dict[str, Any] = {"settings": rows, "failed": dict(failed)}
+    if measured:
+        summary |= _accuracies(settings)
+    write_json(path / "summary.json", summary)
+    if as_json:
+        print_json(summary)
+    else:
+        print_settings(rows, names)
+        if summary.get("table"):
+            from posttrain.run.table import print_table
+
+            print_table(summary["table"], summary["findings"])
+    say(f"run directory: {path}")
+    say("intervals are over seeds (95%, t); " + CAVEAT)
+    for name, why in failed.items():
+        say(f"failed: {name}: {why}")
+    if not done:
+        raise RunError(f"all {counted(len(points), 'run')} failed", where=str(path), hint="their output is in logs/")
+    if failed:
+        raise RunError(f"{counted(len(failed), 'run')} of {len(points)} failed", where=str(path))
+
+
+def _accuracies(settings: Mapping[str, Mapping[str, Path]]) -> dict[str, Any]:
+    """The closing table of a pipeline, a row a setting: accuracy on the problems, against the first setting."""
+    from posttrain.evaluate.table import closing_table, findings
+
+    measured: dict[str, dict[str, Path]] = {}
+    for setting, runs in settings.items():
+        for seed, folder in runs.items():
+            if (folder / "eval" / "problems.jsonl").is_file():
+                measured.setdefault(setting, {})[seed] = folder / "eval"
+    rows = closing_table(measured)
+    return {"table": rows, "findings": findings(rows)}

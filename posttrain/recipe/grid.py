@@ -1,0 +1,85 @@
+"""`posttrain sweep R optim.lr=1e-5,3e-5 run.seed=0,1,2`: which overrides have several values, and the runs of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from posttrain.errors import RecipeError
+
+SEED = "run.seed"
+MOST = 1000  # runs of one sweep
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """One run of a sweep. setting: its values but for the seed (`optim.lr=1e-5`), by which runs are put together in the
+    table; "" if the seed alone varies. overrides: those that make it."""
+
+    setting: str
+    seed: str
+    overrides: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        """Its folder below the sweep's: the setting, then the seed."""
+        named = re.sub(r"[^\w=.,+-]+", "_", self.setting)[:120] or "runs"
+        return f"{named}/seed-{self.seed}" if self.seed else named
+
+
+def split_values(text: str) -> list[str]:
+    """The values of `a,b,c`: commas inside brackets, braces and quotes divide nothing."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "[{(":
+            depth += 1
+        elif char in "]})":
+            depth -= 1
+        if char == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def grid(words: Sequence[str]) -> tuple[list[str], list[GridPoint]]:
+    """(overrides of all runs, the runs): every combination of the values, the last key changing fastest, seeds within.
+
+    Raises RecipeError where no key has several values, a value is empty or given twice, or there are too many runs.
+    """
+    fixed: list[str] = []
+    axes: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        values = split_values(text) if equals else []
+        if len(values) < 2:
+            fixed.append(word)
+            continue
+        if key in axes:
+            raise RecipeError(f"{key} is given twice", where="command line")
+        if "" in values or len(set(values)) < len(values):
+            what = "an empty value" if "" in values else "a value twice"
+            raise RecipeError(f"{key}: {what} in `{text}`", where="command line", hint=f"write {key}=A,B,C")
+        axes[key] = values
+    if not axes:
+        hint = "write posttrain sweep R optim.lr=1e-5,3e-5 run.seed=0,1,2"
+        raise RecipeError("no key has several values", where="command line", hint=hint)
+    found = list(_points(axes))
+    if len(found) > MOST:
+        raise RecipeError(f"{len(found)} runs; a sweep has at most {MOST}", where="command line")
+    return fixed, found
+
+
+def _points(axes: dict[str, list[str]]) -> Iterator[GridPoint]:
+    seeds = axes.get(SEED, [""])
+    others = {key: values for key, values in axes.items() if key != SEED}
+    for chosen in itertools.product(*others.values()):
+        pairs = [f"{key}={value}" for key, value in zip(others, chosen, strict=True)]
+        for seed in seeds:
+            yield GridPoint(",".join(pairs), seed, (*pairs, *([f"{SEED}={seed}"] if seed else [])))
