@@ -34,6 +34,7 @@ from posttrain.run.environment import usable_cpus
 from posttrain.run.interrupt import GracefulStop, stop_with_parent
 from posttrain.run.jsonl import finite
 from posttrain.run.progress import duration
+from posttrain.track.start import tracked
 
 RUNNERS = {
     "sft": "posttrain.train.sft:run",
@@ -62,7 +63,7 @@ def run_stage(recipe: Stage, directory: RunDirectory) -> dict[str, Any]:
         if error.name not in HEAVY:
             raise
         raise MissingExtra(error.name, f"posttrain {recipe.verb}", "train") from error
-    with reported(directory):
+    with tracked(getattr(recipe, "track", ()), directory), reported(directory):
         summary: dict[str, Any] = finite(runner(recipe, directory))
         if not directory.follows:
             write_json(directory.path / "summary.json", summary)

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipe": {"errors", "places", "registry", "options"},
     "run": {"errors", "seeds", "terminal"},
     "report": {"errors", "terminal", "run"},
+    "track": {"errors", "terminal", "run"},
     "verify": FOUNDATION | {"scratch"},
     "loss": {"batch", "registry", "errors"},
     "advantage": {"batch", "registry", "errors", "options"},
@@ -37,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
     "train": FOUNDATION
     | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"},
-    "pipeline": FOUNDATION | {"run", "report", "evaluate"},
+    "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {
     "cli": {"errors", "places", "terminal"},

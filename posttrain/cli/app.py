@@ -23,7 +23,7 @@ PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run", "sweep"),
     "Data": ("data", "pairs"),
     "Measure": ("eval", "generate", "browse"),
-    "Follow": ("report", "runs", "diff"),
+    "Follow": ("report", "runs", "diff", "track"),
     "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "doctor"),
 }
 

@@ -148,7 +148,7 @@ def _remove_if_unused(directory: Any) -> bool:
     import shutil
 
     written = {"recipe.yaml", "resolved.json", "env.json", "inputs.json", "status.json", "report.html"}
-    written |= {directory.logs.parent.name}
+    written |= {directory.logs.parent.name, "track"}
     if (
         directory.follows
         or directory.attempt != 1

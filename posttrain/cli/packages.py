@@ -76,6 +76,8 @@ def needs(values: Mapping[str, Any]) -> Iterator[Need]:
     optimizer = str((values.get("optim") or {}).get("use", ""))
     if optimizer.endswith("8bit"):
         yield "bitsandbytes", f"optim.use: {optimizer}", "quant", "optim.use"
+    for number, tracker in enumerate(values.get("track") or ()):
+        yield tracker["use"], f"track: {tracker['use']}", "track", f"track.{number}.use"
     data = values.get("data") or {}
     mix = [(f"data.mix.{i}.source", one.get("source")) for i, one in enumerate(data.get("mix") or [])]
     held_out = (values.get("eval") or {}).get("data") or {}

@@ -27,6 +27,7 @@ def register(app: typer.Typer) -> None:
     app.command("report")(report)
     app.command("runs")(runs)
     app.command("diff")(diff)
+    app.command("track")(track)
 
 
 def report(
@@ -224,6 +225,38 @@ def diff(
             terminal.say(f"--- {path} ({_facts(record)})\n{str(record['completion'])[:SHOWN_TEXT]}")
         terminal.say()
     say(f"curves over each other: posttrain report {a} {b}")
+
+
+def track(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to", metavar="NAME", help="wandb, tensorboard, trackio or mlflow; default: the recipe's `track`."
+        ),
+    ] = None,
+    attempt: Annotated[int, typer.Option("--attempt", hidden=True)] = 0,
+    problems: Annotated[Path | None, typer.Option("--problems", hidden=True)] = None,
+) -> None:
+    """Send a run's metrics and samples to trackers, while it goes on or afterwards."""
+    from posttrain.report.view import open_runs
+    from posttrain.track.backends import TRACKERS
+    from posttrain.track.follow import follow
+
+    (view,) = open_runs([run])
+    if unknown := [name for name in to or () if name not in TRACKERS]:
+        raise UserError(f"there is no tracker `{unknown[0]}`", allowed=f"one of {', '.join(TRACKERS)}")
+    trackers = [{"use": name} for name in to] if to else view.resolved.get("track") or []
+    if not trackers:
+        raise UserError(f"{run} names no tracker", hint="posttrain track RUN --to wandb")
+
+    def note(line: str) -> None:
+        say(line)
+        if problems is not None:
+            with problems.open("a", encoding="utf-8") as file:
+                print(line, file=file)
+
+    follow(run, trackers, note, attempt=attempt)
 
 
 def _metric(name: str, values: Sequence[float | None]) -> list[str]:

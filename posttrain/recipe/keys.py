@@ -65,7 +65,7 @@ def known_at(stage: type[Stage], path: Sequence[str | int], node: Node | None) -
         return []
     prefix = ".".join(str(part) for part in path if not isinstance(part, int))
     keys = [key for key in own_keys(model) if f"{prefix}.{key}".lstrip(".") not in stage.unused]
-    keys.sort(key=lambda key: model is stage and key in ("extends", "run"))  # what all stages have comes last
+    keys.sort(key=lambda key: model is stage and key in ("extends", "run", "track"))  # what all stages have comes last
     if issubclass(model, ComponentSection):
         named = child(node, "use") if node else None
         use = named.value if named else model.default_use()

@@ -32,7 +32,10 @@ def tell(error: ValidationError, tree: Node, stage: type[Stage], prefix: Sequenc
         item: Item = {**found, "loc": tuple(part for part in found["loc"] if part not in TAGS)}
         node, depth = follow(tree, item["loc"])
         path = item["loc"][:depth]
-        if depth < len(item["loc"]) - (item["type"] == "missing"):  # what follows are the types that were tried
+        short = item["loc"][depth:] == ("use",) and isinstance(node.value, str)  # `NAME`, for `use: NAME`
+        if (
+            depth < len(item["loc"]) - (item["type"] == "missing") and not short
+        ):  # what follows are the types that were tried
             choices.setdefault(path, []).append(item)
         else:
             problems.append(_one(item, node, path, stage, tree, dotted([*prefix, *path])))

@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import Count, DataName, ModelName, Positive, Section, Seed, Share, TemplateName, Width
+from posttrain.recipe.section import (
+    Count,
+    DataName,
+    ModelName,
+    NamedSection,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    TemplateName,
+    Width,
+)
 
 Texts = Annotated[list[str], Field(min_length=1)]
 
@@ -111,6 +122,15 @@ class Data(Source):
         if (self.source is None) == (self.mix is None):
             raise ValueError("give either `source` or `mix`")
         return self
+
+
+class Track(NamedSection):
+    """An experiment tracker that gets the run's metrics and samples; `NAME` alone is short for `use: NAME`."""
+
+    use: Literal["wandb", "tensorboard", "trackio", "mlflow"] = Field(description="which tracker")
+    project: str = Field("posttrain", description="its project or experiment")
+    name: str | None = Field(None, description="the run's name there; default: that of the run directory")
+    offline: bool = Field(False, description="files in the run directory alone, nothing over the network")
 
 
 class Run(Section):

@@ -47,7 +47,7 @@ from posttrain.recipe.section import (
     Workers,
     registered,
 )
-from posttrain.recipe.sections import Data, Model, Run
+from posttrain.recipe.sections import Data, Model, Run, Track
 from posttrain.recipe.training_sections import DpoOptim, Optim, RewardOptim, SftObjective, SftOptim, TrainBatch
 
 TAGS = ("one of keep", "list of keep")  # pydantic puts them into the places of errors
@@ -70,6 +70,12 @@ class Stage(Section):
     @property
     def base_dir(self) -> Path:
         return self._base_dir
+
+
+class Tracked(Stage):
+    """A stage whose metrics and samples experiment trackers may get."""
+
+    track: list[Track] = Field(default_factory=list, description="trackers that get metrics and samples")
 
 
 class Acting(Stage):
@@ -146,7 +152,7 @@ _READ_ONLY = {
 }
 
 
-class SftRecipe(Stage):
+class SftRecipe(Tracked):
     """Supervised fine-tuning."""
 
     verb: ClassVar = "sft"
@@ -160,7 +166,7 @@ class SftRecipe(Stage):
     eval: RowsEval | None = Field(None, description="evaluation while training")
 
 
-class DpoRecipe(Stage):
+class DpoRecipe(Tracked):
     """Preference optimisation on pairs."""
 
     verb: ClassVar = "dpo"
@@ -186,7 +192,7 @@ class DpoRecipe(Stage):
     eval: RowsEval | None = Field(None, description="evaluation while training")
 
 
-class RewardModelRecipe(Stage):
+class RewardModelRecipe(Tracked):
     """A reward model: scores of answers, learnt from pairs or from labels."""
 
     verb: ClassVar = "reward-model"
@@ -211,7 +217,7 @@ class RewardModelRecipe(Stage):
     optim: RewardOptim = Field(default_factory=RewardOptim)
 
 
-class RlRecipe(Acting):
+class RlRecipe(Acting, Tracked):
     """Reinforcement learning with verifier rewards."""
 
     verb: ClassVar = "rl"
@@ -320,7 +326,7 @@ class MergeRecipe(Stage):
         return merging.as_written_here(values)
 
 
-class EvalRecipe(Acting):
+class EvalRecipe(Acting, Tracked):
     """Accuracy of a model on rows graded by reward scripts."""
 
     verb: ClassVar = "eval"

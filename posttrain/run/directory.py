@@ -54,6 +54,7 @@ MAY_CHANGE = {
     "run.log_every",
     "run.max_idle_steps",
     "run.hang_minutes",
+    "track",
 }
 MAY_CHANGE_IN_PIPELINE = {"parallel", "seeds", "table", "stages", "defaults"}
 _STARTED = {

@@ -59,7 +59,8 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
             " model, data, rollout, rewards, scoring, group_rewards, keep, advantage, factors, bonuses, spread, select,"
-            " corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, eval, extends, run",
+            " corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, eval, extends, run,"
+            " track",
             "  hint: write `rollout.group_size`",
             "r.yaml:17:9  run.seed: must be a whole number, not 4.7",
         ]

@@ -188,7 +188,8 @@ def load_text(values: dict[str, Any]) -> Loaded:
 # Keys that act in every recipe of their stage, or whose conditions are checked elsewhere (validators of the sections,
 # checks.py, objective_checks.py, building.py, merging.py). A new key must be put here or into the table.
 ALWAYS = """
-extends stage algorithm run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
+extends stage algorithm track track.use track.project track.name track.offline
+run run.output run.seed run.steps run.epochs run.save_every run.log_every run.keep_rollouts
 run.samples_per_step run.max_minutes run.hang_minutes run.max_idle_steps
 model model.path model.dtype model.device model.lora model.lora.rank model.lora.alpha model.lora.dropout
 model.lora.targets model.lora.continue model.quantize model.gradient_checkpointing model.shard model.compile 

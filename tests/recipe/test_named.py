@@ -31,7 +31,7 @@ OTHERS = {
         "rewards.name",
         "best_of.rewards.name",
         "search.rewards.name",
-        "eval.rewards.name",
+        *("eval.rewards.name", "track.name"),
     ),
 }
 

@@ -1,0 +1,184 @@
+"""Sends a run's rows to its trackers while the run goes on, and what is left when it has ended.
+
+Run as a process: `posttrain track RUN`. It reads metrics.jsonl and samples.jsonl of the run directory. What was sent is
+noted in track/NAME.json, so that a resumed run does not send a step twice. A tracker that raises is given up: that is
+told once, in track.log of this start, and the others go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.run import status
+from posttrain.run.directory import is_locked
+from posttrain.run.durable import read_json, write_json
+from posttrain.track.backends import TRACKERS, Target, Tracker
+
+POLL_S = 1.0
+SECRET = re.compile(r"(^|_)(api_?key|secret|password|token|authorization)$", re.IGNORECASE)
+Note = Callable[[str], None]  # says a line to people
+
+
+class Rows:
+    """The rows of a JSON lines file that were not read yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read = 0  # bytes
+
+    def new(self) -> list[dict[str, Any]]:
+        """Whole rows that were added since. A file that was cut back is read from its beginning."""
+        try:
+            size = self.path.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size < self._read:
+            self._read = 0
+        with self.path.open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]
+        self._read += len(whole) + 1 if whole else 0
+        found = []
+        for line in whole.splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # told where the run resumes
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                found.append(row)
+        return found
+
+
+class Sender:
+    """One tracker of one run. sent: the newest step whose metrics, and samples, it has. Rows up to those that earlier
+    starts have sent are left out."""
+
+    def __init__(self, run: Path, settings: Mapping[str, Any], config: Mapping[str, Any], note: Note) -> None:
+        self.name = str(settings["use"])
+        self._file = run / "track" / f"{self.name}.json"
+        self._note = note
+        self.sent: dict[str, int] = {"metrics": -1, "samples": -1, **(read_json(self._file) or {})}
+        self._before = dict(self.sent)
+        self._tracker: Tracker | None = None
+        target = Target(
+            project=settings.get("project") or "posttrain",
+            name=settings.get("name") or run.resolve().name,
+            key=run_key(run),
+            folder=run / "track" / self.name,
+            offline=bool(settings.get("offline")),
+            config=config,
+            resumed=max(self.sent.values()) >= 0,
+        )
+        self._try(lambda: TRACKERS[self.name](target), starts=True)
+
+    @property
+    def works(self) -> bool:
+        return self._tracker is not None
+
+    def send(self, metrics: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of both files, in their order; those that were sent before are left out."""
+        for row in metrics:
+            if row["step"] > self._before["metrics"]:
+                self._call("log", row["step"], numbers(row))
+                self.sent["metrics"] = row["step"]
+        fresh = [row for row in samples if row["step"] > self._before["samples"]]
+        if fresh:
+            last = fresh[-1]["step"]
+            self._call("samples", max(last, self.sent["metrics"], 0), [sample_row(row) for row in fresh])
+            self.sent["samples"] = last
+        if (metrics or fresh) and self.works:
+            write_json(self._file, self.sent)
+
+    def finish(self, state: str, summary: Mapping[str, Any]) -> None:
+        """Send the numbers of the summary as summary/NAME, and close the tracker."""
+        found = {f"summary/{name}": value for name, value in numbers(summary).items()}
+        if found:
+            self._call("log", max(self.sent["metrics"], 0), found)
+        self._call("finish", state)
+
+    def _call(self, method: str, *args: Any) -> None:
+        tracker = self._tracker
+        if tracker is not None:
+            self._try(lambda: getattr(tracker, method)(*args))
+
+    def _try(self, do: Callable[[], Any], *, starts: bool = False) -> None:
+        try:
+            found = do()
+            self._tracker = found if starts else self._tracker
+        except (Exception, SystemExit) as error:
+            self._tracker = None
+            first = (str(error).strip().splitlines() or [""])[0]
+            self._note(f"tracker {self.name} is given up, the run goes on: {type(error).__name__}: {first}")
+
+
+def follow(
+    run: Path, trackers: Sequence[Mapping[str, Any]], note: Note, *, attempt: int = 0, poll_s: float = POLL_S
+) -> None:
+    """Send a run's rows to trackers until the run has ended and all is sent.
+
+    trackers: sections of the recipe's `track`. attempt: the start of the run that is followed; how an earlier one ended
+    is no end.
+    """
+    config = without_secrets(read_json(run / "resolved.json") or {})
+    (run / "track").mkdir(exist_ok=True)
+    senders = [Sender(run, settings, config, note) for settings in trackers]
+    metrics, samples = Rows(run / "metrics.jsonl"), Rows(run / "samples.jsonl")
+    while True:
+        now = status.read(run)  # before the rows: what was written until it ended is read
+        ended = now.state != "running" and (now.attempt >= attempt or not is_locked(run))
+        found = metrics.new(), samples.new()
+        for sender in senders:
+            sender.send(*found)
+        if ended or not any(sender.works for sender in senders):
+            break
+        time.sleep(poll_s)
+    for sender in senders:
+        sender.finish(now.state, read_json(run / "summary.json") or {})
+
+
+def run_key(run: Path) -> str:
+    """A name of the run for trackers: the same for every start."""
+    origin = run / "logs" / "attempt_1" / "env.json"
+    began = origin.read_bytes() if origin.is_file() else b""
+    return hashlib.sha256(str(run.resolve()).encode() + began).hexdigest()[:12]
+
+
+def without_secrets(values: Any) -> Any:
+    """The same values without keys and passwords, which a recipe may hold and no tracker needs."""
+    if isinstance(values, Mapping):
+        return {
+            key: "***" if SECRET.search(str(key)) and value else without_secrets(value) for key, value in values.items()
+        }
+    return [without_secrets(value) for value in values] if isinstance(values, list) else values
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row, but for its step."""
+    found = {
+        name: float(value)
+        for name, value in row.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def sample_row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of samples.jsonl with the columns of a tracker's table."""
+    scores = record.get("scores") or record.get("components")
+    texts = {key: str(record.get(key) or "") for key in ("prompt", "completion", "finish")}
+    return {
+        **texts,
+        "step": record["step"],
+        "eval": bool(record.get("eval")),
+        "reward": record.get("reward"),
+        "correct": record.get("correct"),
+        "tokens": record.get("tokens"),
+        "scores": json.dumps(scores, ensure_ascii=False) if scores else "",
+    }

@@ -1,0 +1,64 @@
+"""The process that serves a run's trackers: started with the run, waited for a while in the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from posttrain import terminal
+from posttrain.errors import counted
+from posttrain.run.directory import RunDirectory
+
+WAIT_S = 60.0  # for what is left to send when the run has ended
+LOG, PROBLEMS = "track.log", "track-problems.txt"
+
+
+@contextmanager
+def tracked(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
+    """Around a run with its status: a process of its own sends its rows to the trackers of the recipe.
+
+    That process has a session of its own, so that Ctrl-C does not reach it, and ends by itself when the run has ended.
+    What it has to say is said here, each line once. Of several processes of a run, the one that writes starts it.
+    """
+    if not trackers or directory.follows:
+        yield
+        return
+    told: list[str] = []
+
+    def tell(_: Sequence[Mapping[str, Any]] = ()) -> None:
+        path = directory.logs / PROBLEMS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line in lines[len(told) :]:
+            terminal.note(line)
+        told[:] = lines
+
+    process = _started(directory)
+    directory.on_metrics.append(tell)
+    try:
+        yield
+    finally:
+        if process is not None:
+            try:
+                process.wait(WAIT_S)
+            except subprocess.TimeoutExpired:
+                names = counted(len(trackers), "tracker")
+                terminal.note(f"{names} still at work, and ends by itself: {directory.logs / LOG}")
+        tell()
+
+
+def _started(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
+    """The process, or None where it could not be started, which is told."""
+    command = [sys.executable, "-m", "posttrain", "track", str(directory.path.absolute())]
+    try:
+        with (directory.logs / LOG).open("ab") as log:
+            problems = str((directory.logs / PROBLEMS).absolute())
+            return subprocess.Popen(
+                [*command, "--attempt", str(directory.attempt), "--problems", problems],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        terminal.note(f"trackers are not started, the run goes on: {error}")
+        return None
