@@ -36,7 +36,7 @@ def smollm2_path() -> str:
 
 @pytest.fixture(scope="session")
 def serving() -> ModuleType:
-    """tests/serving.py: the real engine server around a stand-in for vLLM."""
+    """tests/serving.py: stand-ins for `vllm serve`."""
     spec = importlib.util.spec_from_file_location("serving", Path(__file__).with_name("serving.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,132 +1,181 @@
-"""A stand-in for vLLM behind the real server: a transformers model that is pushed weights, and draws what the
-transformers engine draws. Also a program: `python serving.py FD` serves one session on a listening socket."""
+"""Stand-ins for `vllm serve`: an HTTP server that answers as a test says, and one that draws from a transformers model.
+
+The second is also a program that takes the arguments of `vllm serve` which a run gives.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
+import json
+import os
 import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.core import read_base
-from posttrain.rollout.decode import decode
-from posttrain.rollout.engine import Completion
-from posttrain.rollout.pushed import Request
-from posttrain.rollout.sampling import uniforms
-from posttrain.rollout.server import EngineServer, main
-from posttrain.rollout.weights import with_factors
+from posttrain.recipe.rollout_sections import Sampling, Vllm
+from posttrain.rollout import loop, vllm_process
+from posttrain.rollout.requests import Request
+from posttrain.rollout.vllm_start import EngineSpec
 
-ONE_AT_A_TIME = threading.Lock()  # transformers cannot load in two threads
+GENERATE = "/inference/v1/generate"
 
 
-class TransformersCore:
-    """A Core without vLLM. `told`: what it was asked, in order; slow_s: seconds before each request's samples.
+class StandIn:
+    """Answers like a vLLM server behind our middleware. `answers`: path -> (status, body) of a call; `asked`: calls.
 
-    cut: the next call waits for a pause once it has sampled so many tokens of each completion."""
+    Its session lives until `over` is set.
+    """
 
-    def __init__(self, settings: dict[str, Any], folder: Path, slow_s: float = 0.0) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+    def __init__(self, key: str, listener: socket.socket) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.answers: dict[str, Callable[[Any], tuple[int, Any]]] = {}
+        self.over = threading.Event()
+        self.left: Callable[[], object] = lambda: None  # called when the session has ended
+        stand_in = self
 
-        self.settings, self.slow_s, self.told = settings, slow_s, list[str]()
-        self.cut, self.paused = 0, threading.Event()
-        with ONE_AT_A_TIME:
-            config = AutoConfig.from_pretrained(folder)
-            if settings["lora_rank"] is None:
-                self.base = AutoModelForCausalLM.from_config(config)  # weights that nobody pushed
-            else:
-                self.base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, settings["dtype"]))
-        self.held = read_base(folder) if settings["holds_base"] else {}
-        self.model: Any = self.base.eval()
-        self.pad = config.pad_token_id
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
 
-    def complete(
-        self, requests: Sequence[Request], sampling: Sampling, *, seed: int, done: Any = None
-    ) -> list[list[Completion]]:
-        self.told.append("complete")
-        self.paused.clear()
-        cut, self.cut = self.cut, 0
-        found = []
-        for place, r in enumerate(requests):
-            time.sleep(self.slow_s)
-            u = uniforms((r.number + 1) * r.n, r.max_new_tokens, seed)[r.number * r.n :]
-            ends = self.settings["eos_ids"] if r.ends else ()
-            here = sampling.model_copy(update={"max_new_tokens": min(cut or r.max_new_tokens, r.max_new_tokens)})
-            samples = decode(self.model, [r.ids], [0] * r.n, u, here, eos_ids=ends, pad_id=self.pad)
-            if here.max_new_tokens < r.max_new_tokens:
-                samples = [replace(c, finish="paused") if c.finish == "length" else c for c in samples]
-            found.append([c if r.logprobs else Completion(c.ids, None, c.finish) for c in samples])
-            if done is not None:
-                done(place, found[-1])
-        assert not cut or self.paused.wait(20), "no sync came"
-        return found
+            def do_GET(self) -> None:
+                self.do_POST()
 
-    def pause(self) -> None:
-        self.paused.set()
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if self.headers.get("Authorization") != f"Bearer {key}":
+                    self.answer(401, {"error": "the key is missing or wrong"})
+                elif self.path == vllm_process.SESSION and self.path not in stand_in.answers:
+                    self.hold()
+                else:
+                    values = json.loads(body) if body else None
+                    stand_in.asked.append((self.path, values))
+                    outside = (vllm_process.ABOUT, vllm_process.SESSION)
+                    assert self.path in outside or self.headers[vllm_process.SESSION_HEADER] == "s1"
+                    self.answer(*stand_in.answers.get(self.path, lambda _: (200, {}))(values))
 
-    def load(self, named: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.told.append("load")
-        self.base.load_state_dict({name: tensor.clone() for name, tensor in named}, strict=False)
-        self.base.tie_weights()
+            def hold(self) -> None:
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b'11\r\n{"session":"s1"}\n\r\n')
+                self.wfile.flush()
+                self.connection.settimeout(0.05)
+                while not stand_in.over.is_set():
+                    try:
+                        if not self.connection.recv(1):
+                            break
+                    except TimeoutError:
+                        continue
+                self.close_connection = True
+                stand_in.left()
 
-    def load_factors(self, factors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.told.append("factors")
-        self.load(with_factors(self.held.items(), dict(factors), torch.device("cpu")))
+            def answer(self, status: int, values: Any) -> None:
+                body = values if isinstance(values, bytes) else json.dumps(values).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
-    def load_adapter(self, folder: Path, version: int) -> None:
-        from peft import PeftModel
+            def log_message(self, format: str, *args: Any) -> None: ...
 
-        self.told.append(f"adapter {version}")
-        with ONE_AT_A_TIME:
-            if self.model is not self.base:
-                self.base = self.model.unload()
-            self.model = PeftModel.from_pretrained(self.base, folder).eval()
+        self.http = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)
+        self.http.socket.close()
+        self.http.socket, self.http.daemon_threads = listener, True
+        self.http.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that went away
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}" if listener.family == socket.AF_INET else ""
 
-    @torch.no_grad()
-    def logps(self, ids: Sequence[int]) -> list[float]:
-        row = torch.tensor([list(ids)])
-        logits = self.model(input_ids=row).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(-1, row[0, 1:, None]).squeeze(-1).tolist()
+    def serve(self) -> None:
+        """Until `close`."""
+        self.http.serve_forever(poll_interval=0.02)
 
     def close(self) -> None:
-        self.told.append("close")
+        self.over.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def samples(self, *found: tuple[list[int], str]) -> None:
+        """Let requests be answered with these (ids, finish reason)."""
+        choices = [
+            {"finish_reason": why, "token_ids": ids, "logprobs": {"content": [{"logprob": -i / 3} for i in ids]}}
+            for ids, why in found
+        ]
+        self.answers[GENERATE] = lambda _: (200, {"choices": choices})
+
+    def bodies(self, path: str) -> list[Any]:
+        """What was sent there, call by call."""
+        return [body for asked, body in self.asked if asked == path]
 
 
-class Served:
-    """A server in a thread of this process. `core` is there once a run has started it."""
+def serve_transformers(arguments: list[str]) -> None:
+    """`vllm serve` in short: weights by files in memory or adapters, draws as `engine_clients` does."""
+    from engine_clients import TransformersClient
 
-    def __init__(self, make_core: Any = TransformersCore) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.core: Any = None
+    parser = argparse.ArgumentParser()
+    for name in ("command", "model", "--uds", "--host", "--port", "--dtype", "--max-model-len"):
+        parser.add_argument(name)
+    parser.add_argument("--enable-lora", action="store_true")
+    given, _ = parser.parse_known_args(arguments)
+    rank = 4 if given.enable_lora else None
+    dtype = getattr(torch, given.dtype)
+    client = TransformersClient(EngineSpec(Vllm(), dtype, int(given.max_model_len), rank, ()), Path(given.model))
 
-        def make(settings: dict[str, Any], folder: Path) -> Any:
-            self.core = make_core(settings, folder)
-            return self.core
+    def generate(body: Any) -> tuple[int, Any]:
+        values = body["sampling_params"]
+        if "prompt_logprobs" in values:
+            scores = zip(body["token_ids"][1:], loop.run(client.score(body["token_ids"])), strict=True)
+            return 200, {"prompt_logprobs": [None, *({str(token): {"logprob": logp}} for token, logp in scores)]}
+        client.spec = EngineSpec(Vllm(), dtype, int(given.max_model_len), rank, tuple(values["stop_token_ids"] or ()))
+        asked = Request(
+            0,
+            tuple(body["token_ids"]),
+            values["n"],
+            values["seed"],
+            values["max_tokens"],
+            values["logprobs"] is not None,
+        )
+        sampling = Sampling(temperature=values["temperature"], max_new_tokens=values["max_tokens"])
+        found = loop.run(client.complete(asked, sampling))
+        return 200, {
+            "choices": [
+                {
+                    "finish_reason": "abort" if sample.finish == "paused" else sample.finish,
+                    "token_ids": sample.ids,
+                    "logprobs": sample.logps and {"content": [{"logprob": logp} for logp in sample.logps]},
+                }
+                for sample in found
+            ]
+        }
 
-        self.server = EngineServer(self.listener, make)
-        self.thread = threading.Thread(target=self.server.serve, daemon=True)
-        self.thread.start()
+    def calling(work: Callable[[Any], Any]) -> Callable[[Any], tuple[int, Any]]:
+        return lambda body: (loop.run(work(body)), (200, {}))[1]
 
-
-@contextlib.contextmanager
-def served(make_core: Any = TransformersCore) -> Iterator[Served]:
-    """A server that has ended when the block ends: it ends with the session of its run."""
-    one = Served(make_core)
-    yield one
-    if one.server.session == "":
-        one.server.end()
-    one.thread.join(10)
-    assert not one.thread.is_alive(), "the server outlives its session"
+    here = socket.AF_UNIX if given.uds else socket.AF_INET
+    with socket.create_server(given.uds or (given.host, int(given.port)), family=here) as listener:
+        one = StandIn(os.environ[vllm_process.KEY_VARIABLE], listener)
+        model = json.loads(client.model.config.to_json_string(use_diff=False))
+        about = {"boot_id": vllm_process.boot_id(), "workers": 1, "device": "cpu", "dtype": given.dtype, "model": model}
+        about |= {"max_model_len": int(given.max_model_len), "logprobs_mode": "processed_logprobs"}
+        about |= {"lora_rank": 8 if rank else None, "pid": os.getpid(), "vllm": "0"}
+        one.answers = {
+            vllm_process.ABOUT: lambda _: (200, about),
+            GENERATE: generate,
+            "/pause?mode=abort": calling(lambda _: client.pause()),
+            "/resume": calling(lambda _: client.resume()),
+            "/start_weight_update": calling(lambda _: client.start_update()),
+            "/update_weights": calling(lambda body: client.update_weights(body["update_info"])),
+            "/finish_weight_update": calling(lambda _: client.finish_update()),
+            "/v1/load_lora_adapter": calling(lambda body: client.load_adapter(Path(body["lora_path"]), 0)),
+        }
+        one.left = lambda: os._exit(0)
+        one.serve()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), TransformersCore)
+    vllm_process.end_with(int(sys.argv[1]))
+    serve_transformers(sys.argv[2:])

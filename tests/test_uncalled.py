@@ -14,6 +14,7 @@ ROOT = Path(posttrain.__file__).parent
 CALLERS = ("posttrain", "rewards", "tools", "recipes", "docs", "benchmarks")
 FOR_TESTS = {
     "rollout/scripted.py": {"ScriptedEngine"},
+    "run/samples.py": {"read_samples"},
     "train/objective.py": {"from_preset"},
     "verify/load.py": {"shipped_function"},
 }

@@ -211,24 +211,6 @@ def _more_than_a_sum(layer: Any, adapter: str) -> str | None:
     return None if variant is None else type(variant).__name__
 
 
-def products(base: Any, adapter: str = "default") -> dict[str, tuple[Tensor, Tensor]] | None:
-    """The adapter of the model under a PEFT model as matrices, float32: by the name of the layer's weight [out,in],
-    A [rank,in] and B [out,rank] with the scale in it. `added` adds B A.
-
-    None where some layer's product is another one: of embeddings, convolutions, transposed weights. See `check_addable`
-    for what is more than products.
-    """
-    found = {}
-    for name, layer in layers_of(base).items():
-        if adapter not in layer.lora_A or getattr(layer, "fan_in_fan_out", False) or _leaf(layer) != "weight":
-            return None
-        a, b = layer.lora_A[adapter].weight.detach().float(), layer.lora_B[adapter].weight.detach().float()
-        if not a.dim() == b.dim() == 2:
-            return None
-        found[f"{name}.weight"] = a, b * layer.scaling[adapter]
-    return found
-
-
 def is_adapter(folder: Path) -> bool:
     """Whether the folder holds a PEFT adapter (its presence decides in transformers, too)."""
     return (folder / "adapter_config.json").is_file()

@@ -80,18 +80,22 @@ class ColocatedClient:
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """See `EngineClient.complete`."""
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
-        params = vllm_start.sampling_params(sampling, request, self.spec.eos_ids)
+        params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids)
         output = await self._call(self._answer(request.ids, params))
         found = [completion(c, request.logprobs, paused=self.pausing) for c in output.outputs]
         return found * request.n if greedy else found
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """See `EngineClient.score`."""
-        reported = (await self._call(self._answer(ids, vllm_start.scoring_params()))).prompt_logprobs
+        reported = (await self._call(self._answer(ids, vllm_start.SCORING))).prompt_logprobs
         return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
 
-    async def _answer(self, ids: Sequence[int], params: Any) -> Any:
-        """vLLM's RequestOutput."""
+    async def _answer(self, ids: Sequence[int], values: Mapping[str, Any]) -> Any:
+        """vLLM's RequestOutput. values: of its SamplingParams."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**values, output_kind=RequestOutputKind.FINAL_ONLY)
         self.asked += 1
         try:
             self.adding += 1

@@ -110,9 +110,9 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
     in tokens that will be asked for, see `needed_length`.
     """
     if section.engine == "vllm" and section.vllm.server is not None:
-        from posttrain.rollout.remote import ServerEngine
+        from posttrain.rollout.servers import make_served
 
-        return ServerEngine(section.vllm, loaded, scratch=scratch, max_len=max_len)
+        return make_served(section.vllm, loaded, scratch=scratch, max_len=max_len)
     if section.engine == "vllm":
         from posttrain.rollout.vllm_engine import make_colocated
 

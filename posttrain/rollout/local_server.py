@@ -1,125 +1,139 @@
-"""Starting the process of `server` on this machine: by a run for itself, or by `posttrain serve` for runs elsewhere."""
+"""Starting and ending `vllm serve` on this machine: by a run for itself, or by `posttrain serve` for runs elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from posttrain.errors import RecipeError, RunError
-from posttrain.rollout import named_memory
-from posttrain.rollout.token import TOKEN_VARIABLE, own_token
+from posttrain.errors import RecipeError
+from posttrain.rollout.vllm_process import GRACE_S, KEY_VARIABLE
 from posttrain.run import ranks
+from posttrain.scratch import Scratch
 
-_BEGIN = "import sys; sys.path.append({root!r}); from posttrain.rollout import lifeline; lifeline.watch(); "
-_SERVE = "from posttrain.rollout.server import main; main({fd})"
+_ENTRY = "import sys; sys.path.insert(0, {root!r}); from posttrain.rollout.vllm_process import main; main({parent})"
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ranks.LAUNCHED)
-GRACE_S = 10.0
-SHORT_LIFE_S = 5.0
+_OF_A_SERVER = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights and pauses; `vllm_process.Guard` stands before them
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
 DEVICES = "rollout.vllm.server.devices"
-
-
-def start_process(listener: socket.socket, output: IO[Any] | None, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A server on a listening socket, which it inherits. It ends when we do: we hold the other end of its stdin.
-
-    It has a session of its own, so that Ctrl-C reaches only us.
-    """
-    fd = listener.fileno()
-    entry = (_BEGIN + _SERVE).format(root=str(Path(__file__).resolve().parents[2]), fd=fd)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", entry],
-        stdin=subprocess.PIPE,
-        stdout=output if output is not None else 2,
-        stderr=output,
-        pass_fds=(fd,),
-        env={name: value for name, value in {**os.environ, **env}.items() if name not in _OF_A_RANK},
-        start_new_session=True,
-    )
+SOCKET = "vllm"
+LAST_LINES = 5
 
 
 @dataclass
 class LocalServer:
-    """A server that this run started, on a port of its own that only this machine can reach."""
+    """A process of `vllm serve`, which leads a group and a session of its own: Ctrl-C reaches only us.
+
+    It ends when we do, however we end.
+    """
 
     place: str  # for people: GPU 1
-    url: str
-    log: Path
     process: subprocess.Popen[bytes]
+    log: Path | None
+    home: Scratch | None  # the folder of its socket file, which no other user can enter
 
     @classmethod
-    def start(cls, devices: Sequence[int], log: Path) -> LocalServer:
-        """On those GPUs of the machine; where there is none, on the CPU."""
-        import torch
+    def start(
+        cls,
+        arguments: Mapping[str, Any],
+        key: str,
+        *,
+        devices: Sequence[str] = (),
+        log: Path | None = None,
+        listen: tuple[str, int] | None = None,
+    ) -> LocalServer:
+        """Start it, without waiting for it.
 
-        gpu = torch.cuda.is_available()
-        visible = [visible_device(not_training(device), DEVICES) for device in devices] if gpu else []
-        env = {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if gpu else {}
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as listener, log.open("wb") as output:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            process = start_process(listener, output, {**env, TOKEN_VARIABLE: own_token(url)})
-        return cls(f"GPU {' and '.join(map(str, devices))}" if gpu else "the CPU", url, log, process)
+        arguments: vLLM's, by name. devices: for CUDA_VISIBLE_DEVICES; none leaves that as it is. log: gets all that it
+        writes; else our stderr does. listen: (host, port); without it, on a socket file.
+        """
+        root = str(Path(__file__).resolve().parents[2])
+        if listen is None:
+            home = Scratch("server")
+            address = ["--uds", str(home.path / SOCKET)]
+        else:
+            home, address = None, ["--host", listen[0], "--port", str(listen[1])]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _ENTRY.format(root=root, parent=os.getpid()),
+            "serve",
+            *options(arguments),
+            *address,
+        ]
+        env = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+        env |= _OF_A_SERVER | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
+        with contextlib.ExitStack() as stack:
+            output: Any = 2
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("wb"))
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+        return cls(f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home)
 
-    def fate(self) -> str:
-        """What became of the process, with its last words; empty while it runs."""
-        deadline = time.monotonic() + 1.0  # its connections close a moment before it can be waited for
+    @property
+    def uds(self) -> Path | None:
+        """Its socket file, if it listens on one."""
+        return self.home.path / SOCKET if self.home else None
+
+    def fate(self, wait_s: float = 0.0) -> str:
+        """What became of the process, with its last words; empty while it runs.
+
+        wait_s: wait so long for its end: its connections close a moment before it can be waited for.
+        """
+        deadline = time.monotonic() + wait_s
         while self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         code = self.process.poll()
         if code is None:
             return ""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        silent = code == -signal.SIGKILL or not self.log.is_file()  # that one leaves no time for words
-        said = [] if silent else self.log.read_text(errors="replace").strip().splitlines()[-5:]
+        if self.log is None or not self.log.is_file():
+            return f"vLLM on {self.place} {how}"
+        said = self.log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
         last = "; its last lines:\n    " + "\n    ".join(said) + "\n  " if said else "; "
-        return f"the engine on {self.place} {how}{last}its output is in {self.log}"
+        return f"vLLM on {self.place} {how}{last}its output is in {self.log}"
 
     def close(self) -> None:
-        """End it. Calling it twice is fine."""
-        end(self.process)
+        """End it, and what it started. Calling it twice is fine."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_S)
+        with contextlib.suppress(ProcessLookupError):  # of a server that was killed, vLLM's own processes are left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.home is not None:
+            self.home.close()
 
 
-def serve_runs(listener: socket.socket, env: dict[str, str], say: Callable[[str], None]) -> None:
-    """Serve one run after the other, each with a fresh process, until Ctrl-C. Raises RunError if none can live."""
-    try:
-        short_lives = 0
-        while True:
-            began = time.monotonic()
-            process = start_process(listener, None, env)
-            try:
-                code = process.wait()
-            finally:
-                end(process)
-            short_lives = short_lives + 1 if code and time.monotonic() - began < SHORT_LIFE_S else 0
-            if short_lives == 3:
-                raise RunError(f"the engine's process ended with code {code} three times as soon as it was started")
-            gone = f"the engine's process ended with code {code}" if code else "the run has gone"
-            say(f"{gone}; ready again")
-    except KeyboardInterrupt:
-        say("stopped")
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a server's process, if it still runs: the end of its stdin asks it to. What it started ends too."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    with contextlib.suppress(ProcessLookupError):  # of a server that was killed, vLLM's workers are left
-        segments = named_memory.of_group(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)
-        named_memory.remove(segments)
+def options(arguments: Mapping[str, Any]) -> list[str]:
+    """vLLM's arguments as `vllm serve` takes them: the model by its place, the others as options."""
+    found = [str(arguments["model"])]
+    for name, value in arguments.items():
+        if name == "model":
+            continue
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list | tuple):
+            found += [f"--{option}", *map(str, value)]
+        else:
+            found += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
 
 
 def visible_device(number: int, option: str) -> str:

@@ -1,7 +1,7 @@
-"""The token that a run shows to an engine in another process: whoever does not have it is answered nothing.
+"""The key that a run shows to a vLLM server: whoever does not have it is answered nothing.
 
-A run gives it to the servers that it starts. `posttrain serve` takes it from TOKEN_VARIABLE, or makes one and writes it
-where only this user can read it; a run on the same machine finds it there, one elsewhere needs the variable.
+A run makes one for each server that it starts. `posttrain serve` takes it from TOKEN_VARIABLE, or makes one and writes
+it where only this user can read it; a run on the same machine finds it there, one elsewhere needs the variable.
 """
 
 from __future__ import annotations
@@ -27,14 +27,6 @@ def token_file(port: int) -> Path:
     return Path.home() / ".cache" / "posttrain" / f"server-{port}.token"
 
 
-_OWN: dict[str, str] = {}  # address of a server that this process started -> its token
-
-
-def own_token(url: str) -> str:
-    """The token of a server that this process starts, which `asking_token` then knows."""
-    return _OWN.setdefault(url.rstrip("/"), new_token())
-
-
 def serving_token(port: int) -> tuple[str, Path | None]:
     """(token of a server that begins, the file that it was written to, None if it came from the environment)."""
     if given := os.environ.get(TOKEN_VARIABLE):
@@ -54,8 +46,6 @@ def serving_token(port: int) -> tuple[str, Path | None]:
 
 def asking_token(url: str) -> str:
     """The token for a server; "" if none is known here."""
-    if own := _OWN.get(url.rstrip("/")):
-        return own
     if given := os.environ.get(TOKEN_VARIABLE):
         return given
     place = urlsplit(url)

@@ -83,7 +83,7 @@ def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: P
     It has a process and memory of its own, so it can generate during an update, unless it sleeps then.
     """
     try:
-        sender = None if client.spec.lora_rank is not None else LocalSender(client, loaded.device, client.spec.dtype)
+        sender = None if client.spec.lora_rank is not None else LocalSender([client], loaded.device, client.spec.dtype)
     except BaseException:
         client.close()
         raise

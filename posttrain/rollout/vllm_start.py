@@ -269,41 +269,32 @@ def arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     return values | {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_slot(spec.lora_rank)}
 
 
-def sampling_params(sampling: Sampling, request: Request, eos_ids: Iterable[int]) -> Any:
-    """vLLM's SamplingParams for a request. vLLM tells of it once, when all its samples are finished.
+def sampling_values(sampling: Sampling, request: Request, eos_ids: Iterable[int]) -> dict[str, Any]:
+    """Arguments of vLLM's SamplingParams for a request. vLLM tells of it once, when all its samples are finished.
 
     Log-probs include the temperature. On a small model they cost vLLM half as much time again as the tokens: ask for
     those that are read.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        n=1 if sampling.temperature == 0 else request.n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=request.max_new_tokens,
-        seed=request.seed % 2**31,
-        stop=list(sampling.stop) or None,
-        stop_token_ids=sorted(eos_ids) if request.ends else None,
-        include_stop_str_in_output=True,
-        ignore_eos=True,  # the EOS set above is the only one
-        detokenize=bool(sampling.stop),  # texts are decoded by us, from the ids
-        skip_special_tokens=False,
-        logprobs=0 if request.logprobs else None,  # 0 = of the sampled token alone
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return {
+        "n": 1 if sampling.temperature == 0 else request.n,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": request.max_new_tokens,
+        "seed": request.seed % 2**31,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": sorted(eos_ids) if request.ends else None,
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,  # the EOS set above is the only one
+        "detokenize": bool(sampling.stop),  # texts are decoded by us, from the ids
+        "skip_special_tokens": False,
+        "logprobs": 0 if request.logprobs else None,  # 0 = of the sampled token alone
+        "flat_logprobs": True,
+    }
 
 
-def scoring_params() -> Any:
-    """vLLM's SamplingParams that report the log-probs of the prompt. Greedy, so that nothing is drawn."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    kind = RequestOutputKind.FINAL_ONLY
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
+# Those that report the log-probs of the prompt. Greedy, so that nothing is drawn.
+SCORING = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
 
 
 def lora_slot(rank: int) -> int:

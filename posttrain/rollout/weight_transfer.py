@@ -4,7 +4,7 @@ An update is start, any number of buckets, finish; `EngineClient` hands these on
 
 - `LocalSender`, engine on this machine: through memory that both processes map. On a GPU the bucket is copied into one
   buffer whose CUDA handle is sent; without one it is a safetensors file in memory.
-- `NcclSender`, engines on other GPUs or machines: vLLM's backend `nccl`, one broadcast a bucket to all of them.
+- `NcclSender`, engines on other GPUs or machines: one broadcast a bucket (`nccl_group`).
 
 Weights are read in the thread that calls `send`, which is the trainer's: it may gather divided weights there.
 """
@@ -12,16 +12,20 @@ Weights are read in the thread that calls `send`, which is the trainer's: it may
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from posttrain.rollout import loop
+from posttrain.rollout import loop, nccl_group
+from posttrain.rollout.nccl_group import NcclGroup
 
 if TYPE_CHECKING:
     from posttrain.rollout.engine_client import EngineClient
@@ -30,6 +34,7 @@ LOCAL_BACKEND = "posttrain"  # as `worker` registers it
 BUCKET_BYTES = 1 << 28
 
 Named = list[tuple[str, Tensor]]
+T = TypeVar("T")
 
 
 class WeightSender(Protocol):
@@ -66,30 +71,29 @@ def sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 class LocalSender:
-    """To one engine on this machine and, if this process has a GPU, on the same GPU."""
+    """To engines on this machine; if this process has a GPU, to one that has the same GPU."""
 
-    def __init__(self, client: EngineClient, device: torch.device, dtype: torch.dtype) -> None:
-        self.client, self.device, self.dtype = client, device, dtype
-        loop.run(client.init_transfer({}))
+    def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
+        self.clients, self.device, self.dtype = clients, device, dtype
+        loop.run_all([client.init_transfer({}) for client in clients])
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See `WeightSender`."""
-        loop.run(self.client.start_update())
-        if self.device.type == "cuda":
-            self._send_on_gpu(weights)
-        else:
-            self._send_files(weights)
-        loop.run(self.client.finish_update())
+        with updating(self.clients):
+            if self.device.type == "cuda":
+                self._send_on_gpu(weights)
+            else:
+                self._send_files(weights)
 
     def _send_on_gpu(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         staging: Staging | None = None
         for bucket, size in buckets(weights, self.dtype):
-            if staging is None or staging.size < size:
+            if staging is None or staging.buffer.numel() < size:
                 if staging is not None:
                     staging.release()
                 staging = Staging(max(size, BUCKET_BYTES), self.device)
-            described = staging.fill([(name, tensor, sent_dtype(tensor, self.dtype)) for name, tensor in bucket])
-            loop.run(self.client.update_weights({"gpu": described}))
+            described = pack(bucket, self.dtype, staging.buffer)
+            update(self.clients, {"gpu": {**described, **staging.exported()}})
         if staging is not None:
             staging.release()
 
@@ -97,39 +101,114 @@ class LocalSender:
         for bucket, _ in buckets(weights, self.dtype):
             state = {name: tensor.to(sent_dtype(tensor, self.dtype)).contiguous() for name, tensor in bucket}
             with memory_file(save(state)) as path:
-                loop.run(self.client.update_weights({"file": path}))
+                update(self.clients, {"file": path})
 
     def close(self) -> None:
         """Do nothing: no memory is held between updates."""
+
+
+class NcclSender:
+    """To engines on other GPUs, of this machine or others. Each has a group of its own with the trainer, since NCCL
+    takes no GPU twice into one group. A bucket is packed once, and broadcast to one group after the other."""
+
+    def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
+        self.clients, self.device, self.dtype = clients, device, dtype
+        self.groups: list[NcclGroup] = []
+        try:
+            for client in clients:
+                group_id, size = nccl_group.new_id(), 1 + client.workers
+                join = functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, device)
+                joined = in_thread(join)  # it waits for the workers, who join in this request
+                loop.run(client.init_transfer({"group_id": group_id, "size": size}))
+                self.groups.append(joined())
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See `WeightSender`."""
+        buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        with updating(self.clients):
+            for bucket, size in buckets(weights, self.dtype):
+                if buffer.numel() < size:
+                    buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
+                described = pack(bucket, self.dtype, buffer)
+                broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]))
+                try:
+                    update(self.clients, {"nccl": described})
+                except BaseException:
+                    self.close()  # else the broadcast would wait for ever for a worker that has died
+                    raise
+                broadcast()
+
+    def _broadcast(self, buffer: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            for group in self.groups:
+                group.broadcast(buffer)
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for group in self.groups:
+            group.abort()
+
+
+@contextlib.contextmanager
+def updating(clients: Sequence[EngineClient]) -> Iterator[None]:
+    """Inside, weights are sent."""
+    loop.run_all([client.start_update() for client in clients])
+    yield
+    loop.run_all([client.finish_update() for client in clients])
+
+
+def update(clients: Sequence[EngineClient], info: dict[str, Any]) -> None:
+    """Hand a bucket to all engines, and wait until they have it."""
+    loop.run_all([client.update_weights(info) for client in clients])
+
+
+def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:
+    """Put weights into `buffer` [bytes] one behind the other, as they are sent, and wait until they are there.
+
+    Returns what `worker.unpack` needs to read them.
+    """
+    end, kinds = 0, [sent_dtype(tensor, dtype) for _, tensor in weights]
+    for (_, tensor), kind in zip(weights, kinds, strict=True):
+        begin, end = end, end + tensor.numel() * kind.itemsize
+        buffer[begin:end].view(kind).view(tensor.shape).copy_(tensor)
+    if buffer.is_cuda:
+        torch.cuda.current_stream(buffer.device).synchronize()
+    return {
+        "names": [name for name, _ in weights],
+        "shapes": [list(tensor.shape) for _, tensor in weights],
+        "dtypes": [str(kind).removeprefix("torch.") for kind in kinds],
+    }
+
+
+def in_thread(work: Callable[[], T]) -> Callable[[], T]:
+    """Run `work` in a daemon thread. Returns a function that waits for its result, or raises its error."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="weights").start()
+    return future.result
 
 
 class Staging:
     """A buffer on the GPU that another process maps. It must live until that has read it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.size = size
         self.uuid = str(torch.cuda.get_device_properties(device).uuid)
         with plain_segments() as self.pool:
             self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def fill(self, weights: Sequence[tuple[str, Tensor, torch.dtype]]) -> dict[str, Any]:
-        """Put weights into the buffer, each in its type; what `worker.read_gpu` needs to read them.
-
-        The buffer is exported anew each time, as torch counts one reader for each export.
-        """
-        end = 0
-        for _, tensor, dtype in weights:
-            begin, end = end, end + tensor.numel() * dtype.itemsize
-            self.buffer[begin:end].view(dtype).view(tensor.shape).copy_(tensor)
-        torch.cuda.current_stream(self.buffer.device).synchronize()
+    def exported(self) -> dict[str, Any]:
+        """What `worker.read_gpu` needs to map the buffer; anew for each reading, since torch counts a reader a time."""
         _, (_, shape, _, offset, _, _, *handle) = reduce_tensor(self.buffer)
-        return {
-            "names": [name for name, _, _ in weights],
-            "shapes": [list(tensor.shape) for _, tensor, _ in weights],
-            "dtypes": [str(dtype).removeprefix("torch.") for _, _, dtype in weights],
-            "uuid": self.uuid,
-            "buffer": [shape[0], offset, *handle],
-        }
+        return {"uuid": self.uuid, "buffer": [shape[0], offset, *handle]}
 
     def release(self) -> None:
         """Give the memory back, once every export of it has been read."""

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain.errors import EngineError
 from posttrain.models import adapters, weight_names
 
 if TYPE_CHECKING:
@@ -63,45 +62,6 @@ def offered(
     finally:
         for _ in named if isinstance(model, FSDPModule) else ():
             pass
-
-
-A, B = ".lora_A", ".lora_B"
-
-
-def factors(model: Any) -> dict[str, Tensor] | None:
-    """The trained adapter for `with_factors`, as checkpoint names with A or B behind; None where that is not all that
-    was trained, or not all of it is such products, or checkpoints name and store weights differently."""
-    found = adapters.products(model.get_base_model())
-    if found is None or model.peft_config["default"].bias != "none" or not _names_stay(model, found):
-        return None
-    return {name + end: matrix for name, pair in found.items() for end, matrix in zip((A, B), pair, strict=True)}
-
-
-def _names_stay(model: Any, found: Mapping[str, Any]) -> bool:
-    """Whether each adapted weight has the name in checkpoints that it has in the model."""
-    plain = ((name, tensor.to("meta")) for name, tensor in dense_weights(model))
-    return found.keys() <= dict(weight_names.published_stream(adapters.causal_of(model), plain)).keys()
-
-
-def with_factors(
-    base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """`dense_weights(merged=True)` from its halves: the dense base, and `factors`. Each sum is made on `device`; what
-    has no factor is yielded where it lies.
-
-    Raises EngineError for a factor whose weight the base does not have.
-    """
-    left = set(factors)
-    for name, tensor in base:
-        if name + A not in left:
-            yield name, tensor
-            continue
-        left -= {name + A, name + B}
-        moved = tensor.to(device, non_blocking=True)
-        a, b = (factors[name + end].to(device, torch.float32) for end in (A, B))
-        yield name, (b @ a).add_(moved).to(tensor.dtype)
-    if left:
-        raise EngineError(f"the base has no weight for {sorted(left)[0]}")
 
 
 def _is_quantisation_detail(name: str) -> bool:

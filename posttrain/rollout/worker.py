@@ -34,32 +34,44 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from posttrain.rollout.nccl_group import NcclGroup
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND
 
 PARENT_POLL_S = 0.5
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
-    """Both processes are on one machine: there is nothing to connect."""
+class Joining(WeightTransferInitInfo):
+    """The NCCL group of the trainer and this engine's workers; none for memory that both processes map."""
+
+    group_id: str = ""
+    size: int = 0
 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some weights, in memory that this process maps: a safetensors file, or bytes of the GPU (`Staging.describe`)."""
+    """Some weights: in memory that this process maps, as a safetensors file or as bytes of the GPU, or by broadcast."""
 
     file: str | None = None
     gpu: dict[str, Any] | None = None
+    nccl: dict[str, Any] | None = None
 
 
-class LocalTransfer(WeightTransferEngine[NoInit, Bucket]):  # type: ignore[misc]
-    """Weights from a trainer on this machine, by `weight_transfer.LocalSender`."""
+class LocalTransfer(WeightTransferEngine[Joining, Bucket]):  # type: ignore[misc]
+    """Weights from a trainer, by `weight_transfer.LocalSender` or `NcclSender`."""
 
-    init_info_cls = NoInit
+    init_info_cls = Joining
     update_info_cls = Bucket
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Do nothing."""
+    group: NcclGroup | None = None
+    repacks = False  # at the end of an update
+
+    def init_transfer_engine(self, init_info: Joining) -> None:
+        """Join the trainer's group, if there is one."""
+        if init_info.group_id:
+            device = torch.device("cuda", torch.cuda.current_device())
+            rank = 1 + self.parallel_config.rank
+            self.group = NcclGroup(init_info.group_id, rank, init_info.size, device)
 
     def start_weight_update(self) -> None:
         """Begin to reload layer by layer (vLLM behind 0.23; before that the worker does)."""
@@ -73,6 +85,8 @@ class LocalTransfer(WeightTransferEngine[NoInit, Bucket]):  # type: ignore[misc]
         """Load a bucket. Afterwards the trainer may use its memory for the next one."""
         if update_info.gpu is not None:
             weights = read_gpu(**update_info.gpu)
+        elif update_info.nccl is not None:
+            weights = receive(self.group, **update_info.nccl)
         else:
             assert update_info.file is not None
             weights = list(load_file(update_info.file).items())
@@ -83,9 +97,14 @@ class LocalTransfer(WeightTransferEngine[NoInit, Bucket]):  # type: ignore[misc]
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        if not torch.cuda.is_available():
+            self.repacks = True
+            repack(self.model)
 
     def shutdown(self) -> None:
-        """Do nothing: no memory is held between buckets."""
+        """Leave the trainer's group."""
+        if self.group is not None:
+            self.group.abort()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
@@ -106,15 +125,35 @@ def read_gpu(
     size, offset, *handle = buffer
     handle[0] = here  # the trainer's number for it
     shared = rebuild_cuda_tensor(torch.Tensor, (size,), (1,), offset, torch.storage.TypedStorage, torch.uint8, *handle)
-    types = [getattr(torch, name) for name in dtypes]
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, types, strict=True)]
-    copied = shared[: sum(sizes)].clone()
+    copied = shared[: sum(sizes_of(shapes, dtypes))].clone()
     torch.cuda.synchronize()
     del shared  # the mapping ends, once for each export
-    parts = copied.split(sizes)
+    return unpack(copied, names, shapes, dtypes)
+
+
+def receive(
+    group: NcclGroup | None, names: list[str], shapes: list[list[int]], dtypes: list[str]
+) -> list[tuple[str, Tensor]]:
+    """Weights that the trainer broadcasts now."""
+    if group is None:
+        raise ValueError("weights were sent before the trainer's group was joined")
+    buffer = torch.empty(sum(sizes_of(shapes, dtypes)), dtype=torch.uint8, device=group.device)
+    group.broadcast(buffer)
+    return unpack(buffer, names, shapes, dtypes)
+
+
+def sizes_of(shapes: list[list[int]], dtypes: list[str]) -> list[int]:
+    """Bytes of each tensor."""
+    types = [getattr(torch, dtype) for dtype in dtypes]
+    return [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, types, strict=True)]
+
+
+def unpack(buffer: Tensor, names: list[str], shapes: list[list[int]], dtypes: list[str]) -> list[tuple[str, Tensor]]:
+    """What `weight_transfer.pack` put into `buffer` [bytes], as views."""
+    parts = buffer.split(sizes_of(shapes, dtypes))
     return [
-        (name, part.view(dtype).view(shape))
-        for name, part, dtype, shape in zip(names, parts, types, shapes, strict=True)
+        (name, part.view(getattr(torch, dtype)).view(shape))
+        for name, part, dtype, shape in zip(names, parts, dtypes, shapes, strict=True)
     ]
 
 
@@ -137,9 +176,10 @@ class Extension:
     """Methods that vLLM's workers get, for `collective_rpc`. The names must not be taken there."""
 
     def posttrain_repack_head(self) -> None:
-        """See `repack`."""
+        """See `repack`; up to 0.23 no method of `LocalTransfer` is called at the end of an update."""
         worker: Any = self
-        repack(worker.get_model())
+        if not worker.weight_transfer_engine.repacks:
+            repack(worker.get_model())
 
     def posttrain_leave_terminal(self) -> None:
         """Leave Ctrl-C to the trainer, which finishes its step with this engine."""

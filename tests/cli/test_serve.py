@@ -1,4 +1,4 @@
-"""`posttrain serve` as a user types it; the engine behind it is in tests/rollout/test_server.py."""
+"""`posttrain serve` as a user types it; vLLM behind it is in tests/rollout/test_served.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,20 @@ from typer.testing import CliRunner
 from posttrain.cli.app import app
 
 find_spec = importlib.util.find_spec
+RECIPE = """
+stage: rl
+model: {path: tiny}
+data: {source: "gym:chain_sum", size: 8}
+rollout: {max_new_tokens: 8}
+rewards: [{use: gym.score}]
+run: {steps: 1}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return str(tmp_path / "r.yaml")
 
 
 @pytest.fixture
@@ -23,54 +38,89 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "vllm" else find_spec(name))
 
 
-def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
-    result = CliRunner().invoke(app, ["serve"])
+    result = CliRunner().invoke(app, ["serve", recipe])
     assert result.exit_code == 2 and "posttrain[vllm]" in result.stderr
 
 
 @pytest.mark.usefixtures("with_vllm")
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(recipe: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(app, ["serve", "--port", str(port)])
+        result = CliRunner().invoke(app, ["serve", recipe, "--port", str(port)])
     assert result.exit_code == 2
     first, hint = result.stderr.splitlines()
     assert first == f"cannot listen on 127.0.0.1:{port}: Address already in use" and "--port takes another" in hint
 
 
-def test_one_run_after_the_other_until_ctrl_c(tmp_path: Path) -> None:
-    """Two sessions, each with a process of its own; Ctrl-C ends the third, which still imports."""
-    program = """
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["RECIPE", "--devices", "1,x"], "--devices 1,x: not a list of GPUs"),
+        (["debug/sft"], "a recipe of stage sft, in which nothing generates"),
+        (["RECIPE", "rollout.max_new_token=8"], "did you mean"),
+    ],
+)
+def test_mistakes(recipe: str, arguments: list[str], told: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = [recipe if argument == "RECIPE" else argument for argument in arguments]
+    result = CliRunner().invoke(app, ["serve", *given, "--port", str(port)])
+    assert result.exit_code == 2 and told in result.stderr
+
+
+def test_one_run_after_the_other_until_ctrl_c(recipe: str, tmp_path: Path, serving: ModuleType) -> None:
+    """Two sessions, each with a process of its own; Ctrl-C ends the third."""
+    stand_in = Path(str(serving.__file__))
+    entry = f"import sys, runpy; sys.path[:0] = [{{root!r}}, {str(stand_in.parent)!r}]; "
+    entry += f"sys.argv.insert(1, '{{parent}}'); runpy.run_path({str(stand_in)!r}, run_name='__main__')"
+    program = f"""
 import importlib.util, signal, sys
+from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: object() if name == "vllm" else find(name, *more)
+from posttrain.rollout import local_server, vllm_start
+local_server._ENTRY = {entry!r}
+vllm_start.cache_folder = lambda: Path({str(tmp_path / "cache")!r})
+vllm_start.check_heads = lambda config: config()
 from posttrain.__main__ import main
-sys.argv[1:] = ["serve", "--port", sys.argv[1]]
 main()
 """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", program, str(port)]
+    command = [sys.executable, "-c", program, "serve", recipe, "--port", str(port)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     assert process.stderr is not None
+    late = threading.Timer(120, process.kill)  # nothing it says is waited for longer
+    late.start()
     try:
-        assert f"server.urls=[http://127.0.0.1:{port}]" in process.stderr.readline()
-        names = {begin_and_leave(f"http://127.0.0.1:{port}") for _ in range(2)}
-        assert len(names) == 2
-        assert [process.stderr.readline() for _ in range(2)] == ["the run has gone; ready again\n"] * 2
+        assert "only programs on this machine" in process.stderr.readline()
+        assert process.stderr.readline() == "loading tiny\n"
+        names = set()
+        for _ in range(2):
+            assert f"rollout.vllm.server.urls=[http://127.0.0.1:{port}]" in process.stderr.readline()
+            names.add(begin_and_leave(port))
+            assert process.stderr.readline() == "the run has gone: vLLM starts anew\n"
+        assert len(names) == 2, "a process has served two runs"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0 and "stopped" in process.stderr.read()
     finally:
+        late.cancel()
         process.kill()
         process.communicate()
 
 
-def begin_and_leave(url: str) -> Any:
-    from posttrain.rollout.client import Client
+def begin_and_leave(port: int) -> int:
+    """The process that served a run, which only looks who is there."""
+    from posttrain.rollout import loop
+    from posttrain.rollout.server_client import ServerClient
+    from posttrain.rollout.token import asking_token
 
-    client = Client(url, 30)
-    client.open()
+    url = f"http://127.0.0.1:{port}"
+    client = ServerClient(url, asking_token(url), timeout_s=30, eos_ids=())
+    loop.run(client.open({"max_model_len": 8, "model": {}}))
     client.close()
-    return client.name
+    return int(client.about["pid"])

@@ -22,7 +22,7 @@ from posttrain.batch import Prompt
 from posttrain.errors import DataError, MissingExtra, RecipeError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import EngineSection, Sampling, Server, Vllm
-from posttrain.rollout import core, vllm_start, weights
+from posttrain.rollout import vllm_start, weights
 from posttrain.rollout.engine import check_engine, check_fits, make_engine, needed_length, start_note
 from posttrain.rollout.probe import mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.vllm_engine import adapter_rank, engine_dtype, window_of
@@ -36,26 +36,6 @@ def test_without_vllm_one_sentence_says_what_to_install(
     with pytest.raises(MissingExtra, match=r"needs vllm(.|\n)*posttrain\[vllm\]"):
         make_engine(EngineSection(engine="vllm"), loaded, scratch=tmp_path, max_len=64)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("room", [True, False])
-def test_an_engine_that_sleeps_is_woken_before_it_goes(monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
-    """What sleep gave back, vLLM would give back once more. An update that filled the GPU leaves no room to wake."""
-    told: list[str] = []
-
-    def wake_up() -> None:
-        told.append("wake")
-        if not room:
-            raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(core, "leave_process_groups", lambda **_: told.append("leave"))
-    vllm: Any = core.VllmCore.__new__(core.VllmCore)
-    vllm.asleep, vllm.had_process_group = True, False
-    inner = types.SimpleNamespace(shutdown=lambda: told.append("shutdown"))
-    vllm.llm = types.SimpleNamespace(wake_up=wake_up, llm_engine=types.SimpleNamespace(engine_core=inner))
-    vllm.close()
-    vllm.close()
-    assert told == ["wake", "shutdown", "leave"]
 
 
 def test_the_window_is_what_the_data_need(loaded: LoadedModel) -> None:
@@ -218,21 +198,6 @@ def test_what_vllm_says_of_its_arguments_is_told() -> None:
         Vllm(max_model_len=0)
     error = vllm_start.explain(caught.value, Vllm(), "did not start")
     assert "ValidationError: Input should be greater than" in str(error)
-
-
-def test_starting_leaves_random_states_alone() -> None:
-    import random
-
-    import numpy
-
-    before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
-    with core.undisturbed_randomness():
-        random.seed(3)
-        numpy.random.seed(3)
-        torch.manual_seed(3)
-    assert random.getstate() == before[0]
-    assert numpy.random.get_state()[1].tolist() == before[1]
-    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 def test_pushed_weights_are_the_model_with_tied_ones_once(loaded: LoadedModel) -> None:

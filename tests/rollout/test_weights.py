@@ -12,15 +12,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from posttrain.errors import EngineError, ModelError
+from posttrain.errors import ModelError
 from posttrain.models import adapters
 from posttrain.models.load import LoadedModel
 from posttrain.models.merge_adapter import merged_copy
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.recipe.sections import Lora
-from posttrain.rollout.core import read_base
-from posttrain.rollout.remote import ServerEngine
-from posttrain.rollout.weights import dense_weights, factors, with_factors, write_adapter, write_base
+from posttrain.rollout.servers import make_served
+from posttrain.rollout.weights import dense_weights, write_adapter
 
 
 @pytest.fixture
@@ -62,27 +61,6 @@ def test_merged_weights_are_those_of_the_saved_model(adapted: Any) -> None:
     assert changed == {name for name in found if name.endswith("_proj.weight")}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_base_and_factors_make_the_merged_weights(
-    loaded: LoadedModel, adapted: Any, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """To the last bit, and only some numbers travel."""
-    for name, parameter in adapted.named_parameters():
-        if "lora_" not in name:
-            parameter.data = parameter.to(dtype)
-    lora = LoadedModel(adapted, loaded.tokenizer, loaded.eos_ids, loaded.pad_id, "test")
-    held = read_base(write_base(lora, tmp_path / "base", dtype))
-    sent = factors(adapted)
-    assert sent is not None and all(tensor.dtype == torch.float32 for tensor in sent.values())
-    found = dict(with_factors(held.items(), sent, torch.device("cpu")))
-    expected = dict(dense_weights(adapted, merged=True))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    assert any(not torch.equal(found[name], held[name]) for name in held)
-    with pytest.raises(EngineError, match="no weight for model"):
-        dict(with_factors([(n, t) for n, t in held.items() if "gate_proj" not in n], sent, torch.device("cpu")))
-
-
 def adapted_by(loaded: LoadedModel, **more: Any) -> Any:
     """The model under a disturbed adapter on q_proj, or what `more` says."""
     torch.manual_seed(0)
@@ -103,10 +81,9 @@ def adapted_by(loaded: LoadedModel, **more: Any) -> Any:
 )
 def test_each_layer_has_its_own_rank_and_scale(loaded: LoadedModel, more: dict[str, Any]) -> None:
     model = adapted_by(loaded, **more)
-    sent, base = factors(model), dict(dense_weights(model))
-    assert sent is not None
-    for name, tensor in with_factors(base.items(), sent, torch.device("cpu")):
-        assert torch.allclose(tensor, dict(dense_weights(model, merged=True))[name], atol=1e-6)
+    expected = merged_copy(model).state_dict()
+    for name, tensor in dense_weights(model, merged=True):
+        assert torch.allclose(tensor, expected[name], atol=1e-6)
 
 
 @pytest.mark.parametrize("more", [{"bias": "all"}, {"target_modules": ["q_proj", "embed_tokens"]}], ids=str)
@@ -114,7 +91,6 @@ def test_what_is_no_product_of_matrices_is_added_by_the_trainer(loaded: LoadedMo
     loaded.model.lm_head.weight = torch.nn.Parameter(loaded.model.lm_head.weight.detach().clone())  # not tied
     model = adapted_by(loaded, **more)
     adapters.check_addable(model.get_base_model())
-    assert factors(model) is None
     expected = merged_copy(model).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in dense_weights(model, merged=True))
 
@@ -139,4 +115,4 @@ def test_what_cannot_be_added_is_told_before_vllm_starts(
     lora = dataclasses.replace(loaded, model=adapted_by(loaded, **more))
     section = Vllm(merge_adapter=True, server=Server(urls=["http://localhost:1"]))
     with pytest.raises(ModelError, match=f"an adapter with {named}.* cannot be added"):
-        ServerEngine(section, lora, scratch=tmp_path, max_len=64)
+        make_served(section, lora, scratch=tmp_path, max_len=64)

@@ -1,0 +1,383 @@
+"""The trainer's half of a vLLM server, which is `vllm serve` on this machine or another; `vllm_process` is the other.
+
+Token ids and log-probs travel as JSON over HTTP. Weights take another way: `weight_transfer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain import terminal
+from posttrain.errors import EngineError, MissingExtra, RecipeError
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout import loop, vllm_process, vllm_start
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.local_server import LocalServer
+from posttrain.rollout.requests import Request
+from posttrain.rollout.token import TOKEN_VARIABLE
+
+PATIENCE_S = 120.0  # with a server that does not listen: it may be starting vLLM anew, after another run
+START_S = 1800.0  # the same for a process of ours, as long as it lives
+RETRY_S = 0.5
+FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer, with all samples of the request
+LAST_WORDS_S = 1.0  # for a process to end once its connections have
+DRAIN_S = 0.2  # from one pause to the next: a request may arrive behind the first
+RESUME = "go on with the same command and --resume"
+
+
+class ServerClient:
+    """See `EngineClient`. It has the server to itself from `open` to `close`.
+
+    url: http://HOST:PORT, "" for `process`, one that this run started and that `close` ends. key: what every request
+    shows. timeout_s: the longest time in which the server answers nothing although it was asked. eos_ids: the tokens
+    that end a completion.
+    """
+
+    def __init__(
+        self, url: str, key: str, *, timeout_s: float, eos_ids: Sequence[int], process: LocalServer | None = None
+    ) -> None:
+        self.url, self.key, self.process = url.rstrip("/"), key, process
+        self.name = self.url or (f"vLLM on {process.place}" if process else "")
+        self.timeout_s, self.eos_ids = timeout_s, sorted(eos_ids)
+        self.workers = 0  # until `open`
+        self.about: dict[str, Any] = {}
+        self.adapter: str | None = None  # the name that vLLM knows the newest one by
+        self._http: Any = None
+        self._held: asyncio.Task[None] | None = None  # holds the session; it is done when the server has gone
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._answered = 0.0  # when the server last answered anything
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the server runs on this machine."""
+        return bool(self.about["boot_id"]) and self.about["boot_id"] == vllm_process.boot_id()
+
+    # --- the session ---
+
+    async def open(self, wanted: Mapping[str, Any]) -> None:
+        """Reach the server and begin the session.
+
+        wanted: see `check_alike`. Raises EngineError where no session can be had, RecipeError for another's server.
+        """
+        http = http_library()
+        self._http = http.AsyncClient(
+            transport=http.AsyncHTTPTransport(
+                uds=str(self.process.uds) if self.process else None,
+                limits=http.Limits(max_connections=None, max_keepalive_connections=None),
+            ),
+            base_url=self.url or "http://server",
+            headers={"Authorization": f"Bearer {self.key}", "Accept-Encoding": "identity"},
+            timeout=http.Timeout(None, connect=10.0),
+            trust_env=False,
+        )
+        self.about = await self._reached()
+        check_alike(self.about, wanted, self.name)
+        self.workers = int(self.about["workers"])
+        begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._held = asyncio.create_task(self._hold(begun))
+        either: set[asyncio.Future[Any]] = {begun, self._held}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED, timeout=self.timeout_s)
+        if not begun.done():
+            raise self._gone() if self._held.done() else self._silent()
+        self._http.headers[vllm_process.SESSION_HEADER] = begun.result()
+
+    async def _reached(self) -> dict[str, Any]:
+        """What the server says of itself, once it listens."""
+        began, patience = time.monotonic(), START_S if self.process else PATIENCE_S
+        while True:
+            try:
+                return await self._ask("GET", vllm_process.ABOUT)
+            except http_library().TransportError as cause:
+                waited = time.monotonic() - began
+                if waited > patience or (self.process and self.process.fate()):
+                    raise self._unreachable(cause, waited) from cause
+                if waited < RETRY_S and self.process is None:
+                    terminal.note(f"{self.name}  {_reason(cause)}: trying for {patience:.0f} s")
+            await asyncio.sleep(RETRY_S)
+
+    async def _hold(self, begun: asyncio.Future[str]) -> None:
+        """Keep the session's request open. Returns, or raises, when the server has ended it."""
+        who = f"{socket.gethostname()}, process {os.getpid()}, {' '.join(sys.argv[1:4])}"
+        headers = {"x-posttrain-who": who.encode("ascii", "replace")[: vllm_process.MOST_WHO].decode()}
+        async with self._http.stream("POST", vllm_process.SESSION, headers=headers) as answer:
+            if answer.status_code != 200:
+                raise self._refused(answer.status_code, _values(await answer.aread()))
+            async for line in answer.aiter_lines():
+                if not begun.done():
+                    begun.set_result(json.loads(line)["session"])
+
+    def close(self) -> None:
+        """See `EngineClient`. A server that this run did not start goes on, for another run."""
+        if self._http is not None:
+            http, self._http = self._http, None
+            with contextlib.suppress(Exception):
+                loop.run(self._leave(http))
+        if self.process is not None:
+            self.process.close()
+
+    async def _leave(self, http: Any) -> None:
+        if self._held is not None:
+            self._held.cancel()
+            await asyncio.wait({self._held})
+        await http.aclose()
+
+    # --- generation ---
+
+    async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """See `EngineClient`."""
+        values = vllm_start.sampling_values(sampling, request, self.eos_ids)
+        task = asyncio.create_task(self._generate(request.ids, values))
+        self._under_way.add(task)
+        try:
+            answer = await task
+        finally:
+            task.cancel()
+            self._under_way.discard(task)
+        with self._reading():
+            found = [completion(choice, request.logprobs, self.name) for choice in answer["choices"]]
+            return found * (request.n // len(found))  # greedy ones are sampled once
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        """See `EngineClient`."""
+        answer = await self._generate(ids, vllm_start.SCORING)
+        with self._reading():
+            reported = answer["prompt_logprobs"][1:]
+            return [entry[str(token)]["logprob"] for entry, token in zip(reported, ids[1:], strict=True)]
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Inside, an answer of vLLM is read. Raises EngineError for one that is none."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as cause:
+            what = f"an answer of vLLM cannot be read: {type(cause).__name__}: {cause}"
+            raise EngineError(what, where=self.name) from cause
+
+    async def _generate(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"token_ids": list(ids), "sampling_params": {**sampling, "output_kind": FINAL_ONLY}}
+        named = {"model": self.adapter} if self.adapter else {}
+        return await self._ask("POST", "/inference/v1/generate", body | named)
+
+    async def pause(self) -> None:
+        """See `EngineClient`. The prefix cache is dropped: weights change next."""
+        while True:
+            await self._ask("POST", "/pause?mode=abort")
+            if not self._under_way:
+                return
+            await asyncio.wait(self._under_way, timeout=DRAIN_S)
+
+    async def resume(self) -> None:
+        """See `EngineClient`."""
+        await self._ask("POST", "/resume")
+
+    # --- weights ---
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """See `EngineClient`."""
+        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    async def start_update(self) -> None:
+        """See `EngineClient`."""
+        await self._ask("POST", "/start_weight_update", {})
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """See `EngineClient`."""
+        await self._ask("POST", "/update_weights", {"update_info": dict(info)})
+
+    async def finish_update(self) -> None:
+        """See `EngineClient`."""
+        await self._ask("POST", "/finish_weight_update", {})
+        await self._ask("POST", "/reset_prefix_cache")
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """See `EngineClient`. The server reads the folder by the same path."""
+        old, new = self.adapter, f"version-{version}"
+        if old is not None:
+            await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": old})
+        try:
+            await self._ask("POST", "/v1/load_lora_adapter", {"lora_name": new, "lora_path": str(folder.absolute())})
+        except EngineError as error:
+            if self.is_here:
+                raise
+            raise EngineError(
+                f"the server could not load the adapter from {folder.absolute()}, which is on this machine's disk",
+                where=self.name,
+                allowed=str(error),
+                hint="rollout.vllm.merge_adapter: true sends merged weights; or let --output be in a folder that both"
+                " machines see under the same path",
+            ) from error
+        self.adapter = new
+        await self._ask("POST", "/reset_prefix_cache")
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Do nothing: its GPU is not the trainer's."""
+
+    async def wake(self) -> None:
+        """Do nothing: it never sleeps."""
+
+    # --- requests ---
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One request and its answer. Raises EngineError when the server refuses, fails, ends, or falls silent."""
+        if self._http is None:
+            raise EngineError("this run has left the server", where=self.name)
+        began = time.monotonic()
+        asked = asyncio.ensure_future(self._http.request(method, path, json=body))
+        others = {self._held} if self._held is not None else set()
+        try:
+            while not asked.done():
+                left = max(began, self._answered) + self.timeout_s - time.monotonic()
+                if left <= 0:
+                    raise self._silent()
+                await asyncio.wait({asked, *others}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if self._held is not None and self._held.done() and not asked.done():
+                    raise self._gone()
+            answer = asked.result()
+        except http_library().TransportError as cause:
+            if self._held is None:
+                raise
+            raise self._gone(cause) from cause
+        finally:
+            asked.cancel()
+        self._answered = time.monotonic()
+        values = _values(answer.content)
+        if answer.status_code != 200:
+            raise self._refused(answer.status_code, values)
+        return values
+
+    def _refused(self, status: int, values: dict[str, Any]) -> EngineError:
+        """What an error status means."""
+        if status == 401:
+            return EngineError(
+                "the server asks for its key",
+                where=self.name,
+                hint=f"`posttrain serve` says where it is; set {TOKEN_VARIABLE} to it for this run",
+            )
+        if status == 410:
+            what = "the server was started anew and knows nothing of this run"
+            return EngineError(what, where=self.name, hint=RESUME)
+        if status == 409:
+            return EngineError(
+                f"the server works for another run ({values.get('works_for')})",
+                where=self.name,
+                hint="wait for that run, or start another server with `posttrain serve RECIPE --port ...`",
+            )
+        said = values.get("error", values)
+        said = said.get("message", said) if isinstance(said, dict) else said
+        return EngineError(f"vLLM refused a request with status {status}: {said}", where=self.name)
+
+    def _silent(self) -> EngineError:
+        return EngineError(
+            f"the server did not answer anything for {self.timeout_s:g} s",
+            where=self.name,
+            hint="raise rollout.vllm.server.timeout_s if it may take that long; else look at its own output",
+        )
+
+    def _gone(self, cause: BaseException | None = None) -> EngineError:
+        """The server has ended, or the connection to it. cause: what a request ended with."""
+        if cause is None and self._held is not None and self._held.done() and not self._held.cancelled():
+            cause = self._held.exception()
+        if isinstance(cause, EngineError):
+            return cause
+        told = self.process.fate(LAST_WORDS_S) if self.process else ""
+        return EngineError(
+            told or f"the server is gone: {_reason(cause) if cause else 'it ended the session'}",
+            where="" if told else self.name,
+            hint=RESUME + ("" if told else ", once `posttrain serve` is ready there again"),
+        )
+
+    def _unreachable(self, cause: Exception, waited: float) -> EngineError:
+        if self.process is not None:
+            told = self.process.fate() or f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s"
+            return EngineError(told, hint="" if self.process.log is None else f"see {self.process.log}")
+        return EngineError(
+            f"no server can be reached there: {_reason(cause)} (tried for {waited:.0f} s)",
+            where=self.name,
+            hint=f"start one with `posttrain serve RECIPE --port {self.url.rpartition(':')[2]}` on that machine (--host"
+            " 0.0.0.0 if it is another than this one); a firewall must let the port through",
+        )
+
+
+def completion(choice: Mapping[str, Any], logprobs: bool, name: str) -> Completion:
+    """A choice of vLLM's answer as ours. Raises EngineError for another end than stop, length or a pause."""
+    finish: Any = "paused" if choice["finish_reason"] == "abort" else choice["finish_reason"]
+    if finish not in ("stop", "length", "paused"):
+        raise EngineError(f"vLLM gave up a request: finish reason {choice['finish_reason']}", where=name)
+    logps = tuple(entry["logprob"] for entry in choice["logprobs"]["content"]) if logprobs else None
+    ids = tuple(choice["token_ids"])
+    if logps is not None and len(logps) != len(ids):
+        raise EngineError(f"vLLM reported {len(logps)} log-probs for {len(ids)} tokens", where=name)
+    return Completion(ids, logps, finish)
+
+
+def check_alike(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
+    """Refuse a server that was started for another model, a shorter window or another vLLM. Raises RecipeError.
+
+    about: what the server says of itself (`vllm_process.about`); wanted: the same of this run, as far as it matters.
+    """
+    problems = [
+        f"{key} {about.get(key)}, and this run needs {value}"
+        for key, value in wanted.items()
+        if key not in ("model", "max_model_len") and about.get(key) != value
+    ]
+    if about["max_model_len"] < wanted["max_model_len"]:
+        problems.append(f"max_model_len {about['max_model_len']}, and this run needs {wanted['max_model_len']}")
+    here, there = _shape(wanted["model"]), _shape(about["model"])
+    problems += [
+        f"a model with {key} {there[key]}, and this run's has {here[key]}"
+        for key in here
+        if here[key] != there.get(key, here[key])
+    ]
+    if problems:
+        raise RecipeError(
+            f"the server was started with {'; '.join(problems[:4])}",
+            where=name,
+            hint="start it with the recipe of this run, and the same versions: posttrain serve RECIPE",
+        )
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides about the names and shapes of a model's weights, of its config."""
+    text = config.get("text_config") or config
+    deciding = re.compile("size|num_|_dim|layers|heads|experts|model_type|architectures|tie_word|hidden_act")
+    kinds = (int, str, list)
+    return {key: value for key, value in text.items() if deciding.search(key) and isinstance(value, kinds)}
+
+
+def http_library() -> Any:
+    """httpx, or httpx2 by which huggingface_hub goes on: one of them is installed beside transformers."""
+    for name in ("httpx2", "httpx"):
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(name)
+    raise MissingExtra("httpx2", "rollout.vllm.server", "train")
+
+
+def _values(body: bytes) -> dict[str, Any]:
+    """The JSON object of an answer; {} for an empty one, and what is no JSON as {"error": text}."""
+    try:
+        values = json.loads(body or b"{}")
+    except ValueError:
+        return {"error": body[:200].decode(errors="replace")}
+    return values if isinstance(values, dict) else {"error": values}
+
+
+def _reason(cause: BaseException) -> str:
+    """What the system says, below what the library makes of it."""
+    below: BaseException | None = cause
+    while below is not None:
+        if isinstance(below, OSError) and below.errno:
+            return os.strerror(below.errno)
+        below = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below.__cause__ or below.__context__
+    return str(cause) or type(cause).__name__

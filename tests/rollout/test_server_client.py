@@ -1,0 +1,311 @@
+"""The trainer's half of a vLLM server, against a small HTTP server that answers as vLLM does, or badly."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.errors import EngineError, RecipeError
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.rollout import loop, server_client, token, vllm_process
+from posttrain.rollout.engine import Completion
+from posttrain.rollout.requests import Request
+from posttrain.rollout.server_client import ServerClient, check_alike
+
+KEY = "key-of-the-test"
+SAMPLED = Sampling(temperature=0.7, max_new_tokens=12)
+REQUEST = Request(0, (5, 6), 2, seed=2**33 + 7, max_new_tokens=9, logprobs=True)
+ABOUT = {
+    **{"boot_id": vllm_process.boot_id(), "workers": 1, "vllm": "0.32.0", "device": "cpu", "dtype": "float32"},
+    **{"max_model_len": 64, "lora_rank": None, "model": {"hidden_size": 64, "num_hidden_layers": 2}},
+}
+WANTED = {"vllm": "0.32.0", "dtype": "float32", "max_model_len": 64, "model": {"hidden_size": 64}}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "PATIENCE_S", 0.1)
+
+
+@pytest.fixture
+def fake(serving: ModuleType) -> Iterator[Any]:
+    """See `StandIn` in tests/serving.py."""
+    one = serving.StandIn(KEY, socket.create_server(("127.0.0.1", 0)))
+    one.answers[vllm_process.ABOUT] = lambda _: (200, ABOUT)
+    threading.Thread(target=one.serve, daemon=True).start()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def client(fake: Any) -> Iterator[ServerClient]:
+    one = client_of(fake)
+    loop.run(one.open(WANTED))
+    yield one
+    one.close()
+
+
+def client_of(fake: Any, key: str = KEY, **settings: Any) -> ServerClient:
+    return ServerClient(fake.url, key, **{"timeout_s": 10, "eos_ids": (2, 1), **settings})
+
+
+def test_token_ids_in_and_out(fake: Any, client: ServerClient) -> None:
+    """Ids and log-probs are those of the answer to the last bit; every setting of the draw travels."""
+    fake.samples(([7, 8, 2], "stop"), ([9], "length"))
+    found = loop.run(client.complete(REQUEST, SAMPLED))
+    assert found == [
+        Completion((7, 8, 2), (-7 / 3, -8 / 3, -2 / 3), "stop"),
+        Completion((9,), (-3.0,), "length"),
+    ]
+    (body,) = fake.bodies("/inference/v1/generate")
+    assert body["token_ids"] == [5, 6] and "model" not in body
+    assert body["sampling_params"] == {
+        **{"n": 2, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "max_tokens": 9, "seed": 7, "stop": None},
+        **{"stop_token_ids": [1, 2], "include_stop_str_in_output": True, "ignore_eos": True, "detokenize": False},
+        **{"skip_special_tokens": False, "logprobs": 0, "flat_logprobs": True, "output_kind": 2},
+    }
+
+
+def test_greedy_is_drawn_once(fake: Any, client: ServerClient) -> None:
+    fake.samples(([7, 2], "stop"))
+    found = loop.run(client.complete(REQUEST, SAMPLED.model_copy(update={"temperature": 0.0, "stop": ["x"]})))
+    assert len(found) == 2 and found[0] == found[1]
+    (body,) = fake.bodies("/inference/v1/generate")
+    assert body["sampling_params"]["n"] == 1 and body["sampling_params"]["stop"] == ["x"]
+    assert body["sampling_params"]["detokenize"] is True, "a stop string is looked for in text"
+
+
+def test_the_probe_reads_the_prompt(fake: Any, client: ServerClient) -> None:
+    reported = [None, {"6": {"logprob": -0.25}, "9": {"logprob": -0.1}}, {"5": {"logprob": -1 / 3}}]
+    fake.answers["/inference/v1/generate"] = lambda _: (200, {"prompt_logprobs": reported})
+    assert loop.run(client.score((4, 6, 5))) == [-0.25, -1 / 3]
+
+
+def test_a_pause_waits_for_a_request_that_comes_behind_it(fake: Any, client: ServerClient) -> None:
+    """vLLM queues what arrives while it is paused; only the next pause gives that back."""
+    pauses, first = threading.Semaphore(0), threading.Event()
+
+    def generate(_: Any) -> tuple[int, Any]:
+        first.set()
+        assert pauses.acquire(timeout=10) and pauses.acquire(timeout=10)
+        return 200, {
+            "choices": [{"finish_reason": "abort", "token_ids": [7], "logprobs": {"content": [{"logprob": 0}]}}]
+        }
+
+    def pause(_: Any) -> tuple[int, Any]:
+        pauses.release()
+        return 200, {}
+
+    fake.answers |= {"/inference/v1/generate": generate, "/pause?mode=abort": pause}
+    future = loop.submit(client.complete(REQUEST, SAMPLED))
+    assert first.wait(10)
+    loop.run(client.pause())
+    assert future.done() and {c.finish for c in future.result()} == {"paused"}
+    assert len(fake.bodies("/pause?mode=abort")) >= 2
+
+
+def test_adapters_are_named_in_requests(fake: Any, client: ServerClient, tmp_path: Path) -> None:
+    fake.samples(([7, 2], "stop"))
+    for version in (0, 1):
+        loop.run(client.load_adapter(tmp_path, version))
+        loop.run(client.complete(REQUEST, SAMPLED))
+    assert [body["model"] for body in fake.bodies("/inference/v1/generate")] == ["version-0", "version-1"]
+    assert fake.bodies("/v1/unload_lora_adapter") == [{"lora_name": "version-0"}]
+    assert [body["lora_path"] for body in fake.bodies("/v1/load_lora_adapter")] == [str(tmp_path)] * 2
+    assert len(fake.bodies("/reset_prefix_cache")) == 2
+
+
+def test_a_folder_that_the_server_does_not_see(fake: Any, client: ServerClient, tmp_path: Path) -> None:
+    fake.answers["/v1/load_lora_adapter"] = lambda _: (404, {"error": {"message": "no adapter found"}})
+    with pytest.raises(EngineError, match="status 404: no adapter found"):
+        loop.run(client.load_adapter(tmp_path, 0))
+    client.about["boot_id"] = "another machine"
+    with pytest.raises(EngineError, match=r"this machine's disk(.|\n)*merge_adapter: true"):
+        loop.run(client.load_adapter(tmp_path, 0))
+
+
+def test_weights_are_announced_as_vllm_wants(fake: Any, client: ServerClient) -> None:
+    for call in (
+        client.init_transfer({"a": 1}),
+        client.start_update(),
+        client.update_weights({"file": "/x"}),
+        client.finish_update(),
+        client.resume(),
+    ):
+        loop.run(call)
+    assert [entry for entry in fake.asked if entry[0] != vllm_process.ABOUT] == [
+        ("/init_weight_transfer_engine", {"init_info": {"a": 1}}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"file": "/x"}}),
+        ("/finish_weight_update", {}),
+        ("/reset_prefix_cache", None),
+        ("/resume", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((500, {"error": {"message": "CUDA out of memory", "code": 500}}), "status 500: CUDA out of memory"),
+        ((400, {"error": "no such token"}), "status 400: no such token"),
+        ((503, b"<html>proxy</html>"), "status 503: <html>proxy"),
+        ((410, {"error": "no such session"}), r"started anew(.|\n)*--resume"),
+        ((200, {"choices": [{"finish_reason": "error", "token_ids": [], "logprobs": None}]}), "finish reason error"),
+        ((200, b"[1]"), "cannot be read"),
+        ((200, {"choices": [{"finish_reason": "stop", "token_ids": [1, 2]}]}), "cannot be read"),
+    ],
+)
+def test_bad_answers_end_the_run_with_a_sentence(
+    fake: Any, client: ServerClient, answer: tuple[int, Any], told: str
+) -> None:
+    fake.answers["/inference/v1/generate"] = lambda _: answer
+    with pytest.raises(EngineError, match=told) as error:
+        loop.run(client.complete(REQUEST, SAMPLED))
+    assert error.value.problems[0].where == fake.url
+
+
+def test_fewer_log_probs_than_tokens(fake: Any, client: ServerClient) -> None:
+    choice = {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}}
+    fake.answers["/inference/v1/generate"] = lambda _: (200, {"choices": [choice]})
+    with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
+        loop.run(client.complete(REQUEST, SAMPLED))
+
+
+def test_a_wrong_key(fake: Any) -> None:
+    one = client_of(fake, "guessed")
+    with pytest.raises(EngineError, match=rf"asks for its key(.|\n)*{token.TOKEN_VARIABLE}"):
+        loop.run(one.open(WANTED))
+    one.close()
+    assert not fake.asked
+
+
+def test_a_server_of_another_run(fake: Any) -> None:
+    one = client_of(fake)
+    fake.answers[vllm_process.SESSION] = lambda _: (409, {"error": "taken", "works_for": "node1, process 77"})
+    with pytest.raises(EngineError, match=r"works for another run \(node1, process 77\)"):
+        loop.run(one.open(WANTED))
+    one.close()
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    one = ServerClient(f"http://127.0.0.1:{port}", KEY, timeout_s=5, eos_ids=())
+    with pytest.raises(
+        EngineError, match=rf"127.0.0.1:{port}  no server can be reached(.|\n)*serve RECIPE --port {port}"
+    ):
+        loop.run(one.open(WANTED))
+    one.close()
+
+
+def test_another_program_on_that_port() -> None:
+    """It speaks first, and no HTTP."""
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = other.accept()
+            except OSError:
+                return
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=answer, daemon=True).start()
+        one = ServerClient(f"http://127.0.0.1:{other.getsockname()[1]}", KEY, timeout_s=5, eos_ids=())
+        with pytest.raises(EngineError, match="no server can be reached there"):
+            loop.run(one.open(WANTED))
+        one.close()
+
+
+def test_silence_ends_the_run(fake: Any) -> None:
+    """A server that hangs in one request: timeout_s after it last answered anything, not after the request began."""
+    free = threading.Event()
+    fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
+    one = client_of(fake, timeout_s=0.6)
+    loop.run(one.open(WANTED))
+    future = loop.submit(one.complete(REQUEST, SAMPLED))
+    began = time.monotonic()
+    for _ in range(4):
+        time.sleep(0.3)
+        loop.run(one.resume())  # it answers others
+    assert not future.done()
+    with pytest.raises(EngineError, match=r"did not answer anything for 0.6 s(.|\n)*server.timeout_s"):
+        future.result(10)
+    assert 1.5 < time.monotonic() - began < 8
+    free.set()
+    one.close()
+
+
+def test_a_server_that_ends_in_the_middle_of_a_request(fake: Any) -> None:
+    """The session's connection ends: what waits for an answer is told at once, with the process's last words."""
+    free = threading.Event()
+    fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
+    one = client_of(fake)
+    loop.run(one.open(WANTED))
+    one.process = SimpleNamespace(fate=lambda _: "vLLM on GPU 1 was killed by SIGKILL", close=lambda: None)  # type: ignore[assignment]
+    future = loop.submit(one.complete(REQUEST, SAMPLED))
+    while not fake.bodies("/inference/v1/generate"):
+        time.sleep(0.01)
+    began = time.monotonic()
+    fake.over.set()
+    with pytest.raises(EngineError, match=r"vLLM on GPU 1 was killed by SIGKILL(.|\n)*--resume"):
+        future.result(10)
+    assert time.monotonic() - began < 5
+    with pytest.raises(EngineError, match="SIGKILL"):
+        loop.run(one.pause())
+    free.set()
+    one.close()
+    one.close()  # twice is fine
+    with pytest.raises(EngineError, match="has left the server"):
+        loop.run(one.resume())
+
+
+def test_a_request_that_is_given_up_is_not_awaited(fake: Any, client: ServerClient) -> None:
+    free = threading.Event()
+    fake.answers["/inference/v1/generate"] = lambda _: (free.wait(20), (200, {}))[1]
+    future = loop.submit(client.complete(REQUEST, SAMPLED))
+    while not fake.bodies("/inference/v1/generate"):
+        time.sleep(0.01)
+    future.cancel()
+    loop.run(client.pause())  # would wait for it
+    free.set()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"vllm": "0.23.0"}, "vllm 0.23.0, and this run needs 0.32.0"),
+        ({"max_model_len": 32}, "max_model_len 32, and this run needs 64"),
+        ({"model": {"hidden_size": 128}}, "hidden_size 128, and this run's has 64"),
+        ({"dtype": "bfloat16"}, "dtype bfloat16, and this run needs float32"),
+    ],
+)
+def test_a_server_for_something_else(fake: Any, change: dict[str, Any], told: str) -> None:
+    fake.answers[vllm_process.ABOUT] = lambda _: (200, {**ABOUT, **change})
+    one = client_of(fake)
+    with pytest.raises(RecipeError, match=rf"{told}(.|\n)*posttrain serve RECIPE"):
+        loop.run(one.open(WANTED))
+    one.close()
+
+
+def test_what_does_not_decide_may_differ() -> None:
+    config = {"transformers_version": "5.1", "use_cache": True, "pad_token_id": 0, "num_attention_heads": 4}
+    wanted = {**WANTED, "model": config, "max_model_len": 10}
+    check_alike({**ABOUT, "model": {**config, "transformers_version": "5.9", "pad_token_id": 3}}, wanted, "a server")
+    nested = {"text_config": {"num_experts": 8}}
+    with pytest.raises(RecipeError, match="num_experts 8, and this run's has 4"):
+        check_alike({**ABOUT, "model": nested}, {**wanted, "model": {"text_config": {"num_experts": 4}}}, "a server")
+
+
+def test_a_missing_http_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(Exception, match="httpx2"):
+        server_client.http_library()

@@ -1,0 +1,190 @@
+"""The servers of a run: which GPUs they get, how they are started, and what brings weights to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import LlamaConfig
+
+from posttrain.errors import EngineError, RecipeError
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.rollout_sections import EngineSection, Vllm
+from posttrain.rollout import local_server, servers, vllm_start
+from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.rollout.weight_transfer import LocalSender
+
+
+def section(size: int, **server: Any) -> EngineSection:
+    values = {"tensor_parallel": size, **({"server": server} if server else {})}
+    return EngineSection.model_validate({"engine": "vllm", "vllm": values})
+
+
+def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs 1 to 4 are two engines of two; one training process of two has the second."""
+    vllm = section(2, devices=[1, 2, 3, 4]).vllm
+    assert vllm.places == [(1, 2), (3, 4)] and section(1, devices=[1, 2]).vllm.places == [(1,), (2,)]
+    assert section(2, urls=["http://a:1"]).vllm.places == []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert servers.own_servers(vllm.places, "devices") == [(1, (3, 4))]
+    with pytest.raises(RecipeError, match="names 1 server for 2"):
+        servers.own_servers(vllm.places[:1], "devices")
+
+
+def test_several_engines_on_one_gpu_divide_it() -> None:
+    shared = section(1, devices=[1, 2, 1]).vllm
+    assert shared.places == [(1,), (2,), (1,)] and shared.engines_a_gpu == 2 and shared.share == 0.45
+    assert section(1, devices=[1, 2]).vllm.share == section(1, urls=["http://a:1"]).vllm.share == 0.9
+    assert section(2, devices=[1, 2, 1, 2]).vllm.share == 0.45
+    with pytest.raises(ValidationError, match=r"gpu_memory 0\.6 is an engine's share, and 2 of them have the same GPU"):
+        Vllm.model_validate({"gpu_memory": 0.6, "server": {"devices": [1, 1]}})
+    assert Vllm.model_validate({"gpu_memory": 0.5, "server": {"devices": [1, 1]}}).share == 0.5
+
+
+@pytest.mark.parametrize(
+    ("size", "server", "told"),
+    [
+        (2, {}, "needs `engine: vllm` and `vllm.server`"),
+        (2, {"devices": [1, 2, 3]}, "names 3 GPUs; with vllm.tensor_parallel: 2 it must be a multiple"),
+        (2, {"devices": [1, 2, 3, 3]}, "names a GPU twice for one engine: 3, 3"),
+    ],
+)
+def test_what_cannot_be(size: int, server: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        section(size, **server)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fitting"),
+    [(9, 3, "1, 3, 9"), (8, 2, "1, 2, 4, 8"), (12, 8, "1, 2, 4"), (6, None, "1, 2, 3, 6")],
+)
+def test_attention_that_cannot_be_divided(heads: int, kv_heads: int | None, fitting: str) -> None:
+    """Of 12 heads with 8 KV heads, 3, 6 and 12 GPUs divide the former alone."""
+    config = LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    for size in range(1, 13):
+        if str(size) in fitting.split(", "):
+            vllm_start.check_divisible(config, size)
+        else:
+            with pytest.raises(RecipeError, match=f"(?s){size} GPUs cannot divide the model's {heads} .*: {fitting}$"):
+                vllm_start.check_divisible(config, size)
+
+
+def test_a_server_with_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    vllm_start.check_settings(Vllm())
+    with pytest.raises(RecipeError, match="tensor_parallel is 2, but the server sees 1 GPU"):
+        vllm_start.check_settings(Vllm(tensor_parallel=2))
+
+
+def spec_of(vllm: Vllm, lora_rank: int | None = None) -> EngineSpec:
+    return EngineSpec(vllm, torch.bfloat16, 64, lora_rank, (1,))
+
+
+def test_a_server_sees_its_gpus_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it listens where only this user comes."""
+    seen: dict[str, Any] = {}
+
+    def popen(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        seen.update(command=command, env=env)
+        return SimpleNamespace(poll=lambda: 0, wait=lambda: 0, pid=1 << 30)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(local_server.subprocess, "Popen", popen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    vllm = section(2, devices=[2, 3]).vllm
+    assert vllm.server is not None
+    client = servers.start_client(spec_of(vllm), vllm.server, Path("/m"), (2, 3), tmp_path / "log")
+    assert seen["env"]["CUDA_VISIBLE_DEVICES"] == "6,7" and client.name == "vLLM on GPU 6 and 7"
+    assert client.key == seen["env"]["VLLM_API_KEY"] and client.key not in " ".join(seen["command"])
+    assert client.process is not None and client.process.uds is not None
+    assert seen["command"][4:6] == ["serve", "/m"]
+    assert seen["command"][-2:] == ["--uds", str(client.process.uds)] and "--port" not in seen["command"]
+    client.close()
+
+
+def test_how_a_server_is_started() -> None:
+    """As an engine beside the trainer is, with the middleware before its endpoints; nobody else wants its memory."""
+    one, two = (servers.server_arguments(spec_of(Vllm(tensor_parallel=n)), Path("/m")) for n in (1, 2))
+    beside = vllm_start.arguments(spec_of(Vllm()), Path("/m"))
+    differ = {key: value for key, value in one.items() if beside.get(key) != value}
+    assert differ == {
+        "middleware": "posttrain.rollout.vllm_process.Guard",
+        "served_model_name": "base",
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
+    }
+    more = {key: value for key, value in two.items() if one.get(key) != value}
+    assert more == {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    assert servers.server_arguments(spec_of(Vllm(sleep=True)), Path("/m"))["enable_sleep_mode"] is False
+    json.dumps(one)
+
+
+class Opening:
+    """A client whose server takes a while to start. `log`: when each began and was ready."""
+
+    def __init__(self, name: str, log: list[tuple[str, str]]) -> None:
+        self.name, self.log, self.closed = name, log, 0
+        log.append(("began", name))
+
+    async def open(self, wanted: Any) -> None:
+        assert wanted["max_model_len"] == 64
+        await asyncio.sleep(0.05 if self.name != "server-2" else 0.02)
+        self.log.append(("ready", self.name))
+        if self.name == "server-2":
+            raise EngineError("no room on that GPU")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_engines_of_one_gpu_start_one_after_the_other(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another GPU do not wait for them. When one fails, all that were started end, and no file is left."""
+    log: list[tuple[str, str]] = []
+    made: list[Opening] = []
+
+    def start_client(spec: Any, server: Any, folder: Path, devices: Any, file: Path) -> Opening:
+        del server, devices
+        assert (folder / "config.json").is_file() and spec.section.share == 0.45
+        made.append(Opening(file.stem, log))
+        return made[-1]
+
+    monkeypatch.setattr(servers, "start_client", start_client)
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
+    with pytest.raises(EngineError, match="no room on that GPU"):
+        servers.make_served(section(1, devices=[1, 2, 1]).vllm, loaded, scratch=tmp_path, max_len=64)
+    assert log.index(("ready", "server-0")) < log.index(("began", "server-2")), "two on GPU 1 at once"
+    assert log.index(("began", "server-1")) < log.index(("ready", "server-0"))
+    assert [one.closed for one in made] == [1, 1, 1] and not (tmp_path / "engine-model").exists()
+
+
+def client(here: bool) -> Any:
+    async def init_transfer(info: Any) -> None:
+        assert info == {}
+
+    return SimpleNamespace(name="http://node2:1", is_here=here, init_transfer=init_transfer)
+
+
+def test_what_brings_weights() -> None:
+    """Adapters need nothing, and files in memory only help on one machine."""
+    cpu = torch.device("cpu")
+    assert servers.sender_for([client(False)], spec_of(Vllm(), 8), cpu) is None
+    assert isinstance(servers.sender_for([client(True)], spec_of(Vllm()), cpu), LocalSender)
+    with pytest.raises(RecipeError, match=r"http://node2:1  without a GPU, weights go to(.|\n)*own machine"):
+        servers.sender_for([client(True), client(False)], spec_of(Vllm()), cpu)
+
+
+def test_what_a_run_wants_of_a_server(loaded: LoadedModel) -> None:
+    wanted = servers.wanted(spec_of(Vllm(), 5), loaded)
+    assert wanted["lora_rank"] == 8, "what vLLM makes of 5"
+    assert wanted["model"]["hidden_size"] == 64 and wanted["dtype"] == "bfloat16" and wanted["max_model_len"] == 64

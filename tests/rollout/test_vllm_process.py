@@ -1,0 +1,241 @@
+"""A `vllm serve` process of ours without vLLM: who may ask it, what it is started with, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from posttrain.errors import RecipeError
+from posttrain.rollout import local_server, vllm_process
+from posttrain.rollout.local_server import LocalServer, options
+from posttrain.rollout.vllm_process import ABOUT, FOR_A_RUN, SESSION, SESSION_HEADER, Guard
+
+KEY = "key-of-the-test"
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the process was ended: never really."""
+    ends: list[int] = []
+    monkeypatch.setattr(vllm_process, "leave", lambda: ends.append(1))
+    monkeypatch.setenv(vllm_process.KEY_VARIABLE, KEY)
+    return ends
+
+
+async def vllm(scope: Any, receive: Any, send: Any) -> None:
+    """What stands behind the middleware."""
+    del scope, receive
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"vllm"})
+
+
+async def ask(guard: Guard, path: str, key: str | None = KEY, disconnect: Any = None, **headers: str) -> Any:
+    """(status, body) of a request, whose connection ends with the event `disconnect`."""
+    sent: list[Any] = []
+    given = {"authorization": f"Bearer {key}"} if key is not None else {}
+    named = [(n.replace("_", "-").encode(), v.encode()) for n, v in {**given, **headers}.items()]
+
+    async def receive() -> Any:
+        await (disconnect.wait() if disconnect else asyncio.sleep(30))
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = SimpleNamespace(state=None)
+    await guard({"type": "http", "path": path, "headers": named, "app": app}, receive, send)
+    body = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], body
+
+
+@pytest.mark.parametrize("key", [None, "", "guessed", KEY[:-1], KEY + "x", "\xe9"])
+@pytest.mark.parametrize("path", ["/health", ABOUT, SESSION, "/update_weights", "/collective_rpc", "/v1/models"])
+def test_without_the_key_nothing_is_answered(left: list[int], path: str, key: str | None) -> None:
+    """vLLM itself asks for it on some paths only."""
+    guard = Guard(vllm)
+    assert asyncio.run(ask(guard, path, key))[0] == 401
+    assert not guard.session and not left
+
+
+def test_one_run_at_a_time(left: list[int]) -> None:
+    """A run has the server while its session's connection lives; the process ends with it."""
+
+    async def both() -> None:
+        guard, gone = Guard(vllm), asyncio.Event()
+        for path in FOR_A_RUN:
+            assert (await ask(guard, path))[0] == 410, "before any session"
+        holding = asyncio.create_task(ask(guard, SESSION, disconnect=gone, x_posttrain_who="node1" + "x" * 500))
+        while not guard.session:
+            await asyncio.sleep(0)
+        for path in FOR_A_RUN:
+            assert await ask(guard, path, **{SESSION_HEADER: guard.session}) == (200, b"vllm")
+            assert (await ask(guard, path, **{SESSION_HEADER: "another"}))[0] == 410
+        for path in ("/collective_rpc", "/server_info", "/sleep", "/docs", "/v1/completions", "/adapters"):
+            assert (await ask(guard, path, **{SESSION_HEADER: guard.session}))[0] == 404, "no run needs it"
+        status, body = await ask(guard, SESSION)
+        assert status == 409 and json.loads(body)["works_for"] == ("node1" + "x" * 500)[: vllm_process.MOST_WHO]
+        assert not left
+        gone.set()
+        status, body = await holding
+        assert status == 200 and json.loads(body.splitlines()[0]) == {"session": guard.session}
+        assert left == [1]
+
+    asyncio.run(both())
+
+
+def test_a_session_shows_that_it_lives(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a line now and then, so that a dead machine's connection breaks."""
+    monkeypatch.setattr(vllm_process, "HEARTBEAT_S", 0.01)
+
+    async def some() -> Any:
+        gone = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.2, gone.set)
+        return await ask(Guard(vllm), SESSION, disconnect=gone)
+
+    assert len(asyncio.run(some())[1].splitlines()) > 2 and left == [1]
+
+
+def test_arguments_become_options() -> None:
+    given = {"max_model_len": 64, "model": "/a b", "enforce_eager": True, "enable_sleep_mode": False, "sizes": [1, 2]}
+    assert options({**given, "weight_transfer_config": {"backend": "x"}}) == [
+        *("/a b", "--max-model-len", "64", "--enforce-eager", "--no-enable-sleep-mode"),
+        *("--sizes", "1", "2"),
+        *("--weight-transfer-config", '{"backend": "x"}'),
+    ]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LocalServer]:
+    """A LocalServer whose process runs `program` instead of vLLM. Those that still live at the end are ended."""
+    made: list[LocalServer] = []
+
+    def start(program: str, devices: tuple[str, ...] = ()) -> LocalServer:
+        monkeypatch.setattr(local_server, "_ENTRY", "import sys; sys.path.insert(0, {root!r}); " + program)
+        made.append(LocalServer.start({"model": "m"}, KEY, devices=devices, log=tmp_path / "logs" / "log"))
+        return made[-1]
+
+    yield start  # type: ignore[misc]
+    for server in made:
+        server.close()
+
+
+def said(server: LocalServer, lines: int = 1) -> list[str]:
+    """The first lines of its log, once they are there."""
+    assert server.log is not None
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        found = server.log.read_text().splitlines()
+        if len(found) >= lines:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it says nothing")
+
+
+def test_what_a_process_is_given(started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key by the environment, never on the command line; its GPUs and no other; nothing of a training rank."""
+    monkeypatch.setenv("RANK", "1")
+    names = ("VLLM_API_KEY", "CUDA_VISIBLE_DEVICES", "RANK", "VLLM_SERVER_DEV_MODE")
+    program = f"import os, json; print(json.dumps([sys.argv[1:], [os.environ.get(n) for n in {names}]]), flush=True)"
+    server = started(program, ("6", "7"))
+    arguments, environment = json.loads(said(server)[0])
+    assert arguments == ["serve", "m", "--uds", str(server.uds)] and KEY not in " ".join(server.process.args)  # type: ignore[arg-type]
+    assert environment == [KEY, "6,7", None, "1"] and server.place == "GPU 6 and 7"
+    assert server.uds is not None and server.uds.parent.stat().st_mode & 0o777 == 0o700, "no other user's"
+    server.close()
+    assert not server.uds.parent.exists()
+
+
+def test_the_last_words_of_a_process(started: Callable[..., LocalServer]) -> None:
+    server = started("print(*'abcdefg', sep='\\n', flush=True); sys.exit(3)")
+    assert server.fate(30) == (
+        f"vLLM on the CPU ended with code 3; its last lines:\n    c\n    d\n    e\n    f\n    g\n"
+        f"  its output is in {server.log}"
+    )
+    killed = started("import time; time.sleep(99)")
+    assert killed.fate() == ""
+    killed.process.kill()
+    assert "was killed by SIGKILL" in killed.fate(30)
+
+
+CHILD = "c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); print(c.pid, flush=True); "
+
+
+@pytest.mark.parametrize("way", ["closed", "deaf", "killed"])
+def test_what_a_process_started_ends_with_it(
+    started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Also one that does not listen to SIGTERM, and one that was killed itself."""
+    monkeypatch.setattr(local_server, "GRACE_S", 0.3)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if way == "deaf" else ""
+    server = started(f"import subprocess, time; {deaf}{CHILD}time.sleep(99)")
+    child = int(said(server)[0])
+    if way == "killed":
+        server.process.kill()
+    server.close()
+    assert server.process.returncode is not None and gone(child)
+    server.close()  # twice is fine
+
+
+def test_a_process_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
+    """kill -9 of the run: its server ends by itself, with what it started."""
+    entry = "import subprocess, time; from posttrain.rollout.vllm_process import end_with; end_with({parent}); "
+    program = f"""
+import os, time
+from pathlib import Path
+from posttrain.rollout import local_server
+local_server._ENTRY = {"import sys; sys.path.insert(0, {root!r}); " + entry + CHILD + "time.sleep(99)"!r}
+log = Path({str(tmp_path / "log")!r})
+server = local_server.LocalServer.start({{"model": "m"}}, "key", log=log)
+while not log.read_text():
+    time.sleep(0.02)
+print(server.process.pid, log.read_text(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    server, child = map(int, run.stdout.split())
+    assert gone(server) and gone(child)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process ends soon."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_gpu_that_trains_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
+    assert [local_server.visible_device(n, "--devices") for n in (1, 2)] == ["5", "GPU-7"]
+    assert local_server.not_training(1) == 1
+    with pytest.raises(RecipeError, match=r"GPU 0 trains(.|\n)*from 1 on"):
+        local_server.not_training(0)
+    with pytest.raises(RecipeError, match="--devices: there is no GPU 3: CUDA_VISIBLE_DEVICES lists 3"):
+        local_server.visible_device(3, "--devices")
+
+
+def test_a_late_end_is_forced(tmp_path: Path) -> None:
+    """`leave` in a process that ignores SIGTERM: its group ends after the grace."""
+    program = (
+        "import os, signal, time; from posttrain.rollout import vllm_process as v; v.GRACE_S = 0.2; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); v.leave(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, cwd=tmp_path, env=os.environ)
+    assert process.wait(30) == -signal.SIGKILL
