@@ -7,6 +7,7 @@ the model, is the other: vLLM spawns it, and both talk over a private socket. No
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -25,6 +26,7 @@ from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec
 
 T = TypeVar("T")
+CLEAN_UP_S = 2.0
 LAST_WORDS_S = 10.0  # for the process to end once vLLM has noticed that its engine core failed
 
 
@@ -206,12 +208,21 @@ class ColocatedClient:
         """See `EngineClient.close`. vLLM's own way to end takes its process seconds, which no one needs."""
         if self.llm is None:
             return
+        with contextlib.suppress(EngineError, TimeoutError):  # it may have ended, or hang
+            loop.run(asyncio.wait_for(self._all_workers("posttrain_clean_up"), CLEAN_UP_S))
         llm, self.llm = self.llm, None
         llm.engine_core.resources.engine_manager.manager_stopped.set()  # vLLM need not tell that it died
+        loop.run(_cancel(llm.output_handler))
         for process in self.processes:
             process.kill()
             process.join()
         llm.shutdown()
+
+
+async def _cancel(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def completion(output: Any, logprobs: bool, *, paused: bool = False) -> Completion:

@@ -96,13 +96,14 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
                 from vllm.usage.usage_lib import UsageContext
                 from vllm.v1.engine.async_llm import AsyncLLM
 
-            quiet()  # again: with its import vLLM sets its logging up
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
             with compile_cache.same_path(folder, cache_folder(), process) as path, _environment_of_core(log):
                 given = arguments(spec, path)
                 given |= kv_size.setting(given, folder, cache_folder())
-                return AsyncLLM.from_engine_args(AsyncEngineArgs(**given), usage_context=many)
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given), usage_context=many)
+                quiet()  # again: vLLM has set its logging up
+                return llm
     except PosttrainError:
         raise
     except Exception as cause:

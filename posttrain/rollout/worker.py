@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -184,6 +185,10 @@ class Extension:
     def posttrain_leave_terminal(self) -> None:
         """Leave Ctrl-C to the trainer, which finishes its step with this engine."""
         os.setsid()
+
+    def posttrain_clean_up(self) -> None:
+        """Remove named semaphores and the like, of which a process that is killed leaves a warning behind."""
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # what it does at a process's end
 
     def posttrain_kv_bytes(self) -> int | None:
         """Bytes that were found to be left for the KV cache; None where that was not measured."""
