@@ -8,7 +8,20 @@ from typing import Any
 import typer
 
 from posttrain import __version__, terminal
-from posttrain.cli import browse, doctor, generate, grid, methods, plan, recipe, report, serve, stage, whatif
+from posttrain.cli import (
+    browse,
+    completion,
+    doctor,
+    generate,
+    grid,
+    methods,
+    plan,
+    recipe,
+    report,
+    serve,
+    stage,
+    whatif,
+)
 from posttrain.cli.guard import DEBUG, JSON, guarded
 from posttrain.cli.help import App, Group
 
@@ -24,8 +37,18 @@ PANELS = {
     "Data": ("data", "pairs"),
     "Measure": ("eval", "generate", "browse"),
     "Follow": ("report", "runs", "diff", "track"),
-    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "doctor"),
+    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "doctor", "completion"),
 }
+
+
+def lazy_group(name: str | None) -> Any:
+    """A group of `LAZY`, its module imported; None for another name."""
+    if name not in LAZY:
+        return None
+    module, about = LAZY[name]
+    loaded = typer.main.get_group(importlib.import_module(module).app)
+    loaded.name, loaded.help = name, loaded.help or about
+    return loaded
 
 
 class Root(Group):
@@ -39,13 +62,7 @@ class Root(Group):
 
             raise no_such_command(args[0], [name for names in PANELS.values() for name in names])
         name, command, rest = super().resolve_command(ctx, args)
-        if name in LAZY:
-            module, about = LAZY[name]
-            group = importlib.import_module(module).app
-            loaded = typer.main.get_group(group)
-            loaded.name, loaded.help = name, loaded.help or about
-            command = loaded
-        return name, command, rest
+        return name, lazy_group(name) or command, rest
 
     def invoke(self, ctx: Any) -> Any:
         ctx.meta[JSON] = "--json" in (*getattr(ctx, "_protected_args", ()), *ctx.args)
@@ -96,3 +113,4 @@ app.add_typer(methods.app, name="methods", help="Which methods there are, and th
 for _name, (_, _about) in LAZY.items():
     app.add_typer(App(), name=_name, help=_about)
 doctor.register(app)
+completion.register(app)

@@ -1,0 +1,192 @@
+"""`posttrain completion SHELL`: a script that completes commands, options, recipe names, keys, values and methods.
+
+The script calls `posttrain __complete WORD...` for what may stand at the last word; torch is never loaded. Where
+nothing of ours fits, the shell offers file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from posttrain import terminal
+from posttrain.errors import UserError, did_you_mean
+
+BASH = r"""# posttrain: completion for bash. In ~/.bashrc: eval "$(posttrain completion bash)"
+_posttrain() {
+    local line="${COMP_LINE:0:COMP_POINT}" words cur
+    read -ra words <<< "$line"
+    [[ "$line" == *[[:space:]] ]] && words+=("")
+    cur="${words[${#words[@]}-1]}"
+    local IFS=$'\n'
+    COMPREPLY=($(posttrain __complete -- "${words[@]:1}" 2>/dev/null))
+    [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]] && compopt -o nospace
+    local before="${cur%"${cur##*[=:]}"}"  # bash replaces only what stands behind these
+    COMPREPLY=("${COMPREPLY[@]#"$before"}")
+}
+complete -o default -F _posttrain posttrain
+"""
+ZSH = r"""#compdef posttrain
+# posttrain: completion for zsh. In ~/.zshrc, behind compinit: eval "$(posttrain completion zsh)"
+_posttrain() {
+    local -a found keys others
+    found=("${(@f)$(posttrain __complete -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    keys=(${(M)found:#*=}) others=(${found:#*=})
+    (( ${#keys} )) && compadd -S '' -- $keys
+    (( ${#others} )) && compadd -- $others
+    (( ${#keys} + ${#others} )) || _files
+}
+compdef _posttrain posttrain
+"""
+FISH = r"""# posttrain: completion for fish. In ~/.config/fish/config.fish: posttrain completion fish | source
+function __posttrain_complete
+    set -l words (commandline -opc) (commandline -ct)
+    posttrain __complete -- $words[2..-1] 2>/dev/null
+end
+complete -c posttrain -a '(__posttrain_complete)'
+"""
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+TAKE_RECIPE = ("plan", "whatif", "sweep")  # besides the verbs
+TAKE_STAGE = ("keys",)
+FROM = ("trl", "open-r1", "axolotl", "llamafactory", "ms-swift", "openrlhf", "verl", "mergekit")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("completion")(completion)
+    app.command("__complete", hidden=True, context_settings={"ignore_unknown_options": True})(complete)
+
+
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")],
+) -> None:
+    """Print a script that completes commands, recipe names, keys and methods in a shell.
+
+    eval "$(posttrain completion bash)"      # in ~/.bashrc; zsh alike
+    posttrain completion fish | source
+    """
+    if shell not in SCRIPTS:
+        raise UserError(f"no completion for `{shell}`", allowed="bash, zsh, fish", hint=did_you_mean(shell, SCRIPTS))
+    terminal.say(SCRIPTS[shell].rstrip("\n"))
+
+
+def complete(ctx: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="WORD")] = None) -> None:
+    """What may stand at the last of some words behind `posttrain`, a line each."""
+    for candidate in candidates(words or [""], ctx.find_root().command):
+        terminal.say(candidate)
+
+
+def candidates(words: Sequence[str], root: Any) -> list[str]:
+    """The completions of the last word, given those before it. root: the top command."""
+    before, last = list(words[:-1]), words[-1]
+    command, used = _command(root, before)
+    if last.startswith("-"):
+        found = [option for param in command.params for option in param.opts if option.startswith("--")]
+        return [one for one in found if one.startswith(last)]
+    if hasattr(command, "commands"):
+        names = [name for name, one in command.commands.items() if not one.hidden]
+        return [name for name in names if name.startswith(last)]
+    return [one for one in _arguments(before, used, last) if one.startswith(last)]
+
+
+def _command(root: Any, words: Sequence[str]) -> tuple[Any, int]:
+    """The command that words name, and how many of them name it."""
+    from posttrain.cli.app import lazy_group
+
+    command, used = root, 0
+    for word in words:
+        if not hasattr(command, "commands"):
+            break
+        if word.startswith("-"):
+            used += 1
+            continue
+        below = (lazy_group(word) if command is root else None) or command.commands.get(word)
+        if below is None:
+            break
+        command, used = below, used + 1
+    return command, used
+
+
+def _arguments(before: Sequence[str], used: int, last: str) -> Iterator[str]:
+    from posttrain.recipe.keys import BY_NAME
+
+    named, given = [word for word in before[:used] if not word.startswith("-")], list(before[used:])
+    verb = named[0] if named else ""
+    if given and given[-1] == "--from":
+        yield from FROM
+    elif named == ["methods", "show"]:
+        yield from _methods()
+    elif named == ["recipe", "keys"]:
+        yield from BY_NAME
+    elif named == ["completion"]:
+        yield from SCRIPTS
+    elif verb.replace("-", "_") in BY_NAME or verb in (*TAKE_RECIPE, "run", "recipe", "data", "reward"):
+        positional = [word for word in given if not word.startswith("-") and "=" not in word]
+        if not positional:
+            yield from _recipes(verb)
+        yield from _overrides(_stage(verb, positional), last)
+
+
+def _methods() -> Iterator[str]:
+    from posttrain.recipe import catalogue
+
+    yield from dict.fromkeys(entry["name"] for entry in catalogue.entries())
+
+
+def _recipes(verb: str) -> Iterator[str]:
+    """Names of shipped recipes, those of the verb's stage alone."""
+    from posttrain.places import known_files
+    from posttrain.recipe.keys import BY_NAME
+
+    wanted = verb.replace("-", "_")
+    for name, path in known_files("recipes", [".yaml"]).items():
+        if wanted not in BY_NAME or f"stage: {wanted}" in path.read_text(encoding="utf-8"):
+            yield name
+
+
+def _stage(verb: str, positional: Sequence[str]) -> str:
+    """The stage whose keys fit: the verb's, or what the recipe says."""
+    import re
+
+    from posttrain.places import known_files
+    from posttrain.recipe.keys import BY_NAME
+
+    if (stage := verb.replace("-", "_")) in BY_NAME:
+        return stage
+    for word in positional:
+        path = Path(word) if Path(word).is_file() else known_files("recipes", [".yaml"]).get(word)
+        text = path.read_text(encoding="utf-8", errors="replace") if path and path.suffix in (".yaml", ".yml") else ""
+        if said := re.search(r"^stage:\s*(\w+)", text, re.MULTILINE):
+            return said[1] if said[1] in BY_NAME else ""
+    return ""
+
+
+def _overrides(stage: str, last: str) -> Iterator[str]:
+    """`optim.lr=`, and behind the sign what a key may be: its words, true and false, components, presets."""
+    from posttrain.recipe import key_list
+    from posttrain.recipe.keys import BY_NAME, components_of
+
+    if not stage:
+        return
+    key, equals, _ = last.partition("=")
+    listed = [one for one in key_list.listed(BY_NAME[stage]) if ".N." not in one.key and ".NAME." not in one.key]
+    if not equals:
+        yield from (f"{one.key}=" for one in listed if one.type not in ("section", "section | null"))
+        return
+    section = components_of(stage).get(key.removesuffix(".use"))
+    if section is not None:
+        yield from (f"{key}={name}" for name in section.known())
+    elif key == "algorithm":
+        from posttrain.recipe import presets
+
+        yield from (f"algorithm={name}" for name in presets.names(stage))
+    else:
+        found = next((one for one in listed if one.key == key), None)
+        words = found.type.split(" | ") if found else []
+        yield from (f"{key}={word}" for word in words if word not in _TYPES and " " not in word)
+
+
+_TYPES = ("text", "int", "float", "anything", "section")
