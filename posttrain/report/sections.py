@@ -20,8 +20,10 @@ TILES = (
     *("accuracy", "mean_tokens", "reward_first", "reward_last", "loss_first", "loss_last", "steps", "num_tokens"),
     "train_seconds",
 )
-NOW = ("reward", "correct", "loss", "completions/clipped_ratio", "num_tokens")  # tiles of a run without a summary
-SHARES = ("correct", "completions/clipped_ratio", "truncated")
+NOW = (  # tiles of a run without a summary
+    *("reward", "correct", "eval/accuracy", "eval/loss", "loss", "completions/clipped_ratio", "num_tokens"),
+)
+SHARES = ("correct", "eval/accuracy", "completions/clipped_ratio", "truncated")
 MANY_CUT = 0.1  # share of completions at the length limit that deserves a look
 
 
@@ -68,7 +70,7 @@ def tiles(view: RunView) -> list[dict[str, Any]]:
     """The few numbers on top: of the summary, or, while there is none, of the newest step."""
     summary, last = view.summary, view.curves.last
     if not summary:
-        found = [(key, last[key]) for key in NOW if isinstance(last.get(key), (int, float))]
+        found = [(key, value) for key in NOW if (value := view.curves.recent(key, 1)) is not None]
         found = [("step", view.done), *found] if view.done else found
     else:
         found = [(key, summary[key]) for key in TILES if isinstance(summary.get(key), (int, float))]
@@ -84,6 +86,9 @@ def _tile(view: RunView, key: str, value: float) -> dict[str, Any]:
     if key == "correct" and rows and view.group_size:
         low, high = proportion_interval(value, rows / view.group_size)
         more = f"[{low:.2f}, {high:.2f}]"
+    if key == "eval/accuracy":
+        bounds = [view.curves.recent(f"{key}/{side}", 1) for side in ("low", "high")]
+        more = "" if None in bounds else "[{:.2f}, {:.2f}]".format(*bounds)
     if key == "accuracy" and (found := (view.summary.get("intervals") or {}).get("accuracy")):
         more = f"[{found['low']:.3f}, {found['high']:.3f}]" if found.get("low") is not None else ""
     name = "cut completions" if key == "completions/clipped_ratio" else _words(key)
@@ -91,7 +96,12 @@ def _tile(view: RunView, key: str, value: float) -> dict[str, Any]:
 
 
 def _words(key: str) -> str:
-    return key.replace("_seconds", " time").replace("num_tokens", "tokens").replace("_", " ")
+    return (
+        key.replace("eval/", "evaluation ")
+        .replace("_seconds", " time")
+        .replace("num_tokens", "tokens")
+        .replace("_", " ")
+    )
 
 
 def blocks(view: RunView) -> list[dict[str, Any]]:

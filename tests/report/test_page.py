@@ -124,6 +124,17 @@ def test_control_characters_are_seen_and_not_obeyed(finished):
     assert "\\u001b[31m\\u202e" in page
 
 
+def test_the_newest_numbers_of_a_run_that_goes_on(tmp_path):
+    rows = [
+        {"step": 1, "reward": 0.5, "eval/accuracy": 0.5, "eval/accuracy/low": 0.4, "eval/accuracy/high": 0.6},
+        {"step": 2, "reward": 0.75, "completions/clipped_ratio": 0.02},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = render([RunView(tmp_path)])
+    assert "<b>50.0%</b>evaluation accuracy <i>[0.40, 0.60]</i>" in page, "of the newest evaluation"
+    assert "<b>0.75</b>reward" in page and "<b>2.0%</b>cut completions" in page and 'class="warn"' not in page
+
+
 def test_a_run_that_just_started_has_a_page_too(tmp_path):
     page = render([RunView(tmp_path)])
     assert "not finished" in page and data_of(page)["groups"] == [] and "<article" not in page

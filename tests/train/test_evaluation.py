@@ -152,6 +152,12 @@ def test_evaluations_that_do_not_rise_stop_the_run(
     assert (tmp_path / "run" / "final").is_dir()
     with opened("run", resume=True) as directory:
         assert rl.run(rl_recipe(**changes), directory)["steps"] == 2
+    changes["run"] = {"steps": 1}
+    with opened("parts") as directory:
+        assert rl.run(rl_recipe(**changes), directory)["steps"] == 1
+    changes["run"] = {"steps": 9}
+    with opened("parts", resume=True) as directory:  # an evaluation in each part
+        assert rl.run(rl_recipe(**changes), directory)["stopped_early"] == summary["stopped_early"]
 
 
 def test_a_failed_evaluation_loses_nothing_and_is_made_on_resume(

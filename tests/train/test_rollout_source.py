@@ -484,6 +484,19 @@ def test_a_run_that_was_killed_after_any_step_goes_on_exactly(
     assert run("together", made) == straight
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_evaluations_between_steps_change_no_rollout(recipe: Make, run: Any, use: Any, staleness: int) -> None:
+    """They wait for rollouts in progress, and bring the engine the weights that the next step syncs anyway."""
+    use(lambda tokenizer: VersionedEngine(tokenizer, slowest=0.001))
+    rollout = {"staleness": staleness}
+    plain = run("plain", recipe(rollout=rollout))
+    evaluation = {"every": 2, "data": {"source": "rows.jsonl", "size": 4}}
+    rows = run("evaluated", recipe(rollout=rollout, eval=evaluation))
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 4, 6]
+    steps = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows if row["step"]]
+    assert steps == plain
+
+
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_rollouts_that_several_versions_sample(
     recipe: Make, run: Any, use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
