@@ -70,6 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", choices=list(WORKS), help="default: A, in a smoke test all")
     parser.add_argument("--lora", action="store_true", help="train a rank-16 adapter on all linear layers")
     parser.add_argument("--steps", type=int, help="default: 5, of L 3")
+    parser.add_argument("--trl-steps", type=int, help="fewer steps of TRL's side, whose steps are long")
     parser.add_argument("--correction", choices=["none", "tis"], default="none")
     parser.add_argument("--micro-tokens", type=int, default=16384, help="posttrain's batch.micro_tokens")
     parser.add_argument(
@@ -119,7 +120,8 @@ def compare(args: argparse.Namespace, work: str) -> None:
         if args.sides != "posttrain":
             tries: list[dict[str, Any]] = []
             for settings in trl_settings(args, work, spec):
-                tries.append(run("trl", {**spec, "trl": settings}, 1))
+                steps = min(args.trl_steps or spec["steps"], spec["steps"])
+                tries.append(run("trl", {**spec, "steps": steps, "trl": settings}, 1))
                 record |= {"trl": sides.best_of(tries), "trl_tries": tries}
                 sides.finish(record, args.out, floors)
 
