@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_FIRST_USE = threading.Lock()
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -79,8 +80,13 @@ def run_all(
     return [results[place] for place in range(len(coroutines))]
 
 
-@functools.cache
 def _loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    with _FIRST_USE:  # two threads that came at once would start a loop each
+        return _start()
+
+
+@functools.cache
+def _start() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=_run_forever, args=(loop,), name="rollouts", daemon=True)
     thread.start()

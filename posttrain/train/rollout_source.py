@@ -20,7 +20,6 @@ A checkpoint waits for the rollouts in progress and holds them, so that a resume
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from typing import Any, Protocol
 
 from posttrain.batch import Rollout
 from posttrain.errors import EngineError
+from posttrain.rollout.engine import is_concurrent
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed, rollout_json
 from posttrain.train.checkpoint import State
@@ -143,7 +143,7 @@ class AsyncRollouts:
         """Begin to collect the rollouts of step `state.step` with the weights that the engine holds."""
         clock = Watchdog(ctx.watchdog.folder, None)  # only measures phases: the thread that waits is watched for hangs
         own, group = dataclasses.replace(ctx, watchdog=clock), self._groups[state.step % len(self._groups)]
-        side_by_side = self._partial and inspect.iscoroutinefunction(getattr(ctx.engine, "complete", None))
+        side_by_side = self._partial and is_concurrent(ctx.engine)
         before = None if side_by_side else self._tasks.get(state.step - 1)
 
         def work(on_generated: Callable[[], object]) -> StepRollouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -48,6 +49,24 @@ def test_it_is_one_loop_for_all_threads() -> None:
 
     with pytest.raises(RuntimeError, match="await the coroutines"):
         loop.run(blocks_itself())
+
+
+def test_threads_that_come_at_once_start_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks and semaphores of asyncio belong to one."""
+    make = asyncio.new_event_loop
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: (time.sleep(0.05), make())[1])
+    loop._start.cache_clear()
+    found: list[Any] = []
+
+    async def here() -> None:
+        found.append(asyncio.get_running_loop())
+
+    threads = [threading.Thread(target=lambda: loop.run(here())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len({id(one) for one in found}) == 1
 
 
 class Waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn
 from posttrain.errors import EngineError, Interrupted, RecipeError, RunError
@@ -26,6 +28,7 @@ from posttrain.recipe.stages import Stage
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
+from posttrain.seeds import derive
 from posttrain.train import assemble, rl, rollout_json, rollout_source
 from posttrain.train.checkpoint import State
 from posttrain.train.collate import rollout_batch
@@ -469,7 +472,7 @@ def test_a_run_that_was_killed_after_any_step_goes_on_exactly(
     assert ages == ([None] * 6 if not staleness else [min(t, staleness) for t in range(6)])
     if refilled:
         assert any(row["rollout/gen_batches"] > 1 for row in straight)
-    for done in (2,) if refilled else (1, 3, 5):
+    for done in {0: (3,), 1: (2,), 4: (3,) if refilled else (1, 4)}[staleness]:
         shutil.copytree(tmp_path / "straight", tmp_path / f"killed {done}")
         for step in range(done + 1, 7):
             shutil.rmtree(checkpoints.folder_for(tmp_path / f"killed {done}" / "checkpoints", step))
@@ -536,6 +539,64 @@ def test_rollouts_that_several_versions_sample(
     shutil.rmtree(checkpoints.folder_for(tmp_path / "straight" / "checkpoints", 6))
     use_long(resumed=3)
     assert run("straight", made, resume=True) == straight
+
+
+class SecondTurnLater(VersionedEngine):
+    """The second turn of a rollout waits for newer weights than the first turn had, if the trainer has some before it
+    needs the rollout."""
+
+    def __init__(self, tokenizer: Any, steps: int) -> None:
+        super().__init__(tokenizer)
+        seeds = {derive(0, "rollout", step, 0): step for step in range(steps)}
+        self.steps = {
+            key: (step, turn)
+            for seed, step in seeds.items()
+            for turn, key in enumerate((seed, derive(seed, "turn", 1)))
+        }
+        self.first: dict[tuple[int, int], int] = {}
+
+    async def complete(self, request: Any, sampling: Any) -> Any:
+        step, turn = self.steps[request.seed - request.number]
+        first = self.first.setdefault((step, request.number), self.version)
+        while turn and self.version == first < step and not self.closed:
+            await asyncio.sleep(0.001)
+        return await super().complete(request, sampling)
+
+
+def test_turns_of_different_versions(
+    recipe: Make, run: Any, use: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts of two turns in an environment, of up to three steps side by side; each token has the log-prob of its
+    version, and what the environment wrote has none."""
+    (tmp_path / "env.py").write_text(
+        "class Echo:\n"
+        "    def reset(self, row): self.turn = 0\n"
+        "    def step(self, text):\n"
+        "        self.turn += 1\n"
+        "        return 'again', self.turn == 2, 0.0\n"
+        "    def score(self): return 0.0\n"
+        "    def close(self): pass\n"
+    )
+    rollout = {"staleness": 2, "partial": True, "engine": "vllm", "max_turns": 2, "turn_tokens": 20}
+    made: Any = recipe(
+        rollout={**rollout, "max_new_tokens": 100}, environment={"use": "env.py:Echo"}, run={"save_every": None}
+    )
+    taken, take = list[list[Rollout]](), rollout_source.take_batch
+    monkeypatch.setattr(assemble, "check_engine", lambda *_: None)
+    monkeypatch.setattr(rollout_source, "take_batch", lambda *args: (taken.append(args[2].rollouts), take(*args))[1])
+    use(lambda tokenizer: SecondTurnLater(tokenizer, 6))
+    rows = run("turns", made)
+    for step, rollouts in enumerate(taken):
+        for r in rollouts:
+            one, reply, two = r.segments
+            assert (one.kind, reply.kind, two.kind) == ("model", "tool", "model")
+            assert step - 2 <= r.version == r.versions[0] <= step
+            assert r.version == step or r.version < min(two.versions or ()) <= max(two.versions or ()) <= step
+        batch = rollout_batch(rollouts)
+        assert batch.rollout_logp is not None and batch.versions is not None
+        logps, versions = batch.rollout_logp[batch.mask], batch.versions[batch.mask]
+        assert torch.equal(logps, -1 - versions / 8) and int(batch.mask.sum()) == sum(len(r.sampled) for r in rollouts)
+    assert rows[0]["rollout/mixed_versions"] == 0 and sum(row["rollout/mixed_versions"] for row in rows) > 3
 
 
 def test_ctrl_c_saves_what_is_drawn(recipe: Make, run: Any, use: Any, opened: Opened) -> None:
