@@ -118,8 +118,7 @@ def train(
         else:
             with explained():
                 check_before_first_step(ctx, stop)
-        with ctx.watchdog.phase("engine start"):
-            wait_for(ctx.engine, lambda: bool(stop.asked))
+        wait_for_engine(ctx, stop)
         state.planned = ctx.steps
         if asked := max(distributed.gather(stop.asked)):  # there is nothing to save yet
             where = str(directory.path)
@@ -222,10 +221,16 @@ def check_before_first_step(ctx: TrainContext, stop: GracefulStop) -> None:
     if ctx.loaded.device.type == "cuda":
         with ctx.watchdog.phase("longest rows"):
             taken = try_longest(ctx)
-        with ctx.watchdog.phase("engine start"):
-            wait_for(ctx.engine, lambda: bool(stop.asked))
+        wait_for_engine(ctx, stop)
         if not naps(ctx):
             check_room(taken)
+
+
+def wait_for_engine(ctx: TrainContext, stop: GracefulStop) -> None:
+    """Until the engine is there. One process gives up when someone asks to stop; several bring the weights to their
+    engines together, and Ctrl-C comes to one of them."""
+    with ctx.watchdog.phase("engine start"):
+        wait_for(ctx.engine, lambda: bool(stop.asked) and distributed.world() == 1)
 
 
 def count_step(
