@@ -110,7 +110,7 @@ class ServerClient:
     async def _hold(self, begun: asyncio.Future[str]) -> None:
         """Keep the session's request open. Returns, or raises, when the server has ended it."""
         who = f"{socket.gethostname()}, process {os.getpid()}, {' '.join(sys.argv[1:4])}"
-        headers = {"x-posttrain-who": who.encode("ascii", "replace")[: vllm_process.MOST_WHO].decode()}
+        headers = {"x-posttrain-who": re.sub(r"[^!-~]+", " ", who)[: vllm_process.MOST_WHO].strip()}
         async with self._http.stream("POST", vllm_process.SESSION, headers=headers) as answer:
             if answer.status_code != 200:
                 raise self._refused(answer.status_code, _values(await answer.aread()))

@@ -186,6 +186,15 @@ def test_a_wrong_key(fake: Any) -> None:
     assert not fake.asked
 
 
+@pytest.mark.parametrize("typed", [[], ["rl", "a\nb \u00e9", "x" * 999]])
+def test_any_command_line_can_name_a_run(fake: Any, monkeypatch: pytest.MonkeyPatch, typed: list[str]) -> None:
+    """A header takes no line end, no accent, and no blank at its end."""
+    monkeypatch.setattr(server_client.sys, "argv", ["posttrain", *typed])
+    one = client_of(fake)
+    loop.run(one.open(WANTED))
+    one.close()
+
+
 def test_a_server_of_another_run(fake: Any) -> None:
     one = client_of(fake)
     fake.answers[vllm_process.SESSION] = lambda _: (409, {"error": "taken", "works_for": "node1, process 77"})
