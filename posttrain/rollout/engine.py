@@ -86,7 +86,10 @@ class Engine(Protocol):
 
 
 class ConcurrentEngine(Engine, Protocol):
-    """An Engine that works on requests as they come, each for itself. Others generate one batch at a time."""
+    """An Engine that works on requests as they come, each for itself; several threads may call `generate` at once.
+
+    Others generate one batch at a time.
+    """
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
         """n samples of one prompt, in the loop of `posttrain.rollout.loop`. Cancelling it gives the request up.

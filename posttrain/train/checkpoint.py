@@ -101,19 +101,19 @@ def save(
     optimizer: Optimizer,
     keep: int,
     critic: nn.Module | None = None,
-    more: Callable[[Path], None] = lambda _: None,
+    save_more: Callable[[Path], None] = lambda _: None,
     *,
     alone: bool = False,
 ) -> Path:
     """Write and seal `root/step-N`, then remove older checkpoints down to `keep`. Returns the folder.
 
-    more: writes what else belongs into the folder.
+    save_more: writes what else belongs into the folder.
 
     Rank 0 writes: what is saved is the same on all ranks, and the others wait. A divided model is put together first.
     alone: this is rank 0, and the others may be gone or elsewhere; not for a divided model.
     """
     moments = {**sharding.optimizer_state(optimizer), "names": _names(optimizer, loaded.model, critic)}
-    write = partial(_save, root, state, sharding.whole(loaded), moments, keep, critic, more)
+    write = partial(_save, root, state, sharding.whole(loaded), moments, keep, critic, save_more)
     with ranks.unhurried():
         return write() if alone else distributed.on_main(write)
 
@@ -125,10 +125,10 @@ def _save(
     moments: dict[str, Any],
     keep: int,
     critic: nn.Module | None,
-    more: Callable[[Path], None],
+    save_more: Callable[[Path], None],
 ) -> Path:
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
-    with _told(root, state.step), checkpoints.saving(root, state.step) as unsealed:
+    with _as_run_error(root, state.step), checkpoints.saving(root, state.step) as unsealed:
         if loaded.is_lora:
             write_adapter(loaded, unsealed)
         else:
@@ -137,14 +137,14 @@ def _save(
         if critic is not None:
             save_head(critic, unsealed)
         torch.save(moments, unsealed / "optimizer.pt")
-        more(unsealed)
+        save_more(unsealed)
         (unsealed / "state.json").write_text(json.dumps(asdict(state), indent=1))
     checkpoints.prune(root, keep)
     return checkpoints.folder_for(root, state.step)
 
 
 @contextmanager
-def _told(root: Path, step: int) -> Iterator[None]:
+def _as_run_error(root: Path, step: int) -> Iterator[None]:
     """Whatever goes wrong inside is a RunError: a library's own error says nothing of checkpoints."""
     try:
         yield
@@ -163,7 +163,7 @@ def restore(
     loaded: LoadedModel,
     optimizer: Optimizer,
     critic: nn.Module | None = None,
-    also: Callable[[Path, State], None] = lambda *_: None,
+    load_more: Callable[[Path, State], None] = lambda *_: None,
 ) -> State | None:
     """Load the newest complete checkpoint under `root` in place and return its State; None if there is none.
 
@@ -171,14 +171,14 @@ def restore(
     cannot be loaded is skipped for an older one, with a line on stderr. Raises RunError if none of them can be loaded;
     UserError, on all ranks, if some find another one than rank 0.
 
-    also: loads what else the folder holds.
+    load_more: loads what else the folder holds.
     """
     checkpoints.refuse_link(root)
     first: BaseException | None = None
     before: int | None = None
     said = ""
     while (folder := _newest(root, before)) is not None:
-        found = distributed.tried(_load, folder, loaded, optimizer, critic, also)
+        found = distributed.tried(_load, folder, loaded, optimizer, critic, load_more)
         said = next(filter(None, distributed.gather(found.said)), "")
         if not said:
             distributed.on_main(checkpoints.set_aside, root, checkpoints.step_of(folder))
@@ -213,7 +213,7 @@ def _load(
     loaded: LoadedModel,
     optimizer: Optimizer,
     critic: nn.Module | None,
-    also: Callable[[Path, State], None],
+    load_more: Callable[[Path, State], None],
 ) -> State:
     """A checkpoint, in place. `state.json` is read first, so that one which is no State changes nothing."""
     state = State(**json.loads((folder / "state.json").read_text()))
@@ -224,7 +224,7 @@ def _load(
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     moments = _by_name(moments, _names(optimizer, loaded.model, critic), folder)
     optimizer.load_state_dict(sharding.spread(optimizer, moments))
-    also(folder, state)
+    load_more(folder, state)
     return state
 
 

@@ -21,8 +21,8 @@ from posttrain.seeds import derive
 from posttrain.train import checkpoint, distributed
 from posttrain.train.collate import answer_extractors, rollout_batch
 from posttrain.train.context import TrainContext
+from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.opponent import Opponent
-from posttrain.train.refill import Accumulator
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
 from posttrain.verify.failures import Calls, Failures, together
@@ -66,23 +66,23 @@ def collect(
     """
     settings = ctx.recipe.rollout
     metrics: dict[str, Any] = {}
-    accumulator = ctx.objective.accumulator(settings.prompts_per_step, settings.max_gen_batches)
+    buffer = ctx.objective.sampling_buffer(settings.prompts_per_step, settings.max_gen_batches)
     failures = ctx.scorer.failures(history=state.calls)
     rollouts: list[Rollout] = []
     calls: list[Calls] = []
     while True:
         start = distributed.from_main(stream.claim(settings.prompts_per_step))
         drawn = ctx.sampler.take(start, settings.prompts_per_step)
-        mine = distributed.tried(sample_share, ctx, state, drawn, accumulator, metrics, on_generated)
+        mine = distributed.tried(sample_share, ctx, state, drawn, buffer, metrics, on_generated)
         with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
             found = distributed.all_of(mine)
         fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
         calls += distributed.together(count_calls, failures, [one for share in found for one in share.calls])
-        kept = distributed.all_of(distributed.tried(groups_kept, ctx, state, accumulator, fresh))[0]
+        kept = distributed.all_of(distributed.tried(select_groups, ctx, state, buffer, fresh))[0]
         rollouts += [r for r in fresh if r.group in kept]
-        if accumulator.full:
+        if buffer.full:
             metrics = throughput(distributed.total(metrics), distributed.world())
-            metrics["rollout/gen_batches"] = accumulator.batches
+            metrics["rollout/gen_batches"] = buffer.batches
             return StepRollouts(state.step, rollouts, metrics, calls, start + len(drawn))
 
 
@@ -98,13 +98,13 @@ def sample_share(
     ctx: TrainContext,
     state: checkpoint.State,
     drawn: Sequence[int],
-    accumulator: Accumulator,
+    buffer: DynamicSamplingBuffer,
     metrics: dict[str, Any],
     on_generated: Callable[[], object],
 ) -> Share:
     """This rank's scored rollouts of its share of prompts `drawn`. Adds counts to `metrics`; talks to no other rank."""
     settings = ctx.recipe.rollout
-    batches = accumulator.batches  # how often the step has drawn prompts before
+    batches = buffer.batches  # how often the step has drawn prompts before
     first_group = batches * settings.prompts_per_step
     with ctx.watchdog.phase("rollout"), scoring(ctx, state.step) as scored:
         fresh = ctx.engine.generate(
@@ -117,7 +117,7 @@ def sample_share(
             share=distributed.share(len(drawn)),
             done=scored.on_complete,
         )
-        if not accumulator.refills:
+        if not buffer.refills:
             on_generated()
     with ctx.watchdog.phase("score"):
         calls = [scored.finish(fresh, metrics)] if fresh else []  # a rank without a share has none
@@ -134,14 +134,14 @@ def count_calls(failures: Failures, calls: Sequence[Calls]) -> list[Calls]:
     return [together(calls)]
 
 
-def groups_kept(
-    ctx: TrainContext, state: checkpoint.State, accumulator: Accumulator, fresh: Sequence[Rollout]
+def select_groups(
+    ctx: TrainContext, state: checkpoint.State, buffer: DynamicSamplingBuffer, fresh: Sequence[Rollout]
 ) -> set[int]:
     """The numbers of those freshly drawn groups that stay in the step."""
-    if not accumulator.refills:
-        return accumulator.take(r.group for r in fresh)
+    if not buffer.refills:
+        return buffer.take(r.group for r in fresh)
     try:
-        return accumulator.add(batch_of(ctx, fresh, state))
+        return buffer.add(batch_of(ctx, fresh, state))
     except RunError as error:
         raise with_samples(ctx, error, fresh, state.step) from None
 

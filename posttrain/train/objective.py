@@ -36,9 +36,9 @@ from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
 from posttrain.recipe.objective_checks import used
 from posttrain.recipe.stages import RlRecipe
+from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.parts import Part, bind, credited, group_tokens, like_rows, placed, token_sum
 from posttrain.train.preset_recipe import preset_recipe
-from posttrain.train.refill import Accumulator
 
 BEFORE_THE_LOSS = ("group_rewards", "keep", "advantage", "factors", "bonuses", "spread", "select")
 _MANY = ("group_rewards", "keep", "factors", "bonuses", "spread", "select", "corrections", "regularisers")
@@ -243,9 +243,10 @@ class Objective:
                 batch = batch.replace(selected=before & chosen.mask)
         return batch
 
-    def accumulator(self, want: int, max_batches: int) -> Accumulator:
+    def sampling_buffer(self, want: int, max_batches: int) -> DynamicSamplingBuffer:
         """Collects generation batches until `want` groups passed `keep`."""
-        return Accumulator((lambda batch: self.kept(self.regrouped(batch))) if self.keep else None, want, max_batches)
+        keep = (lambda batch: self.kept(self.regrouped(batch))) if self.keep else None
+        return DynamicSamplingBuffer(keep, want, max_batches)
 
     # --- steps 10 to 13: on the rows of one optimiser batch, or a part of them ---
 

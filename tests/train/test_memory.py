@@ -80,6 +80,19 @@ def test_the_engine_counts_while_it_is_awake() -> None:
     assert awake.peak_phase == "update" and awake.peak == awake.total("update")
 
 
+def test_an_engine_that_sleeps_does_so_with_every_staleness(recipe: Any) -> None:
+    """It generates before the update then. One that generates during the update has its memory meanwhile."""
+    machine, peaks = Machine(80 * GIB, True, "test"), set()
+    for staleness in (0, 1, 4):
+        for sleep in (True, False):
+            vllm = {"gpu_memory": 0.5, "sleep": sleep}
+            asked = recipe(rollout={"engine": "vllm", "vllm": vllm, "staleness": staleness}, corrections=["tis"])
+            parts = predicted(asked, shape_of(skeleton(asked), None), 20, machine).parts
+            assert parts["rollout"]["engine"] >= 40 * GIB and ("engine" in parts["update"]) is not sleep
+            peaks.add((sleep, sum(parts["update"].values())))
+    assert len(peaks) == 2
+
+
 def test_an_offloaded_reference_is_there_while_it_is_read() -> None:
     """Then there are no gradients (4000) and no activations, so it lowers the peak by all that it weighs."""
     settings = Settings(micro_tokens=1, reference_copy=True)

@@ -7,8 +7,8 @@ import torch
 
 from posttrain.batch import RolloutBatch
 from posttrain.errors import RunError
+from posttrain.train.dynamic_sampling import HINTS, outcome
 from posttrain.train.objective import Objective
-from posttrain.train.refill import HINTS, outcome
 
 
 def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
@@ -19,19 +19,19 @@ def batch(correct: list[float], groups: list[int]) -> RolloutBatch:
 
 def test_groups_are_collected_until_there_are_enough() -> None:
     """Group 1 of the first batch and 2 of the second differ; of 4 and 5 only the first is still wanted."""
-    accumulator = Objective.from_preset("dapo").accumulator(3, 5)
-    assert accumulator.add(batch([1, 1, 0, 1], [0, 0, 1, 1])) == {1}
-    assert not accumulator.full
-    assert accumulator.add(batch([1, 0, 0, 0], [2, 2, 3, 3])) == {2}
-    assert accumulator.add(batch([1, 0, 0, 1], [4, 4, 5, 5])) == {4}
-    assert (accumulator.full, accumulator.batches) == (True, 3)
+    buffer = Objective.from_preset("dapo").sampling_buffer(3, 5)
+    assert buffer.add(batch([1, 1, 0, 1], [0, 0, 1, 1])) == {1}
+    assert not buffer.full
+    assert buffer.add(batch([1, 0, 0, 0], [2, 2, 3, 3])) == {2}
+    assert buffer.add(batch([1, 0, 0, 1], [4, 4, 5, 5])) == {4}
+    assert (buffer.full, buffer.batches) == (True, 3)
 
 
 def test_too_few_groups_end_the_run_with_numbers() -> None:
-    accumulator = Objective.from_preset("dapo").accumulator(2, 2)
-    accumulator.add(batch([1, 0, 0, 0], [0, 0, 1, 1]))
+    buffer = Objective.from_preset("dapo").sampling_buffer(2, 2)
+    buffer.add(batch([1, 0, 0, 0], [0, 0, 1, 1]))
     with pytest.raises(RunError, match="only 1 of 2 groups passed `keep` in 2 generation batches") as told:
-        accumulator.add(batch([0, 0, 1, 1], [2, 2, 3, 3]))
+        buffer.add(batch([0, 0, 1, 1], [2, 2, 3, 3]))
     assert "of those that did not pass, 2 had no right answer, 1 had only right answers" in str(told.value)
     assert "hint: warm up with SFT" in str(told.value)
 
@@ -53,7 +53,7 @@ def test_why_a_group_did_not_pass(correct: list[float], found: str) -> None:
 @pytest.mark.parametrize(("name", "max_batches"), [("dapo", 1), ("grpo", 10)])
 def test_one_batch_is_enough_where_nothing_is_refilled(name: str, max_batches: int) -> None:
     """All groups are taken; those that `keep` drops are dropped from the loss later."""
-    accumulator = Objective.from_preset(name).accumulator(2, max_batches)
-    assert not accumulator.full
-    assert accumulator.add(batch([1, 1, 0, 1], [7, 7, 4, 4])) == {7, 4}
-    assert (accumulator.full, accumulator.batches) == (True, 1)
+    buffer = Objective.from_preset(name).sampling_buffer(2, max_batches)
+    assert not buffer.full
+    assert buffer.add(batch([1, 1, 0, 1], [7, 7, 4, 4])) == {7, 4}
+    assert (buffer.full, buffer.batches) == (True, 1)

@@ -19,7 +19,7 @@ HINTS = {  # by what most of the dropped groups were
 }
 
 
-class Accumulator:
+class DynamicSamplingBuffer:
     """Counts the groups that pass `keep` until `want` are there.
 
     Without `keep`, or with max_batches 1, nothing is refilled: one batch is enough and all its groups are taken (those
