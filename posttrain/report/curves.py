@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class Curves:
         return sum(values) / len(values) if values else None
 
 
+def is_bound(name: str, known: Collection[str]) -> bool:
+    """Whether a metric is the low or high end of another one's interval."""
+    return name.endswith(("/low", "/high")) and name.rpartition("/")[0] in known
+
+
 def drawn(curves: Curves, group_size: int | None = None) -> dict[str, dict[str, list[float | None]]]:
     """What a page draws: name -> x and y, and low and high where an interval is known.
 
@@ -72,7 +77,7 @@ def drawn(curves: Curves, group_size: int | None = None) -> dict[str, dict[str, 
     """
     found: dict[str, dict[str, list[float | None]]] = {}
     for name, points in curves.points.items():
-        if name.endswith(("/low", "/high")) and name.rpartition("/")[0] in curves.points:
+        if is_bound(name, curves.points):
             continue
         shown = thin(points, MAX_POINTS)
         found[name] = {"x": [_short(x) for x, _ in shown], "y": [_short(y) for _, y in shown]}
@@ -158,8 +163,10 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def shown_first(names: Mapping[str, Any] | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of metrics in two lists: what a reader looks at first, in that order, and the rest."""
+def shown_first(known: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of metrics in two lists: what a reader looks at first, in that order, and the rest. Bounds of an interval
+    are in none: they are shown with what they bound."""
+    names = [name for name in known if not is_bound(name, known)]
     parts = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
     parts += [name for name in names if name.startswith("canary/") and name.endswith("/alarm")]
     evaluated = [name for name in names if name.startswith("eval/") and name not in MAIN]

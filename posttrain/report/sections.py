@@ -123,7 +123,8 @@ def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     best = summary.get("best_checkpoint")
     if not best:
         return []
-    says = [f"{best['metric']} {best['value']:.4g} after step {best['step']}: {best['model']}"]
+    where = f": {best['model']}" if best["model"] else ", before the first step" if not best["step"] else ""
+    says = [f"{best['metric']} {best['value']:.4g} after step {best['step']}{where}"]
     if stopped := summary.get("stopped_early"):
         says.append(str(stopped))
     return [{"title": "Best evaluation", "says": says}]

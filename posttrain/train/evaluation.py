@@ -104,10 +104,10 @@ class Evaluation:
 
     def summary(self, state: State) -> Values:
         """What the run's summary says of its evaluations."""
-        if state.best is None:
+        if state.best is None or not (self.settings.keep_best or self.settings.patience):
             return {}
         kept = self.settings.keep_best and state.best["step"]
-        model = str(self.directory.path / BEST) if kept else "not kept apart"
+        model = str(self.directory.path / BEST) if kept else None
         found: Values = {"best_checkpoint": {**state.best, "model": model}}
         return {**found, **({"stopped_early": state.stopped_early} if state.stopped_early else {})}
 
@@ -216,8 +216,8 @@ def completion_metrics(records: Sequence[Record], n: int, seed: int) -> Values:
     interval = bootstrap_ci([sum(found) / len(found) for found in judged], resamples=RESAMPLES, seed=seed)
     values: Values = {
         "accuracy": interval.mean,
-        "accuracy/low": interval.low,
-        "accuracy/high": interval.high,
+        "accuracy/low": interval.low if interval.informative else None,
+        "accuracy/high": interval.high if interval.informative else None,
         "reward": mean(scored([record["reward"] for record in records])),
         "mean_length": mean([record["tokens"] for record in records]),
         "clipped_ratio": mean([float(record["finish"] == "length") for record in records]),

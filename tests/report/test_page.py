@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from posttrain.report.curves import Curves, drawn, nice_ticks, proportion_interval, running_mean, thin
+from posttrain.report.curves import Curves, drawn, nice_ticks, proportion_interval, running_mean, shown_first, thin
 from posttrain.report.live import LivePage
 from posttrain.report.page import island, render
 from posttrain.report.view import LONGEST, RunView, chosen_samples, read_ends
@@ -191,6 +191,8 @@ def test_intervals_come_with_metrics_that_have_bounds(tmp_path):
     found = drawn(curves, group_size=8)
     assert found["eval/accuracy"] == {"x": [1.0], "y": [0.5], "low": [0.4], "high": [0.6]}
     assert "eval/accuracy/low" not in found
+    first, rest = shown_first(list(curves.points))
+    assert "eval/accuracy" in first and "eval/accuracy/low" not in [*first, *rest]
     assert found["correct"]["low"][0] == pytest.approx(proportion_interval(0.5, 10)[0], abs=1e-4)
     assert found["correct"]["high"][1] == 1.0
     assert "low" not in drawn(curves)["correct"], "without the size of a group there is no interval"

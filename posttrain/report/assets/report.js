@@ -44,6 +44,14 @@ function columns(group, name, weight, bands) {
   return { table: tables.length ? uPlot.join(tables) : null, series, bands: pairs };
 }
 
+// uPlot's own range; a constant curve lies in the middle of a small one.
+function flatRange(_, low, high) {
+  if (low === null || low === undefined) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  const pad = Math.abs(low) * 0.1 || 0.1;
+  return [low - pad, high + pad];
+}
+
 function chart(group, name, weight, bands, place) {
   const found = columns(group, name, weight, bands);
   if (!found.table) return;
@@ -54,7 +62,7 @@ function chart(group, name, weight, bands, place) {
   const axis = { stroke: "#667484", grid: { stroke: "#e4e8ed" }, ticks: { stroke: "#e4e8ed" }, font: "11px system-ui" };
   const plot = new uPlot({
     width: Math.max(figure.clientWidth - 24, 200), height: HEIGHT, series: found.series, bands: found.bands,
-    scales: { x: { time: false } }, cursor: { sync: { key: group.title }, drag: { x: true, y: false } },
+    scales: { x: { time: false }, y: { range: flatRange } }, cursor: { sync: { key: group.title }, drag: { x: true, y: false } },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(shown) }],
     legend: { live: true },
   }, found.table, figure);
