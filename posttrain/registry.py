@@ -268,7 +268,15 @@ def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
     return f"no key of this section; known: {', '.join(known)}{kept if 'key_env' in known else ''}"
 
 
-_SECRET = re.compile(r"(?i)(?:api|auth|access|secret)?_?(?:key|kee|token|secret|password|passwd)$")
+_SECRET = re.compile(
+    r"(?i)(?:api|auth|access|secret|private|wandb)[_.-]?k(?:ey|ee)$"
+    r"|(?:hub|hf|auth|access|api|bearer)[_-]?token$|(?:^|\.)token$|(?:password|passwd|secret)$"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key of this name holds what must not be shown, such as `api_key` or `hub_token`."""
+    return bool(_SECRET.search(name))
 
 
 def shown_value(value: Any, longest: int = 200) -> str:
@@ -279,7 +287,7 @@ def shown_value(value: Any, longest: int = 200) -> str:
             return {name: hidden(one, str(name)) for name, one in inner.items()}
         if isinstance(inner, list | tuple):
             return [hidden(one, key) for one in inner]
-        return "***" if isinstance(inner, str) and _SECRET.search(key) else inner
+        return "***" if isinstance(inner, str) and is_secret(key) else inner
 
     text = repr(hidden(value))
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -81,7 +81,7 @@ def written(draft: Draft) -> str:
     lines += [*(f"# {note}" for note in draft.notes), *commented_lines(draft.plain(), draft.origins())]
     if draft.left:
         lines += ["", f"# Left out of {name}:"]
-        lines += [f"# line {one.line}: {one.key}: {_short(one.value)}   {one.why}" for one in draft.left]
+        lines += [f"# line {one.line}: {one.key}: {_short(one.key, one.value)}   {one.why}" for one in draft.left]
     text = "\n".join(lines) + "\n"
     if draft.foreign.is_script:  # a variable that it does not set is read from the environment, by the recipe, too
         text = text.replace("$${", "${")
@@ -106,12 +106,14 @@ def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem])
     """What `--json` prints."""
     from dataclasses import asdict
 
+    from posttrain.registry import is_secret
+
     return {
         "tool": draft.foreign.table.tool,
         "stage": draft.stage,
         "recipe": draft.plain(),
         "origins": {key: origin for key, origin in draft.origins().items() if origin},
-        "left_out": [asdict(one) for one in draft.left],
+        "left_out": [{**asdict(one), "value": "***" if is_secret(one.key) else one.value} for one in draft.left],
         "differs": draft.notes,
         "valid": not problems,
         "problems": [problem_as_data(one) for one in problems],
@@ -129,7 +131,7 @@ def _tell(
         where = "" if listed else ", listed at the end of the recipe"
         say(f"left out of {draft.foreign.path.name}: {counted(len(draft.left), 'key')}{where}")
         for one in draft.left if listed else ():
-            say(f"  line {one.line}: {one.key}: {_short(one.value)}   {one.why}")
+            say(f"  line {one.line}: {one.key}: {_short(one.key, one.value)}   {one.why}")
     for problem in notes:
         say(f"note: {problem}")
     where = str(output) if output else "the recipe"
@@ -141,6 +143,9 @@ def _tell(
         say(f"{where}: right (stage {draft.stage}, from {draft.foreign.table.tool})")
 
 
-def _short(value: Any) -> str:
-    text = " ".join(str(value).split())
+def _short(key: str, value: Any) -> str:
+    """A value that is left out, in few characters; never a key or token."""
+    from posttrain.registry import is_secret
+
+    text = "***" if is_secret(key) else " ".join(str(value).split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

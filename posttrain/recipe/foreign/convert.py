@@ -175,8 +175,11 @@ def _finish(draft: Draft) -> None:
 
 
 def _divide_columns(draft: Draft) -> None:
-    """Keys of one source, where there are several: each has them."""
+    """Keys of one source, where there are several: each has them. Columns are those of the evaluation's data, too."""
     data = draft.values.get("data", {})
+    held_out = draft.values.get("eval", {}).get("data")
+    if held_out and "columns" in data:
+        held_out["columns"] = data["columns"]
     for key in ("columns", "split", "config", "size") if "mix" in data else ():
         if key in data:
             shared = data.pop(key)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.recipe.foreign import data_forms, reward_forms
+from posttrain.recipe.foreign import data_forms, reward_forms, run_forms
 from posttrain.recipe.foreign.draft import Draft
 from posttrain.recipe.foreign.source import Foreign, Given
 
@@ -418,4 +418,5 @@ TRANSFORMS: dict[str, Transform] = {
     "whole": _whole,
     **data_forms.TRANSFORMS,
     **reward_forms.TRANSFORMS,
+    **run_forms.TRANSFORMS,
 }

@@ -11,4 +11,4 @@ python3 -m recipe.dapo.main_dapo \
     data.max_response_length=8192 \
     reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=2048 \
     reward_model.overlong_buffer.penalty_factor=1.0 \
-    trainer.total_training_steps=300 trainer.default_local_dir=ckpts/dapo
+    data.val_files=aime.parquet trainer.test_freq=10 trainer.total_training_steps=300 trainer.default_local_dir=ckpts/dapo

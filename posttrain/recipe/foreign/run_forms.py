@@ -1,0 +1,99 @@
+"""Trackers and evaluation while training, as other tools name them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.recipe.foreign.draft import Draft, Leaf
+from posttrain.recipe.foreign.source import Given
+
+TRACKERS = ("wandb", "tensorboard", "trackio", "mlflow")
+_SILENT = ("none", "console", "all")  # all: whatever is installed
+_EVALUATES = ("rl", "sft", "dpo")
+
+
+def _trackers(draft: Draft, given: Given, _: str) -> None:
+    """A name or a list of names; the project stands in a key of its own."""
+    if draft.stage not in (*_EVALUATES, "reward_model"):
+        draft.leave(given, f"stage {draft.stage} has no trackers")
+        return
+    project = draft.get("wandb_project", "trackio_project_name", "trainer.project_name")
+    for name in given.value if isinstance(given.value, list) else [given.value]:
+        if name in TRACKERS:
+            _track(draft, str(name), project, draft.origin(given.key))
+        elif name not in _SILENT:
+            draft.leave(given, f"{name} is no tracker of these: {', '.join(TRACKERS)}")
+
+
+def _tracker_project(draft: Draft, given: Given, _: str) -> None:
+    """axolotl: a project that is named switches the tracker on."""
+    if not draft.get("report_to"):
+        _track(draft, given.key.partition("_")[0], given.value, draft.origin(given.key))
+
+
+def _tracker_on(draft: Draft, given: Given, _: str) -> None:
+    name = next((one for one in TRACKERS if one in given.key), "")
+    if given.value and name:
+        _track(draft, name, draft.get("wandb_project", "logger.wandb.project"), draft.origin(given.key))
+
+
+def _track(draft: Draft, name: str, project: Any, origin: str) -> None:
+    entries = draft.values.setdefault("track", [])
+    if all(entry["use"].value != name for entry in entries):
+        entries.append({"use": Leaf(name, origin), **({"project": Leaf(str(project), "")} if project else {})})
+
+
+def _eval_every(draft: Draft, given: Given, _: str) -> None:
+    """Steps between evaluations, where the file also says on what, and does not switch it off."""
+    data = _held_out(draft)
+    switched = draft.get("eval_strategy", "evaluation_strategy", default="no")
+    if not isinstance(given.value, int) or given.value < 1 or switched != "steps":
+        draft.leave(given, "no evaluation by steps is switched on")
+    elif draft.stage not in _EVALUATES or data is None:
+        draft.leave(given, "write `eval: {every: 50, data: {source: held_out.jsonl}}`: the file names no data for it")
+    else:
+        draft.put("eval.every", given.value, draft.origin(given.key))
+        for key, value in data.items():
+            draft.put(f"eval.data.{key}", value, f"what {given.key} measures")
+        if draft.stage == "rl":
+            draft.put("eval.n", 1, "one completion a prompt")
+
+
+def _held_out(draft: Draft) -> dict[str, Any] | None:
+    """The evaluation's source: named by itself, or another split of the data (TRL)."""
+    named = draft.get("eval_dataset", "val_dataset", "data.val_files", "eval.dataset")
+    named = named[0] if isinstance(named, list) and named else named
+    if isinstance(named, str) and named:
+        source, _hash, size = named.partition("#")
+        return {"source": source, **({"size": int(size)} if size.isdigit() else {})}
+    if draft.foreign.table.name in ("trl", "open_r1") and isinstance(name := draft.get("dataset_name"), str):
+        config, split = draft.get("dataset_config"), draft.get("dataset_test_split", default="test")
+        return {"source": name, **({"config": config} if config else {}), "split": split}
+    return None
+
+
+def _held_out_data(draft: Draft, given: Given, _: str) -> None:
+    """Read with the steps between evaluations."""
+    steps = ("eval_steps", "trainer.test_freq", "eval.steps")
+    if not any(isinstance(draft.get(key), int) and draft.get(key) > 0 for key in steps):
+        draft.leave(given, "write `eval: {every: 50, data: {source: ...}}` to evaluate while training")
+
+
+def _share_held_out(draft: Draft, given: Given, _: str) -> None:
+    found = re.fullmatch(r"[\d.]+", str(given.value))
+    what = "a share" if found and float(given.value) < 1 else "a number"
+    draft.leave(
+        given, f"{what} of the rows for evaluation: divide the data, and write `eval: {{every: 50, data: ...}}`"
+    )
+
+
+TRANSFORMS: dict[str, Callable[[Draft, Given, str], None]] = {
+    "eval_every": _eval_every,
+    "held_out_data": _held_out_data,
+    "share_held_out": _share_held_out,
+    "tracker_on": _tracker_on,
+    "tracker_project": _tracker_project,
+    "trackers": _trackers,
+}
