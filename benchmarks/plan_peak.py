@@ -1,6 +1,6 @@
 """What `posttrain plan` predicts against what a run takes: GPU memory of work A and work B (`rl_step.py`), by phase.
 
-    python benchmarks/plan_peak.py --out benchmarks/results/plan_peak_h100.json     # A, B with LoRA, B full
+    python benchmarks/plan_peak.py --out benchmarks/results/plan_peak_h100.json     # A, B with LoRA, B full, L
     python benchmarks/plan_peak.py --works B_full --sleep --checkpointing
     python benchmarks/plan_peak.py --smoke                                           # tiny, on a CPU: does it run?
 
@@ -25,11 +25,12 @@ import rl_work
 import sides
 from clocks import replaced
 
-# name -> (work of rl_step.py, with LoRA, batch.micro_tokens, vllm.gpu_memory)
+# name -> (work of rl_step.py, with LoRA, batch.micro_tokens, vllm.gpu_memory, compiled and with a merged adapter)
 WORKS = {
-    "A": ("A", False, 16384, 0.15),
-    "B_lora": ("B", True, 8192, 0.3),
-    "B_full": ("B", False, 8192, 0.3),
+    "A": ("A", False, 16384, 0.15, False),
+    "B_lora": ("B", True, 8192, 0.3, False),
+    "B_full": ("B", False, 8192, 0.3, False),
+    "L": ("L", True, 14336, 0.2, True),
 }
 STEPS = 3
 
@@ -61,7 +62,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
-    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--tolerance", type=float, default=0.1)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -71,7 +72,7 @@ def arguments() -> argparse.Namespace:
 
 def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
     """That of rl_step.py for this work."""
-    work, lora, micro_tokens, share = WORKS[name]
+    work, lora, micro_tokens, share, compiled = WORKS[name]
     asked = {
         "lora": lora,
         "smoke": args.smoke,
@@ -82,6 +83,8 @@ def specification(args: argparse.Namespace, name: str, folder: Path) -> dict[str
         "sleep": args.sleep,
         "checkpointing": args.checkpointing,
         "models": args.models,
+        "compile": compiled and not args.smoke,
+        "merge_adapter": compiled,
     }
     return rl_work.specification(argparse.Namespace(**asked), work, folder)
 
