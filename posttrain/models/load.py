@@ -18,7 +18,7 @@ from posttrain.errors import MissingExtra, ModelError, counted
 from posttrain.models import adapters, quantize, tiny
 from posttrain.models.merge_adapter import merge_in
 from posttrain.models.places import Place, locate, not_found
-from posttrain.models.precision import keep_master_weights
+from posttrain.models.precision import keep_half_weights, keep_master_weights
 from posttrain.places import find
 from posttrain.recipe.sections import Model
 from posttrain.scratch import scratch
@@ -120,7 +120,10 @@ def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | Non
         if section.lora:
             model.enable_input_require_grads()  # the frozen embeddings give no gradient for checkpoints to start from
     with _told_when_full(section):
-        return keep_master_weights(model)
+        if not section.half_weights:
+            return keep_master_weights(model)
+        keep_half_weights(model)
+        return None
 
 
 @contextlib.contextmanager

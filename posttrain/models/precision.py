@@ -3,6 +3,9 @@
 AdamW in pure bfloat16 loses updates below 1/256 of a weight, which is where RL's learning rates live. So trainable
 parameters are kept in float32 and autocast computes; frozen weights (the base under LoRA) stay as they were loaded.
 
+With `model.half_weights` the model itself stays in bfloat16, residuals and norms with it, and the float32 weights are
+the optimiser's own (`train.optim.MasterAdamW`): fewer bytes pass through memory, and sums along the layers are rounded.
+
 float16 has three bits more of a product than bfloat16, so that trainer and engine agree better (2510.26788), and a
 smaller range: small gradients vanish unless the loss is scaled up, see `train.optim.loss_scaler`.
 """
@@ -22,6 +25,14 @@ HALF = (torch.bfloat16, torch.float16)
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """What products are computed in there: autocast's type inside autocast, else `dtype`."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
+def keep_half_weights(model: nn.Module) -> None:
+    """Leave the trainable parameters in bfloat16, and have their gradients added up in float32."""
+    compute_experts_in_half()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in HALF:
+            parameter.grad_dtype = torch.float32
 
 
 def keep_master_weights(model: nn.Module) -> torch.dtype | None:

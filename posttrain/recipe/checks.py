@@ -122,6 +122,22 @@ def _compiled(recipe: Any) -> Found:
         yield "model.compile", "4-bit weights are unpacked by kernels that no graph holds", "remove it"
 
 
+def _halves(recipe: Any) -> Found:
+    """Keys that cannot work beside model.half_weights."""
+    if not isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) or not recipe.model.half_weights:
+        return
+    if recipe.model.lora:
+        yield "model.half_weights", "an adapter's weights are few, and float32", "remove it"
+    if recipe.model.shard:
+        yield "model.half_weights", "a divided model computes in bfloat16 layer by layer already", "remove it"
+    if recipe.model.dtype not in ("auto", "bfloat16"):
+        yield "model.half_weights", f"it is for bfloat16, and model.dtype is {recipe.model.dtype}", "write bfloat16"
+    if recipe.optim.use != "adamw":
+        yield "optim.use", "8-bit moments were not proven beside model.half_weights", "write `optim.use: adamw`"
+    if isinstance(recipe, st.RlRecipe) and recipe.opponent:
+        yield "model.half_weights", "an opponent that follows slowly would be rounded in every step", "remove it"
+
+
 def _divided(recipe: Any) -> Found:
     """Keys that cannot work beside model.shard."""
     if not isinstance(recipe, st.SftRecipe | st.DpoRecipe | st.RlRecipe) or not recipe.model.shard:
@@ -283,6 +299,7 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         _half,
         _trained_on,
         _compiled,
+        _halves,
         _divided,
         _rewards,
         _eval_settings,

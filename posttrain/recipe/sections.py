@@ -62,6 +62,11 @@ class Model(Section):
         False,
         description="full training with --gpus N: each GPU keeps a part of weights, gradients and moments (FSDP2)",
     )
+    half_weights: bool = Field(
+        False,
+        description="full training in bfloat16: weights, residuals and norms too, and float32 weights are the "
+        "optimiser's own (docs/memory.md)",
+    )
     compile: bool = Field(False, description="torch.compile the layers for training: a minute once, then faster steps")
     offload_reference: bool = Field(
         False, description="full training: the frozen reference waits in host memory while it is not read"

@@ -28,7 +28,7 @@ from posttrain.models.save_adapter import adapter_state, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run import checkpoints, ranks
 from posttrain.run.facts import NOTHING, Fact
-from posttrain.train import alike, distributed, sharding
+from posttrain.train import alike, distributed, optim, sharding
 from posttrain.train.critic import load_head, save_head
 
 
@@ -113,7 +113,8 @@ def save(
     alone: this is rank 0, and the others may be gone or elsewhere; not for a divided model.
     """
     moments = {**sharding.optimizer_state(optimizer), "names": _names(optimizer, loaded.model, critic)}
-    write = partial(_save, root, state, sharding.whole(loaded), moments, keep, critic, save_more)
+    exact = optim.masters(optimizer, loaded.model)
+    write = partial(_save, root, state, sharding.whole(loaded), exact, moments, keep, critic, save_more)
     with ranks.unhurried():
         return write() if alone else distributed.on_main(write)
 
@@ -122,17 +123,19 @@ def _save(
     root: Path,
     state: State,
     loaded: LoadedModel,
+    exact: dict[str, torch.Tensor] | None,
     moments: dict[str, Any],
     keep: int,
     critic: nn.Module | None,
     save_more: Callable[[Path], None],
 ) -> Path:
+    """exact: the float32 weights, where they are the optimiser's."""
     checkpoints.require_space(root, _bytes(loaded.model) * 3)  # weights and Adam's two moments
     with _as_run_error(root, state.step), checkpoints.saving(root, state.step) as unsealed:
         if loaded.is_lora:
             write_adapter(loaded, unsealed)
         else:
-            save_under_published_names(loaded.model).save_pretrained(unsealed)
+            save_under_published_names(loaded.model).save_pretrained(unsealed, state_dict=exact)
         loaded.tokenizer.save_pretrained(unsealed)
         if critic is not None:
             save_head(critic, unsealed)
@@ -217,9 +220,10 @@ def _load(
 ) -> State:
     """A checkpoint, in place. `state.json` is read first, so that one which is no State changes nothing."""
     state = State(**json.loads((folder / "state.json").read_text()))
-    load_weights(loaded, folder)
+    weights = load_weights(loaded, folder)
     if critic is not None:
         load_head(critic, folder)
+    optim.fill_masters(optimizer, loaded.model, weights)
     # From the host: each optimiser brings its moments to where it keeps them.
     moments = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
     moments = _by_name(moments, _names(optimizer, loaded.model, critic), folder)
@@ -232,7 +236,7 @@ def _names(optimizer: Optimizer, model: nn.Module, critic: nn.Module | None) -> 
     """What the optimiser's parameters are called, by group."""
     named = dict(model.named_parameters()) | {f"critic.{n}": p for n, p in (critic or nn.Module()).named_parameters()}
     of = {id(parameter): name for name, parameter in named.items()}
-    return [[of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [[of[id(optim.weight_of(optimizer, p))] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _by_name(moments: dict[str, Any], names: list[list[str]], folder: Path) -> dict[str, Any]:
@@ -257,10 +261,12 @@ def _by_name(moments: dict[str, Any], names: list[list[str]], folder: Path) -> d
     return {**moments, "state": state, "param_groups": groups}
 
 
-def load_weights(loaded: LoadedModel, folder: Path) -> None:
-    """Copy the trained weights of a checkpoint folder into the model. Raises RunError if any is missing."""
+def load_weights(loaded: LoadedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Copy the trained weights of a checkpoint folder into the model; returns them as they are stored. Raises RunError
+    if any is missing."""
     if loaded.is_lora:
-        missing, unexpected = _fill_adapter(loaded, load_file(folder / "adapter_model.safetensors"))
+        weights = load_file(folder / "adapter_model.safetensors")
+        missing, unexpected = _fill_adapter(loaded, weights)
     else:
         try:
             with quiet():
@@ -270,6 +276,7 @@ def load_weights(loaded: LoadedModel, folder: Path) -> None:
         missing, unexpected = _fill(loaded, weights)
     if missing or unexpected:
         raise RunError(f"checkpoint {folder} does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
+    return weights
 
 
 def _fill_adapter(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
@@ -293,4 +300,4 @@ def _fill(loaded: LoadedModel, weights: dict[str, torch.Tensor]) -> tuple[list[s
 
 
 def _bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() * max(p.element_size(), 4) for p in model.parameters() if p.requires_grad)

@@ -335,7 +335,7 @@ def sum_gradients(*modules: nn.Module | None) -> None:
     found = torch.tensor([p.grad is not None for p in trained], device=trained[0].device)
     for parameter, anywhere in zip(trained, add_up(found).tolist(), strict=True):
         if anywhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     for bucket in _buckets([p.grad for p in trained if p.grad is not None]):
         flat = add_up(torch.cat([g.reshape(-1) for g in bucket]))
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

@@ -42,6 +42,7 @@ class Settings:
     half: bool = True
     checkpointing: bool = False
     compiled: bool = False  # model.compile
+    half_weights: bool = False  # trained weights in bfloat16, their float32 masters with the optimiser
     optimizer: str = "adamw"  # optim.use
     reference_copy: bool = False  # full training with a term that needs the reference
     teacher: Shape | None = None  # the reference where it is another model
@@ -76,6 +77,8 @@ class Phases:
 
 def weights(shape: Shape, s: Settings) -> dict[str, int]:
     """The model between steps: float32 where trained; a frozen base in bfloat16 or 4 bits, and its adapter."""
+    if s.half_weights:
+        return {"weights (bfloat16)": 2 * shape.parameters, "master weights (float32)": 4 * shape.parameters}
     if not shape.adapter:
         return {"weights (float32)": 4 * shape.parameters}
     half = 2 if s.half else 4
@@ -105,6 +108,9 @@ def block_bytes(shape: Shape, s: Settings) -> int:
     output projection has its input once more (2 heads). In float32 nothing is cast: the residuals, normalised and
     scaled rows (24 h), attention with a copy of its output (20 heads), the MLP (16 m).
 
+    With weights in bfloat16 (`half_weights`) nothing is cast: each of two norms keeps its input and what it makes of it
+    (16 h with a float32 copy of the input).
+
     A compiled block is one graph where attention has a kernel, and computes again what is cheap: it keeps query, key,
     value and output of attention (8 heads), gate, up and their product (6 m), the inputs of its projections and what
     its residuals come from (10 h, under an adapter 8 h).
@@ -113,14 +119,17 @@ def block_bytes(shape: Shape, s: Settings) -> int:
     if not s.half:
         return 24 * h + 20 * heads + 16 * m
     if s.compiled:
-        return (8 if shape.adapter else 10) * h + 8 * heads + 6 * m
+        return (8 if shape.adapter or s.half_weights else 10) * h + 8 * heads + 6 * m
+    if s.half_weights:
+        return 16 * h + 8 * heads + 8 * m
     return 12 * h + 10 * heads + 8 * m if shape.adapter else 26 * h + 8 * heads + 8 * m
 
 
 def activations(shape: Shape, s: Settings) -> int:
     """Of one micro-batch. With checkpointing: the input of each block, and one block in full."""
     if s.checkpointing:
-        return s.micro_tokens * (4 * shape.hidden * shape.layers + block_bytes(shape, s))
+        state = 2 if s.half_weights else 4
+        return s.micro_tokens * (state * shape.hidden * shape.layers + block_bytes(shape, s))
     return s.micro_tokens * block_bytes(shape, s) * shape.layers
 
 
@@ -141,7 +150,7 @@ def head_gradient(shape: Shape, s: Settings) -> int:
 
 def kv_bytes(shape: Shape, s: Settings) -> int:
     """Keys and values of one token in all layers; transformers keeps keys in float32 behind float32 weights."""
-    key = 2 if s.half and shape.adapter else 4
+    key = 2 if s.half and (shape.adapter or s.half_weights) else 4
     return shape.layers * shape.kv_heads * (key + (2 if s.half else 4))
 
 
@@ -151,6 +160,8 @@ def reference(shape: Shape, s: Settings) -> int:
     shape = s.teacher or shape
     if s.quantized:
         return int(NF4 * shape.linear) + (2 if s.half else 4) * (shape.parameters - shape.linear)
+    if s.half_weights:
+        return 2 * shape.parameters
     return 4 * shape.parameters - (2 * shape.linear if s.half else 0)
 
 
@@ -169,7 +180,8 @@ def casts(shape: Shape, s: Settings) -> int:
     The blocks of a divided model come in bfloat16.
     """
     blocks = shape.linear if s.ranks == 1 else 0
-    return 2 * (blocks + shape.vocabulary * shape.hidden) if s.half and not shape.adapter else 0
+    cast = s.half and not shape.adapter and not s.half_weights
+    return 2 * (blocks + shape.vocabulary * shape.hidden) if cast else 0
 
 
 def phases(shape: Shape, s: Settings, *, chunk_cells: int) -> Phases:

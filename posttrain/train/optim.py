@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from posttrain.errors import MissingExtra, ModelError, RecipeError
 from posttrain.models.load import LoadedModel
+from posttrain.models.precision import HALF
 from posttrain.recipe.training_sections import Optim
 
 PAGED = "paged_adamw_8bit"
@@ -57,7 +58,74 @@ def build(model: nn.Module, section: Optim, critic: nn.Module | None = None, cri
     if section.use != "adamw":
         return _eight_bit_adamw(paged=section.use == PAGED)(groups, **settings)
     on_gpu = trained[0].device.type == "cuda"
-    return AdamW(groups, **settings, fused=on_gpu or None)  # fused: no copy of all second moments in between
+    kind = MasterAdamW if any(p.dtype in HALF for p in trained) else AdamW
+    return kind(groups, **settings, fused=on_gpu or None)  # fused: no copy of all second moments in between
+
+
+class MasterAdamW(AdamW):
+    """AdamW for weights in half precision: it keeps them in float32 and updates those, and then rounds.
+
+    Its parameters are the float32 ones. Gradients are those of the model's weights, in float32 too (`grad_dtype`).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        weights = [p for group in groups for p in group["params"]]
+        masters = [nn.Parameter(p.detach().float().clone()) for p in weights]
+        self.weight_of = {id(master): weight for master, weight in zip(masters, weights, strict=True)}
+        places = iter(masters)
+        super().__init__([{**group, "params": [next(places) for _ in group["params"]]} for group in groups], **settings)
+        self.register_step_pre_hook(MasterAdamW._take)
+        self.register_step_post_hook(MasterAdamW._round)
+
+    def pairs(self) -> Iterator[tuple[Tensor, nn.Parameter]]:
+        """Each float32 weight, and the one of the model."""
+        for group in self.param_groups:
+            yield from ((master, self.weight_of[id(master)]) for master in group["params"])
+
+    def _take(self, *_: Any) -> None:
+        """Before a step: the gradients."""
+        for master, weight in self.pairs():
+            master.grad = weight.grad
+
+    @torch.no_grad()
+    def _round(self, *_: Any) -> None:
+        """After it: the model's weights."""
+        for master, weight in self.pairs():
+            master.grad = None
+            weight.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for _, weight in self.pairs():
+            if not set_to_none and weight.grad is not None:
+                weight.grad.zero_()
+            else:
+                weight.grad = None
+
+
+def weight_of(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The model's weight that a parameter of the optimiser is, or is the float32 one of."""
+    return optimizer.weight_of[id(parameter)] if isinstance(optimizer, MasterAdamW) else parameter
+
+
+def masters(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor] | None:
+    """The model's state_dict with the optimiser's float32 weights in it; None where it has none of its own."""
+    if not isinstance(optimizer, MasterAdamW):
+        return None
+    of = {id(weight): master.detach() for master, weight in optimizer.pairs()}
+    return {name: of.get(id(value), value.detach()) for name, value in model.state_dict(keep_vars=True).items()}
+
+
+@torch.no_grad()
+def fill_masters(optimizer: Optimizer, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Take over the float32 weights of a checkpoint, by the names of the model; nothing where it keeps none."""
+    if not isinstance(optimizer, MasterAdamW):
+        return
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for master, weight in optimizer.pairs():
+        if (name := names.get(id(weight))) is not None:  # a critic's weights are loaded by themselves
+            master.copy_(weights[name])
+        else:
+            master.copy_(weight)
 
 
 def _in_eight_bits(matrices: dict[str, Any], model: nn.Module) -> list[dict[str, Any]]:

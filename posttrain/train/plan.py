@@ -84,6 +84,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         "half": half,
         "checkpointing": model.gradient_checkpointing,
         "compiled": model.compile,
+        "half_weights": model.half_weights and half,
         "optimizer": recipe.optim.use,
         "ranks": ranks if model.shard else 1,
     }

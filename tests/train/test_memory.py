@@ -19,7 +19,7 @@ from posttrain.train.attention import use_packed_attention
 from posttrain.train.calibrate import calibrate
 from posttrain.train.compiled import compiled
 from posttrain.train.logprobs import Sequences, completion_logprobs
-from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases
+from posttrain.train.memory import GIB, Settings, Shape, activations, block_bytes, phases, reference
 from posttrain.train.plan import (
     Machine,
     edits,
@@ -183,6 +183,18 @@ def test_activations_are_what_autograd_keeps(half: bool, lora: bool) -> None:
     expected = block_bytes(shape, settings) + (2 * shape.heads if half and not lora else 0)
     measured = (kept(llama(4, lora), half) - kept(llama(2, lora), half)) / 2 / TOKENS
     assert measured == pytest.approx(expected, rel=0.05)
+
+
+def test_half_weights_are_not_cast_and_their_blocks_keep_less() -> None:
+    """Two bytes a weight and four for its master; no casts. What autograd keeps of a block, as above."""
+    shape = shape_of(llama(4, lora=False), None)
+    settings = Settings(micro_tokens=TOKENS, half_weights=True)
+    measured = (kept(llama(4, lora=False).bfloat16(), False) - kept(llama(2, lora=False).bfloat16(), False)) / 2
+    assert measured / TOKENS == pytest.approx(block_bytes(shape, settings) + 2 * shape.heads, rel=0.05)
+    found = phases(SHAPE, replace(settings, micro_tokens=1), chunk_cells=CHUNK).parts["update"]
+    assert (found["weights (bfloat16)"], found["master weights (float32)"]) == (2000, 4000)
+    assert (found["AdamW moments"], found["gradients"]) == (8000, 4000) and "bfloat16 casts of weights" not in found
+    assert reference(SHAPE, settings) == 2000
 
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
