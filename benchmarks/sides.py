@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -30,6 +31,8 @@ LEFT_OUT = 2  # first steps: compilation, caches, allocator; a side's `left_out`
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense FLOP/s by name of the card
 USED_SHARE = 0.45  # of the peak, what a well-made update reaches
 GIB = 1 << 30
+TALKING = {"VLLM_LOGGING_LEVEL": "INFO"}  # of a side: what vLLM says goes to its log
+DURATION = re.compile(r"\d s\b|\bsecs?\b|\bseconds\b")
 
 
 def nvml() -> Any:
@@ -126,7 +129,9 @@ def run_side(
     started = time.perf_counter()
     with Memory(lib) as memory, log.open("w") as output:
         command = [sys.executable, script, "--worker", name, "--spec", str(folder / f"{tag}.spec.json")]
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=os.environ | TALKING
+        )
         memory.pid = child.pid
         try:
             code = child.wait(seconds)
@@ -141,6 +146,7 @@ def run_side(
     finished = result.get("step_s") if code is None else result and code == 0
     if "error" not in result and not finished:
         result["error"] = f"{log.read_text()[-3000:]}\n{result.get('cut_off', f'exit code {code}')}"
+    result["vllm_said"] = durations(log.read_text(errors="replace"))
     wait_until_free(memory)
     if "began" in result:
         result["start_s"] = round(result.pop("began") - started, 1)  # Linux has one such clock for all processes
@@ -154,6 +160,12 @@ def run_side(
         "idle_gib": round(memory.idle, 3),
         "wall_s": round(time.perf_counter() - started, 1),
     }
+
+
+def durations(log: str, most: int = 40) -> list[str]:
+    """Lines in which vLLM says how long a part of its start took."""
+    found = [line.strip()[-200:] for line in log.splitlines() if "INFO" in line and DURATION.search(line)]
+    return found[:most]
 
 
 def end_session(child: subprocess.Popen[bytes]) -> None:

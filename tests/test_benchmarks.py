@@ -127,6 +127,16 @@ def test_a_side_that_is_ended_keeps_its_steps(sides, tmp_path, steps, fails, kno
         time.sleep(0.05)
 
 
+def test_vllms_own_clock_is_kept(sides):
+    log = """INFO 11-29 14:41:00 [gpu_model_runner.py:1] Model loading took 2.58 GiB memory and 0.71 seconds
+INFO 11-29 14:41:01 [cuda.py:1] Using FLASH_ATTN attention backend
+step 3 took 4 s
+(EngineCore pid=7) INFO 11-29 14:41:30 [gpu_model_runner.py:2] Graph capturing finished in 9 secs, took 0.4 GiB
+INFO 11-29 14:41:20 [backends.py:2] torch.compile took 12.34 s in total"""
+    said = sides.durations(log)
+    assert [line.split()[-1] for line in said] == ["seconds", "GiB", "total"]
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
