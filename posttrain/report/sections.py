@@ -87,8 +87,8 @@ def _tile(view: RunView, key: str, value: float) -> dict[str, Any]:
         low, high = proportion_interval(value, rows / view.group_size)
         more = f"[{low:.2f}, {high:.2f}]"
     if key == "eval/accuracy":
-        bounds = [view.curves.recent(f"{key}/{side}", 1) for side in ("low", "high")]
-        more = "" if None in bounds else "[{:.2f}, {:.2f}]".format(*bounds)
+        lower, upper = (view.curves.recent(f"{key}/{side}", 1) for side in ("low", "high"))
+        more = "" if lower is None or upper is None else f"[{lower:.2f}, {upper:.2f}]"
     if key == "accuracy" and (found := (view.summary.get("intervals") or {}).get("accuracy")):
         more = f"[{found['low']:.3f}, {found['high']:.3f}]" if found.get("low") is not None else ""
     name = "cut completions" if key == "completions/clipped_ratio" else _words(key)

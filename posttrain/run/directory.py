@@ -235,7 +235,7 @@ def _lock(path: Path) -> IO[str]:
     if fcntl is None:
         return file
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(file)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
@@ -250,6 +250,18 @@ def _lock(path: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def _take(file: IO[str]) -> None:
+    """Lock a file. Raises BlockingIOError if another process has it for longer than `is_locked` needs to look."""
+    for pause in (0.05, 0.1, 0.0):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not pause:
+                raise
+            time.sleep(pause)
 
 
 def is_locked(path: Path) -> bool:

@@ -47,7 +47,7 @@ def end(run: Path, error: BaseException | None = None) -> None:
     state: State = "finished"
     if error is not None:
         state = "stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-    values = {**before, "state": state, "message": _message(error), "ended": time.time()}
+    values = {**before, "state": state, "message": _message(error, run), "ended": time.time()}
     write_json(run / STATUS, values)
 
 
@@ -74,10 +74,11 @@ def _without_last_word(run: Path, status: Status) -> dict[str, Any]:
     return {"state": "killed", "message": f"process {status.process} on {status.host} ended without a last word"}
 
 
-def _message(error: BaseException | None) -> str:
+def _message(error: BaseException | None, run: Path) -> str:
     if isinstance(error, PosttrainError):
         first = error.problems[0]
-        return f"{first.where}  {first.what}" if first.where and first.where not in first.what else first.what
+        elsewhere = first.where and first.where not in first.what and Path(first.where) != run
+        return f"{first.where}  {first.what}" if elsewhere else first.what
     if error is None or isinstance(error, KeyboardInterrupt):
         return "" if error is None else "interrupted"
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from posttrain.errors import counted
 from posttrain.run.directory import RunDirectory
 
 WAIT_S = 60.0  # for what is left to send when the run has ended
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # it is none
 LOG, PROBLEMS = "track.log", "track-problems.txt"
 
 
@@ -51,12 +53,13 @@ def tracked(trackers: Sequence[Any], directory: RunDirectory) -> Iterator[None]:
 
 def _started(directory: RunDirectory) -> subprocess.Popen[bytes] | None:
     """The process, or None where it could not be started, which is told."""
+    environment = {key: value for key, value in os.environ.items() if key not in OF_RANKS}
     command = [sys.executable, "-m", "posttrain", "track", str(directory.path.absolute())]
     try:
         with (directory.logs / LOG).open("ab") as log:
             problems = str((directory.logs / PROBLEMS).absolute())
             return subprocess.Popen(
-                [*command, "--attempt", str(directory.attempt), "--problems", problems],
+                [*command, "--attempt", str(directory.attempt), "--problems", problems], env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
     except OSError as error:

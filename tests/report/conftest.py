@@ -40,7 +40,7 @@ with RunDirectory.open(path, name="r", text="stage: rl\\n", resolved=resolved) a
     if how == "failed":
         raise RunError("the reward raised", where="mine.py:3")
     if how == "stopped":
-        raise Interrupted("stopped after step 5 of 9")
+        raise Interrupted("stopped after step 5 of 9", where=str(path))
     (path / "summary.json").write_text(json.dumps({"reward_last": 0.5, "steps": 5}))
 """
 MakeRun = Callable[..., tuple[Path, "subprocess.Popen[str]"]]

@@ -36,6 +36,8 @@ def test_the_state_and_the_page_of_each_end(how: str, make_run: Any) -> None:
     assert ("not finished" in page) == (how != "finished")
     if how == "failed":
         assert found.message == "mine.py:3  the reward raised" and "the reward raised" in page
+    if how == "stopped":
+        assert found.message == "stopped after step 5 of 9"
     if how == "killed":
         assert "posttrain report" in page and "ended without a last word" in found.message
         assert invoke("report", run).exit_code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RunError, UserError
-from posttrain.run.directory import RunDirectory, flatten
+from posttrain.run.directory import RunDirectory, flatten, is_locked
 from posttrain.run.durable import write_json
 
 RESOLVED = {"stage": "sft", "run": {"steps": 3, "seed": 0}, "optim": {"lr": 0.1}}
@@ -136,3 +136,20 @@ def test_flatten():
         "a.d": {},
         "e": None,
     }
+
+
+def test_a_look_at_the_lock_keeps_nobody_out(tmp_path):
+    """`posttrain runs` and trackers look whether a run goes on, for an instant in which it may be resumed."""
+    import fcntl
+    import threading
+
+    with open_(tmp_path / "run"):
+        assert is_locked(tmp_path / "run")
+    assert not is_locked(tmp_path / "run")
+    with (tmp_path / "run" / ".lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.03, lambda: fcntl.flock(file, fcntl.LOCK_UN)).start()
+        open_(tmp_path / "run", resume=True).close()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(RunError, match="another process is working"):
+            open_(tmp_path / "run", resume=True)
