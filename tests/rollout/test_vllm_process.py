@@ -177,6 +177,7 @@ def test_what_a_process_started_ends_with_it(
 ) -> None:
     """Also one that does not listen to SIGTERM, and one that was killed itself."""
     monkeypatch.setattr(local_server, "GRACE_S", 0.3)
+    monkeypatch.setattr(local_server, "CLEARING_S", 0.3)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if way == "deaf" else ""
     server = started(f"import subprocess, time; {deaf}{CHILD}time.sleep(99)")
     child = int(said(server)[0])
@@ -185,6 +186,27 @@ def test_what_a_process_started_ends_with_it(
     server.close()
     assert server.process.returncode is not None and gone(child)
     server.close()  # twice is fine
+
+
+def test_named_memory_goes_with_the_process(started: Callable[..., LocalServer]) -> None:
+    """vLLM's, which it leaves behind on a CPU with tensor parallelism; nobody else's."""
+    names = [f"{name}-{os.getpid()}-{time.monotonic_ns()}" for name in ("vllm_dist", "other")]
+    program = f"""import mmap, os, time
+for name in {names}:
+    with open("/dev/shm/" + name, "wb+") as file:
+        file.truncate(4096)
+        globals()[name] = mmap.mmap(file.fileno(), 4096)
+print("mapped", flush=True)
+time.sleep(99)
+"""
+    server = started(f"exec({program!r})")
+    ours, other = (Path("/dev/shm", name) for name in names)
+    try:
+        assert said(server) == ["mapped"] and ours.exists()
+        server.close()
+        assert not ours.exists() and other.exists()
+    finally:
+        other.unlink()
 
 
 def test_a_process_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
