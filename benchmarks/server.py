@@ -1,14 +1,16 @@
 """Work B (`rl_step.py`, posttrain's side) on two GPUs: one alone, both with an engine each, and one that trains while
-the other generates.
+the other generates. Without --lora all weights are trained, and travel by NCCL; with --merge-adapter those of LoRA too.
 
+    python benchmarks/server.py --out benchmarks/results/server_full.json
     python benchmarks/server.py --lora --out benchmarks/results/server_lora.json
+    python benchmarks/server.py --lora --merge-adapter --runs server --out benchmarks/results/server_merged.json
     python benchmarks/server.py --recompute benchmarks/results/server_lora.json
     python benchmarks/server.py --smoke        # tiny, on a CPU, transformers generate: does the script run?
 
 - `one`: the synchronous loop on GPU 0, vLLM colocated. The others' ratios are to it.
 - `both`: the same on both GPUs (`--gpus 2`), each with its engine.
-- `server`: GPU 0 trains, vLLM in a process of its own on GPU 1, `rollout.staleness: 1`, engine log-probs of every token
-  for the correction that old rollouts need. What travels is an adapter.
+- `server`: GPU 0 trains, `vllm serve` on GPU 1, `rollout.staleness: 1`, engine log-probs of every token for the
+  correction that old rollouts need. The phase `sync` is a weight update with its probe.
 - `pair`: `server` with two engines on GPU 1.
 
 The step is the same for all: 64 prompts x 8 of the same lengths (`scale_ranks.py --weak` has more for two GPUs). The
@@ -66,7 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sleep", action="store_true", help="vllm.sleep of `one` and `both`")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--compile", action="store_true", help="model.compile")
-    parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter: servers add what comes")
+    parser.add_argument("--merge-adapter", action="store_true", help="vllm.merge_adapter")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU: does the script run?")

@@ -43,8 +43,9 @@ class NcclGroup:
         stream = torch.cuda.current_stream(self.device)
         place, kind = ctypes.c_void_p(buffer.data_ptr()), ncclDataTypeEnum.ncclUint8
         where = ctypes.c_void_p(stream.cuda_stream)
-        self.library.ncclBroadcast(place, place, buffer.numel(), kind, TRAINER, self.communicator, where)
-        stream.synchronize()
+        with torch.cuda.device(self.device):
+            self.library.ncclBroadcast(place, place, buffer.numel(), kind, TRAINER, self.communicator, where)
+            stream.synchronize()
 
     def abort(self) -> None:
         """Leave the group, from any thread: a broadcast that waits for a process that has died ends. Calling it twice

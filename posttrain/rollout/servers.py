@@ -121,7 +121,8 @@ def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.
         return None
     if device.type == "cuda":
         vllm_start.require_vllm()
-        return NcclSender(clients, device, spec.dtype)
+        with compile_cache.apart():  # NCCL is called by vLLM's wrapper
+            return NcclSender(clients, device, spec.dtype)
     if elsewhere := [client.name for client in clients if not client.is_here]:
         raise RecipeError(
             "without a GPU, weights go to servers on the trainer's own machine only",

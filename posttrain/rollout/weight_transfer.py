@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,9 +143,8 @@ class NcclSender:
                 broadcast()
 
     def _broadcast(self, buffer: Tensor) -> None:
-        with torch.cuda.device(self.device):
-            for group in self.groups:
-                group.broadcast(buffer)
+        for group in self.groups:
+            group.broadcast(buffer)
 
     def close(self) -> None:
         """Leave the groups."""
@@ -168,7 +168,7 @@ def update(clients: Sequence[EngineClient], info: dict[str, Any]) -> None:
 def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:
     """Put weights into `buffer` [bytes] one behind the other, as they are sent, and wait until they are there.
 
-    Returns what `worker.unpack` needs to read them.
+    Returns what `unpack` needs to read them.
     """
     end, kinds = 0, [sent_dtype(tensor, dtype) for _, tensor in weights]
     for (_, tensor), kind in zip(weights, kinds, strict=True):
@@ -181,6 +181,21 @@ def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:
         "shapes": [list(tensor.shape) for _, tensor in weights],
         "dtypes": [str(kind).removeprefix("torch.") for kind in kinds],
     }
+
+
+def sizes_of(shapes: list[list[int]], dtypes: list[str]) -> list[int]:
+    """Bytes of each tensor."""
+    types = [getattr(torch, dtype) for dtype in dtypes]
+    return [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, types, strict=True)]
+
+
+def unpack(buffer: Tensor, names: list[str], shapes: list[list[int]], dtypes: list[str]) -> list[tuple[str, Tensor]]:
+    """What `pack` put into `buffer` [bytes], as views."""
+    parts = buffer.split(sizes_of(shapes, dtypes))
+    return [
+        (name, part.view(getattr(torch, dtype)).view(shape))
+        for name, part, dtype, shape in zip(names, parts, dtypes, shapes, strict=True)
+    ]
 
 
 def in_thread(work: Callable[[], T]) -> Callable[[], T]:

@@ -12,7 +12,6 @@ trainer's memory for ever.
 from __future__ import annotations
 
 import copy
-import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -36,7 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from posttrain.rollout.nccl_group import NcclGroup
-from posttrain.rollout.weight_transfer import LOCAL_BACKEND
+from posttrain.rollout.weight_transfer import LOCAL_BACKEND, sizes_of, unpack
 
 PARENT_POLL_S = 0.5
 
@@ -141,21 +140,6 @@ def receive(
     buffer = torch.empty(sum(sizes_of(shapes, dtypes)), dtype=torch.uint8, device=group.device)
     group.broadcast(buffer)
     return unpack(buffer, names, shapes, dtypes)
-
-
-def sizes_of(shapes: list[list[int]], dtypes: list[str]) -> list[int]:
-    """Bytes of each tensor."""
-    types = [getattr(torch, dtype) for dtype in dtypes]
-    return [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, types, strict=True)]
-
-
-def unpack(buffer: Tensor, names: list[str], shapes: list[list[int]], dtypes: list[str]) -> list[tuple[str, Tensor]]:
-    """What `weight_transfer.pack` put into `buffer` [bytes], as views."""
-    parts = buffer.split(sizes_of(shapes, dtypes))
-    return [
-        (name, part.view(getattr(torch, dtype)).view(shape))
-        for name, part, dtype, shape in zip(names, parts, dtypes, shapes, strict=True)
-    ]
 
 
 def repack(model: Any) -> None:

@@ -84,7 +84,7 @@ def engine_of(loaded: LoadedModel, scratch: Path, size: int, devices: list[int],
 @SERVING
 @KINDS
 def test_servers_hold_the_weights(tmp_path: Path, size: int, kind: str) -> None:
-    """Before a sync, after it, and after one in the middle of a call; the trainer's GPU has its memory back behind it."""
+    """Before a sync, after it, and after one in the middle of a call; a sync keeps nothing of the trainer's GPU."""
     loaded = model_of(kind != "full")
     engine = engine_of(loaded, tmp_path, size, list(range(1, 1 + size)), merge=kind == "merged")
     try:
@@ -157,7 +157,7 @@ def test_a_server_that_is_killed_does_not_hold_the_trainer(tmp_path: Path) -> No
 
 @KINDS
 def test_three_steps(tmp_path: Path, kind: str) -> None:
-    """`posttrain rl` on GPU 0 with `posttrain serve` on GPU 1. Every sync is probed: a stale engine would end the run."""
+    """`posttrain rl` on GPU 0 with `posttrain serve` on GPU 1. Every sync is probed: a stale engine ends the run."""
     loaded = model_of(lora=False)
     loaded.model.save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")

@@ -1,42 +1,143 @@
-"""How weights are cut into what an engine is sent. What a GPU has to do with it is in tests/gpu/test_engine_gpu.py."""
+"""Sending weights to engines: what a bucket holds, and broadcasts of which one may fail. NCCL is a queue here."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
 
-from posttrain.rollout import weight_transfer
-from posttrain.rollout.weight_transfer import buckets, memory_file, sent_dtype
+from posttrain.errors import EngineError
+from posttrain.rollout import nccl_group, weight_transfer
+from posttrain.rollout.weight_transfer import NcclSender, buckets, pack, unpack
 
-
-def test_matrices_go_in_the_engine_s_type_and_vectors_as_they_are() -> None:
-    """Some architectures keep a bias or a decay in float32, and vLLM does as well."""
-    matrix, vector, counts = torch.zeros(2, 3), torch.zeros(3), torch.zeros(2, 3, dtype=torch.int32)
-    assert [sent_dtype(t, torch.bfloat16) for t in (matrix, vector, counts)] == [
-        torch.bfloat16,
-        torch.float32,
-        torch.int32,
-    ]
-
-
-def test_buckets_of_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes: a 12, b 12, c 40, d 8, e 12. 24 fit, c is larger and comes alone. The float32 vector comes before bfloat16
-    matrices, which may begin at every second byte, as it may begin at every fourth only."""
-    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 24)
-    shapes = {"a": (3, 2), "b": (6, 1), "c": (4, 5), "d": (4, 1), "e": (3,)}
-    named = [(name, torch.zeros(shape)) for name, shape in shapes.items()]
-    found = [([name for name, _ in bucket], size) for bucket, size in buckets(iter(named), torch.bfloat16)]
-    assert found == [(["a", "b"], 24), (["c"], 40), (["e", "d"], 20)]
-    assert list(buckets([], torch.bfloat16)) == []
+CPU = torch.device("cpu")
+WEIGHTS = [
+    ("a", torch.randn(3, 5)),
+    ("norm", torch.randn(7)),
+    ("count", torch.arange(3)),
+    ("flag", torch.tensor([1, 0, 1], dtype=torch.uint8)),
+    ("b", torch.randn(2, 4, dtype=torch.bfloat16)),
+    ("none", torch.empty(0, 4)),
+]
 
 
-def test_a_file_in_memory_is_gone_with_its_block_and_what_was_read_stays() -> None:
-    weights = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
-    with memory_file(save(weights)) as path:
-        read = load_file(path)
-        assert path.startswith("/proc/")
-    assert not Path(path).exists()
-    assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [1, 40, 1 << 20])
+def test_weights_arrive_as_they_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, limit: int) -> None:
+    """Of all sizes and types, each where its type may begin; matrices in the engine's type, others in their own."""
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", limit)
+    found: dict[str, torch.Tensor] = {}
+    for bucket, size in buckets(WEIGHTS, dtype):
+        buffer = torch.full((size,), 255, dtype=torch.uint8)
+        found |= dict(unpack(buffer, **pack(bucket, dtype, buffer)))
+    assert found.keys() == {name for name, _ in WEIGHTS}
+    for name, tensor in WEIGHTS:
+        assert torch.equal(found[name], tensor.to(dtype) if name in ("a", "b", "none") else tensor)
+
+
+class Group:
+    """A group of one trainer and one worker; the trainer's broadcast waits until the worker has taken it."""
+
+    made: list[Group]
+
+    def __init__(self, group_id: str, rank: int, size: int, device: torch.device) -> None:
+        assert (rank, size, device) == (nccl_group.TRAINER, 2, CPU)
+        self.id, self.sent, self.taken = group_id, queue.Queue[torch.Tensor](), threading.Event()
+        self.aborted = False
+        Group.made.append(self)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        self.sent.put(buffer.clone())
+        self.taken.wait()
+        self.taken.clear()
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.taken.set()
+
+
+class Client:
+    """An engine that takes what its group sends. dies_at: the bucket in which it does."""
+
+    workers = 1
+
+    def __init__(self, dies_at: int = 99) -> None:
+        self.dies_at, self.told, self.held = dies_at, list[str](), dict[str, torch.Tensor]()
+        self.group_id = ""
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        self.group_id = info["group_id"]
+        assert info["size"] == 2
+
+    async def start_update(self) -> None:
+        self.told.append("start")
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        if self.told.count("bucket") == self.dies_at:
+            raise EngineError("vLLM on GPU 1 was killed")
+        self.told.append("bucket")
+        (group,) = (group for group in Group.made if group.id == self.group_id)
+        buffer = await asyncio.to_thread(group.sent.get)
+        self.held |= dict(unpack(buffer, **info["nccl"]))
+        group.taken.set()
+
+    async def finish_update(self) -> None:
+        self.told.append("finish")
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    Group.made = []
+    ids = iter("abcdef")
+    monkeypatch.setattr(nccl_group, "new_id", lambda: next(ids))
+    monkeypatch.setattr(weight_transfer, "NcclGroup", Group)
+    monkeypatch.setattr(weight_transfer, "BUCKET_BYTES", 70)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_every_engine_gets_every_bucket() -> None:
+    clients: list[Any] = [Client(), Client()]
+    sender = NcclSender(clients, CPU, torch.float32)
+    for _ in range(2):
+        sender.send(WEIGHTS)
+    sender.close()
+    for client in clients:
+        assert client.told == ["start", "bucket", "bucket", "bucket", "finish"] * 2
+        assert all(torch.equal(client.held[name], tensor.float()) for name, tensor in WEIGHTS if name in "ab")
+    assert [group.aborted for group in Group.made] == [True, True] and len(Group.made) == 2
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("dies_at", [0, 1])
+def test_an_engine_that_dies_does_not_hold_the_trainer(dies_at: int) -> None:
+    """The broadcast to it would wait for ever: the groups are left, and the error is told."""
+    clients: list[Any] = [Client(), Client(dies_at)]
+    sender = NcclSender(clients, CPU, torch.float32)
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="was killed"):
+        sender.send(WEIGHTS)
+    assert time.monotonic() - began < 5 and all(group.aborted for group in Group.made)
+    assert "finish" not in clients[0].told
+    deadline = time.monotonic() + 5
+    while any(thread.name == "weights" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.name == "weights" for thread in threading.enumerate()), "a broadcast goes on"
+
+
+@pytest.mark.usefixtures("nccl")
+def test_an_engine_that_cannot_join() -> None:
+    class Refusing(Client):
+        async def init_transfer(self, info: Mapping[str, Any]) -> None:
+            del info
+            raise EngineError("no such GPU")
+
+    clients: list[Any] = [Client(), Refusing()]
+    with pytest.raises(EngineError, match="no such GPU"):
+        NcclSender(clients, CPU, torch.float32)
+    assert Group.made[0].aborted
