@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.errors import UserError, did_you_mean
+from posttrain.errors import UserError, nearest
 
 RECIPE = ("config", "config_file", "config_name", "config_path", "recipe", "yaml", "c", "f")
 SETS = ("set", "override", "overrides", "opts", "d", "p")
@@ -33,6 +33,8 @@ VERBS = {  # of other tools -> ours
 INSTEAD = {  # what no verb does
     **dict.fromkeys(("resume", "continue"), "repeat the command of the run with --output DIRECTORY --resume"),
     **dict.fromkeys(("init", "new"), "write posttrain recipe copy NAME for a recipe to begin with"),
+    **dict.fromkeys(("status", "log", "logs", "ps"), "write posttrain runs"),
+    **dict.fromkeys(("convert", "migrate"), "write posttrain recipe import FILE"),
 }
 SWITCHES = ("--resume", "--dry-run", "--debug", "--json", "--help")
 
@@ -75,8 +77,10 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
 
 def no_such_command(name: str, commands: Sequence[str]) -> UserError:
     """The error for a verb that there is not."""
-    known = f"write posttrain {VERBS[name]}" if name in VERBS else INSTEAD.get(name)
-    hint = known or did_you_mean(name, commands, "posttrain {}")
+    near = name if name in VERBS or name in INSTEAD else nearest(name, [*commands, *VERBS, *INSTEAD], alike=0.7)
+    hint = INSTEAD.get(near or "") or (f"did you mean `posttrain {near}`?" if near else "")
+    if near in VERBS and near not in commands:
+        hint = f"write posttrain {VERBS[near]}"
     return UserError(f"no command `{name}`", allowed=f"there are: {', '.join(commands)}", hint=hint)
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from posttrain import registry
 from posttrain.errors import Problem, counted, did_you_mean, nearest
 from posttrain.recipe import keys
-from posttrain.recipe.foreign.words import common_names, sentence
+from posttrain.recipe.foreign.words import common_names, sentence, synonym
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.slips import form_for
 from posttrain.recipe.stages import TAGS, Stage
@@ -74,7 +74,9 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
         what = f"{head}{shown(item['input'])} is not one of its words"
-        return Problem(place.mark, what, f"allowed: {', '.join(words)}", did_you_mean(str(item["input"]), words))
+        meant = synonym(dotted(path), str(item["input"]))
+        hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(str(item["input"]), words)
+        return Problem(place.mark, what, f"allowed: {', '.join(words)}", hint)
     if kind == "value_error":
         return Problem(place.mark, f"{head}{item['ctx']['error']}")
     if kind in _BOUNDS:
@@ -229,10 +231,15 @@ def _of_another_tool(node: Node, path: Sequence[str | int], stage: type[Stage]) 
     return form_for(typed, value, [stage]) if len(path) == 1 and "." in typed else ""
 
 
+# Names that sections of every kind have: where another section has one, it is not the one that was meant.
+GENERAL = ("name", "path", "size", "type", "use", "source", "n", "params", "weight", "metric")
+
+
 def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[str], stage: type[Stage]) -> str:
     name = stage.model_fields["stage"].default
-    elsewhere = keys.homes(stage).get(key)
-    if said := sentence(key, name):
+    section = ".".join(str(part) for part in above if not isinstance(part, int))
+    elsewhere = keys.homes(stage).get(key) if not section or key not in GENERAL else None
+    if said := sentence(key, name) or (section and sentence(f"{section}_{key}", name)):
         return said
     if near := nearest(key, known, alike=0.9):  # a slip of the pen, even where it makes a key of another section
         return f"did you mean `{near}`?"
@@ -241,7 +248,8 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return f"`{key}` belongs to {' or '.join(f'`{p}`' if p else 'the top level' for p in above_it)}"
     if said := _other_component(key, keys.section_at(stage, above), parent):
         return said
-    users = [other for other, model in keys.BY_NAME.items() if other != name and key in keys.homes(model)]
+    path = f"{section}.{key}".lstrip(".")
+    users = [other for other, model in keys.BY_NAME.items() if other != name and path in keys.all_paths(model)]
     if users:
         return f"`{key}` is not used by stage {name}; it is a key of stage {', '.join(users)}"
     if near := nearest(key, known, alike=0.8):
@@ -250,7 +258,7 @@ def _hint_for(key: str, above: Sequence[str | int], parent: Node, known: list[st
         return str(sentence(near, name))
     if near := nearest(key, known):
         return f"did you mean `{near}`?"
-    if near := nearest(key, keys.homes(stage)):
+    if (not section or key not in GENERAL) and (near := nearest(key, keys.homes(stage))):
         return f"did you mean `{keys.homes(stage)[near][0]}`?"
     return ""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from posttrain.cli.app import app
+from posttrain.cli.app import PANELS, app
+from posttrain.cli.slips import no_such_command
 
 TYPED = [
     ("rl debug/rl --set model.path=x", "write model.path=x, without --set"),
@@ -51,3 +52,19 @@ def test_the_right_form_is_told(typed: str, hint: str) -> None:
     assert ended.exit_code == 2
     assert f"\n  hint: {hint}" in ended.stderr
     assert "problems" not in ended.stderr, "one slip is told as one"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("trian", "write posttrain sft, dpo or rl"),
+        ("evla", "did you mean `posttrain eval`?"),
+        ("status", "write posttrain runs"),
+        ("convert", "write posttrain recipe import FILE"),
+        ("upload", ""),
+        ("foo", ""),
+    ],
+)
+def test_a_command_that_there_is_not_has_a_hint_that_makes_sense_or_none(typed: str, hint: str) -> None:
+    commands = [name for names in PANELS.values() for name in names]
+    assert no_such_command(typed, commands).problems[0].hint == hint

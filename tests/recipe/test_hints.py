@@ -11,7 +11,7 @@ from posttrain.verify.load import LoadedReward, check_columns, locate
 
 from .conftest import RL, SFT
 
-Errors = Callable[[str], str]
+Errors = Callable[..., str]
 EVAL = "stage: eval\nmodel: {path: tiny}\ndata: {source: x}\nrewards: [{use: math.accuracy}]\n"
 
 KEYS = [
@@ -74,6 +74,27 @@ def test_a_key(recipe: str, line: str, hint: str, errors: Errors) -> None:
     told = errors(f"{recipe}{line}\n")
     assert "unknown key" in told
     assert hint in told.partition("hint: ")[2]
+
+
+@pytest.mark.parametrize("line", ["data.tokenizer=x", "model.size=3", "optim.path=x"])
+def test_a_key_that_only_other_sections_or_stages_have_is_not_offered(line: str, errors: Errors) -> None:
+    told = errors(SFT, line)
+    assert "unknown key" in told and "hint" not in told
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"), [("run.name=x", "write `run.output`"), ("data.path=x", "write `data.source`")]
+)
+def test_a_section_and_a_key_may_be_one_word_elsewhere(line: str, hint: str, errors: Errors) -> None:
+    assert f"hint: {hint}" in errors(SFT, line)
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [("model.dtype=fp16", "float16"), ("model.device=gpu", "cuda"), ("optim.use=adamw_torch", "adamw")],
+)
+def test_a_value_in_the_words_of_another_tool(line: str, word: str, errors: Errors) -> None:
+    assert f"did you mean `{word}`?" in errors(SFT, line)
 
 
 @pytest.mark.parametrize("word", NOTHING)

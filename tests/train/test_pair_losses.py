@@ -126,6 +126,24 @@ def test_kto_takes_answers_with_labels(dpo_recipe: Any, rows_of: Any, tmp_path: 
     )
 
 
+def test_kto_reads_conversations_as_trl_writes_them(dpo_recipe: Any, rows_of: Any, tmp_path: Any) -> None:
+    """A prompt and a completion of messages train like the same texts."""
+
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    texts = [{"prompt": f"{i}+1=", "completion": str(i + 1) if i % 3 else "no", "label": bool(i % 3)} for i in range(8)]
+    talks = [
+        {**r, "prompt": said("user", r["prompt"]), "completion": said("assistant", r["completion"])} for r in texts
+    ]
+    found = []
+    for name, rows in (("texts", texts), ("talks", talks)):
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found.append(rows_of(preference.run, dpo_recipe(loss={"use": "kto"}, run={"steps": 2}), name))
+    assert [row["loss"] for row in found[0]] == [row["loss"] for row in found[1]]
+    assert found[0][1]["grad_norm"] == found[1][1]["grad_norm"] > 0
+
+
 def test_what_is_told_of_single_answers_is_told_by_their_label() -> None:
     """Good rows -1 and -3, a bad one -8: means of each side's own rows, also over two micro-batches."""
     logps, good = torch.tensor([-1.0, -8.0, -3.0]), torch.tensor([True, False, True])

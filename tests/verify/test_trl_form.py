@@ -201,3 +201,13 @@ def test_what_a_reward_raises_on_gold_is_told_with_its_line(script: Path) -> Non
         audit_gold(scorer, [{"uid": "r1", "prompt": "1+1", "answer": "2"}])
     assert "KeyError: 'missing'" in str(error.value)
     assert f'File "{script}", line ' in str(error.value)
+
+
+def test_what_a_class_raises_is_told_with_its_traceback(script: Path) -> None:
+    """`raise` in the `__call__` of a reward in TRL's form: the line of the script is in what a run shows."""
+    text = "class Boom:\n    def __call__(self, completions, **kwargs):\n        raise KeyError('colour')\n"
+    (script.parent / "boom.py").write_text(text)
+    with Scorer([Reward(use="./boom.py:Boom")], Scoring(workers=1), script.parent) as scorer:
+        scores = scorer.score([Sample("2", ROWS[0], prompt="asked")], step=1)
+    assert scores.first_traceback is not None
+    assert 'boom.py", line 3, in __call__' in scores.first_traceback and "KeyError: 'colour'" in scores.first_traceback

@@ -91,6 +91,15 @@ def sentence(key: str, stage: str) -> str | None:
     return None
 
 
+def synonym(target: str, value: str) -> str | None:
+    """What another tool's word for a value of a key is here, as `bf16` is bfloat16 for `model.dtype`; None if none."""
+    for name in (COMMON, *ORDER):
+        for entry in _entries(name).values():
+            if entry.to == target and entry.values and value in entry.values:
+                return str(entry.values[value])
+    return None
+
+
 @functools.cache
 def common_names() -> tuple[str, ...]:
     """The words that several tools share and that are answered with a sentence, for slips of the pen in them."""
