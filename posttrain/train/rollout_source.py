@@ -29,7 +29,6 @@ from typing import Any, Protocol
 
 from posttrain.batch import Rollout
 from posttrain.errors import EngineError
-from posttrain.rollout.engine import is_concurrent
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed, rollout_json
 from posttrain.train.checkpoint import State
@@ -143,8 +142,7 @@ class AsyncRollouts:
         """Begin to collect the rollouts of step `state.step` with the weights that the engine holds."""
         clock = Watchdog(ctx.watchdog.folder, None)  # only measures phases: the thread that waits is watched for hangs
         own, group = dataclasses.replace(ctx, watchdog=clock), self._groups[state.step % len(self._groups)]
-        side_by_side = self._partial and is_concurrent(ctx.engine)
-        before = None if side_by_side else self._tasks.get(state.step - 1)
+        before = None if self._partial else self._tasks.get(state.step - 1)
 
         def work(on_generated: Callable[[], object]) -> StepRollouts:
             if before is not None:

@@ -190,17 +190,12 @@ def test_with_partial_a_sync_waits_for_nothing(context: Any, collected: Collecte
     """Long rollouts of step 2 are in progress until it needs them: weights of steps 1 and 2 arrive meanwhile."""
     collected.hold = {2}
     ctx, state = context(2, partial=True), State()
-    ctx.engine.complete = complete  # it works on requests side by side
     source = AsyncRollouts(ctx)
     assert trained(ctx, source, state, 2) == [0, 0]
     threading.Timer(0.05, collected.go.set).start()
     assert trained(ctx, source, state, 3) == [0]
     assert (2, 0, 2) in collected.drawn
     assert trained(ctx, source, state, 7) == [1, 2, 3, 4]
-
-
-async def complete() -> None:
-    """An engine that has a coroutine of this name takes requests as they come."""
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
@@ -246,7 +241,6 @@ def test_nothing_is_held_at_the_end_and_more_steps_begin_anew(
 def test_a_finish_with_partial_brings_the_newest_weights(context: Any, collected: Collected) -> None:
     collected.hold = {3}
     ctx, state = context(2, partial=True), State()
-    ctx.engine.complete = complete
     source = AsyncRollouts(ctx)
     trained(ctx, source, state, 2)
     threading.Timer(0.05, collected.go.set).start()
