@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import whole_calls
 from clocks import metric_times, posttrain_steps, replaced
 from rl_work import GROUP, HERE, LR, random_ids
 
@@ -169,12 +167,6 @@ def prepared(engine: Any, spec: dict[str, Any], result: dict[str, Any]) -> Any:
     if getattr(engine, "is_prepared", False):
         return engine
     engine.is_prepared = True
-    if hasattr(engine, "complete") and not inspect.iscoroutinefunction(engine.complete):
-        if spec["alone"]:
-            whole_calls.measure_alone(engine, spec, result)
-        if spec["lengths"]:
-            whole_calls.give_lengths(engine, spec)
-        return engine
     if not spec["smoke"] and spec["alone"]:
         measure_alone(engine, spec, result)
     if spec["lengths"]:

@@ -241,42 +241,6 @@ def test_generation_alone_repeats_the_last_step_with_its_lengths(monkeypatch):
     ]
 
 
-def test_generation_alone_repeats_the_last_call_with_its_lengths(monkeypatch):
-    """As many requests as rollouts, each with its own number of tokens, and no more steps than there are lengths."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import rl_posttrain
-
-    from posttrain.rollout.requests import Request
-
-    class Engine:
-        def __init__(self):
-            self.calls, self.closed, self.asleep = [], False, True
-            self.loaded, self.version = argparse.Namespace(model="model"), 2
-
-        def sync(self, model, version):
-            assert (model, version) == ("model", 2)
-            self.asleep = False
-
-        def complete(self, requests, sampling, *, seed, done=None):
-            del sampling, seed, done
-            self.calls.append([(r.max_new_tokens, r.ends, r.logprobs) for r in requests])
-            return [["sample"] for _ in requests]
-
-        def close(self):
-            self.closed = True
-
-    engine, result = Engine(), {}
-    spec = {"lengths": [list(range(16)), list(range(16, 32))], "smoke": False, "alone": 2}
-    rl_posttrain.prepared(engine, spec, result)
-    asked = [Request(ids=(1,), n=8, number=i, seed=0, max_new_tokens=99, logprobs=True, ends=True) for i in range(2)]
-    for _ in range(2):
-        assert engine.complete(asked, None, seed=1) == [["sample"] * 8] * 2
-    engine.close()
-    assert engine.closed and not engine.asleep and len(result["generate_alone_s"]) == 2
-    assert engine.calls[1] == [(n, False, True) for n in range(16, 32)]
-    assert engine.calls[2:] == [[(n, False, False) for n in range(16, 32)]] * 2
-
-
 def test_every_part_of_the_host_is_timed(monkeypatch, tmp_path):
     """All registered components but merges, all rewards but those that wait for others, and a step's bookkeeping."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
