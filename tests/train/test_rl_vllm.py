@@ -25,7 +25,8 @@ pytestmark = [
 
 
 SERVER = ("rollout.vllm.server.devices=[1]", "rollout.vllm.enforce_eager=true", "model.lora.rank=4")
-PLACES = {"here": (), "server": SERVER, "adding server": (*SERVER, "rollout.vllm.merge_adapter=true")}
+EVALUATED = ("eval={every: 1, n: 2, max_new_tokens: 20, data: {source: ../quickstart_data.py:problems, size: 5}}",)
+PLACES = {"here": EVALUATED, "server": SERVER, "adding server": (*SERVER, "rollout.vllm.merge_adapter=true")}
 
 
 @pytest.fixture
@@ -59,8 +60,11 @@ def test_three_steps(small: Path, place: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["steps"] == 3
     rows = read_metrics(output)
-    assert all(row["grad_norm"] > 0 for row in rows)
-    assert all(row["mismatch/max"] < 1e-3 for row in rows), "float32 on both sides, after large updates"
+    steps = [row for row in rows if row["step"]]
+    assert all(row["grad_norm"] > 0 for row in steps)
+    assert all(row["mismatch/max"] < 1e-3 for row in steps), "float32 on both sides, after large updates"
+    if PLACES[place] == EVALUATED:
+        assert [row["step"] for row in rows if row["eval/mean_length"] <= 20] == [0, 1, 2, 3]
 
 
 MIXTURES = {"mixtral": (), "qwen3_moe": ("model.lora.rank=4", "rollout.vllm.merge_adapter=true")}
