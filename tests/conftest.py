@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -14,6 +15,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:  # others run beside it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+gc.disable()  # until the tests are collected: imports and collection make a million objects and hardly any garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What is imported and collected by now is left out of later garbage collections. A whole one costs 0.3 s with it,
+    and the trainers of SFT and DPO make one a run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

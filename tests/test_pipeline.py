@@ -1,10 +1,12 @@
 """Order, references, resuming and the table of a pipeline, with runners that only write down what they were given."""
 
+import gc
 import json
 import os
 import signal
 import sys
 import types
+import weakref
 
 import pytest
 
@@ -74,6 +76,23 @@ def run(tmp_path, stages=STAGES, resume=False, **more):
     out = tmp_path / "out"
     with RunDirectory.open(out, name="p", text="", resolved=loaded.resolved, resume=resume) as directory:
         return pipeline.run_stage(loaded.recipe, directory)
+
+
+def test_a_runner_is_imported_without_collections_and_left_out_of_later_ones(tmp_path, monkeypatch):
+    """But what is garbage before is not kept, as a model of the stage before would be on a GPU."""
+
+    class Model:
+        def __init__(self):
+            self.itself = self
+
+    (tmp_path / "late_runner.py").write_text("import gc\nduring = gc.isenabled()\nkept = []\ndef run(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    dropped = weakref.ref(Model())
+    run = pipeline.import_runner("late_runner:run")
+    module = sys.modules.pop("late_runner")
+    assert run is module.run and module.during is False and gc.isenabled()
+    assert dropped() is None
+    assert not any(o is module.kept for o in gc.get_objects()), "it is frozen"
 
 
 def test_stages_run_in_order_each_in_its_directory(tmp_path, runners):

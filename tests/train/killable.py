@@ -10,6 +10,7 @@ second and not ten. Answers each job with a line: the child's exit status, negat
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -35,6 +36,7 @@ RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # no collection of a child goes over the libraries, which would copy their pages as well
     for line in sys.stdin:
         job = json.loads(line)
         told, tell = os.pipe()

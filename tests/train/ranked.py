@@ -8,6 +8,7 @@ any child is forked, so that a run costs a second and not ten. Answers each job 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -43,6 +44,7 @@ RUNNERS = (sft.run, preference.run, rl.run)  # imported here, so that `run_stage
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # no collection of a child goes over the libraries, which would copy their pages as well
     distributed.PATIENCE_S = 0.1  # nobody ends the others when one has failed
     for line in sys.stdin:
         job = json.loads(line)
