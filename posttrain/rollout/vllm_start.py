@@ -22,12 +22,11 @@ from transformers import AutoConfig
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
-from posttrain.rollout import compile_cache, kv_size
+from posttrain.rollout import compile_cache, engine_process, kv_size
 from posttrain.rollout.requests import Request
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND
 
 EXTENSION = "posttrain.rollout.worker.Extension"
-LOG = "POSTTRAIN_ENGINE_LOG"  # where `worker` puts what its process says
 # Batches for which vLLM captures CUDA graphs; others are filled up to the next one, which costs a decoding step little:
 # it waits for memory and for the host. Fewer than vLLM's own 51, since each takes its time at every start.
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
@@ -139,11 +138,11 @@ def _environment_of_core(log: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
     store = os.environ.pop(_TORCHRUN, None)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
-        os.environ[LOG] = str(log.absolute())
+        os.environ[engine_process.LOG] = str(log.absolute())
     try:
         yield
     finally:
-        os.environ.pop(LOG, None)
+        os.environ.pop(engine_process.LOG, None)
         if store is not None:
             os.environ[_TORCHRUN] = store
 

@@ -1,4 +1,4 @@
-"""What vLLM's own processes import of posttrain: how they take the trainer's weights over, and when they end.
+"""What vLLM's own processes import of posttrain: how they take the trainer's weights over.
 
 vLLM imports this module in each of its workers, whose `worker_extension_cls` is `Extension`. Nothing else does. Both
 forms of vLLM's weight transfer are served: up to 0.23 the worker reloads layer by layer, and an engine of weight
@@ -15,9 +15,6 @@ import copy
 import multiprocessing
 import multiprocessing.util
 import os
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +31,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from posttrain.rollout import engine_process
 from posttrain.rollout.nccl_group import NcclGroup
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND, sizes_of, unpack
-
-PARENT_POLL_S = 0.5
 
 
 @dataclass
@@ -179,37 +175,6 @@ class Extension:
         return getattr(self, "available_kv_cache_memory_bytes", None)
 
 
-def say_in_log() -> None:
-    """What this process says goes to the file that the environment names: the trainer finds the reason there if it
-    fails."""
-    log = os.environ.get("POSTTRAIN_ENGINE_LOG")
-    if log is None:
-        return
-    number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(number, 1)
-    os.dup2(number, 2)
-    os.close(number)
-
-
-def end_with_parent() -> None:
-    """From now on this process ends when the one that started it is gone, also by kill -9.
-
-    Not PR_SET_PDEATHSIG: that is sent when the *thread* ends that started the process.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        while os.getppid() == parent.pid:
-            time.sleep(PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="posttrain-parent").start()
-
-
 def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
     """vLLM's hash of a CacheConfig, whatever size the KV cache is asked to have.
 
@@ -225,7 +190,6 @@ def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
     return hashed
 
 
-say_in_log()
 CacheConfig.compute_hash = without_kv_size(CacheConfig.compute_hash)  # type: ignore[method-assign]
 WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, LocalTransfer)
-end_with_parent()
+engine_process.begin()
