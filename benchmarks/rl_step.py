@@ -89,7 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--alone", type=int, default=2, help="how often generation is measured alone, for the floor")
     parser.add_argument("--sides", choices=["both", "posttrain", "trl"], default="both")
     parser.add_argument("--warm", action="store_true", help="start each side once before it is measured")
-    parser.add_argument("--minutes", type=float, help="of all sides together; posttrain may take half of them")
+    parser.add_argument("--minutes", type=float, help="of all sides together; posttrain may take 60% of them")
     parser.add_argument("--models", type=Path, help="keep the models here, for the next run on this machine")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument(
@@ -115,7 +115,7 @@ def compare(args: argparse.Namespace, work: str) -> None:
             return run_warm(side, spec, folder, lib, end, warm=args.warm)
 
         if args.sides != "trl":
-            record["posttrain"] = run("posttrain", spec, 0.5 if args.sides == "both" else 1)
+            record["posttrain"] = run("posttrain", spec, 0.6 if args.sides == "both" else 1)
             sides.finish(record, args.out, floors)  # so that it stays if the other side is cut off
         if args.sides != "posttrain":
             tries: list[dict[str, Any]] = []
