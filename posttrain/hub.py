@@ -83,20 +83,29 @@ def why_absent(name: str, kind: Literal["model", "dataset"]) -> str:
 
 def cached(name: str, kind: Literal["model", "dataset"]) -> bool:
     """Whether a local cache of the hub's libraries holds something of a model or data set."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
-    places = [Path(named) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"]
-    if kind == "dataset":
-        prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
-        places.append(prepared / name.replace("/", "___").lower())
-        places.append(prepared / name.replace("/", "___"))
-    return any(place.expanduser().is_dir() and any(place.expanduser().iterdir()) for place in places)
+    if snapshot(name, kind) is not None:
+        return True
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets").expanduser()
+    named = (name.replace("/", "___"), name.replace("/", "___").lower())
+    return kind == "dataset" and any((prepared / one).is_dir() for one in named)
+
+
+def snapshot(name: str, kind: Literal["model", "dataset"] = "model") -> Path | None:
+    """The newest folder of a model or data set in the hub's local cache, or None."""
+    cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or _home() / "hub"
+    place = Path(cache).expanduser() / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    found = [path for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _home() -> Path:
+    """The folder of the hub's libraries."""
+    return Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
 
 
 def _token() -> bool:
     """Whether this user has signed in at the hub."""
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface"))
-    return bool(os.environ.get("HF_TOKEN")) or (home / "token").expanduser().is_file()
+    return bool(os.environ.get("HF_TOKEN")) or (_home() / "token").expanduser().is_file()
 
 
 def _status(url: str) -> int | None:

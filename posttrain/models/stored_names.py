@@ -6,6 +6,7 @@ import json
 import struct
 from pathlib import Path
 
+from posttrain import hub
 from posttrain.models.places import Place
 
 TINY = ("down_proj", "embed_tokens", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -19,10 +20,11 @@ def modules_of(place: Place) -> frozenset[str]:
     """
     if place.kind == "tiny":
         return frozenset(TINY)
-    if place.kind != "directory" or place.path is None:
+    folder = hub.snapshot(place.name) if place.kind == "hub" else place.path if place.kind == "directory" else None
+    if folder is None:
         return frozenset()
     try:
-        names = _weights(place.path)
+        names = _weights(folder)
     except (OSError, ValueError, KeyError, struct.error):  # loading it says what is wrong
         return frozenset()
     if any("expert" in name for name in names):

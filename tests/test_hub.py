@@ -1,0 +1,90 @@
+"""What can be known of a hub id before a run: the local cache, the hub's answer, and when nobody can say."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from posttrain import hub
+from posttrain.models.places import Place
+from posttrain.models.stored_names import modules_of
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def status(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A hub on this machine that answers every question with this status; the paths asked for stand behind it."""
+    answers = [200]
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(answers[0])
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    asked = hub._status
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(hub, "_status", lambda url: asked(url.replace(f"https://{hub.host()}", address)))
+    yield answers
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("code", "why"), [(200, ""), (404, "knows no such model"), (401, "knows no such model"), (403, ""), (500, "")]
+)
+def test_what_the_hub_answers(code: int, why: str, status: list[int]) -> None:
+    status[0] = code
+    assert why in hub.why_absent("org/x", "model") and bool(why) == bool(hub.why_absent("org/x", "model"))
+
+
+def test_with_a_token_what_is_not_seen_may_be_private(status: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    status[0] = 404
+    monkeypatch.setenv("HF_TOKEN", "x")
+    assert hub.why_absent("org/x", "dataset") == ""
+
+
+def test_nobody_is_asked_where_the_cache_holds_it_or_it_is_forbidden(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_status", lambda _url: pytest.fail("asked"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub.why_absent("org/x", "model") == "HF_HUB_OFFLINE=1 is set, and the local cache does not hold it"
+    (cache / "hub" / "models--org--x" / "snapshots" / "abc").mkdir(parents=True)
+    assert hub.why_absent("org/x", "model") == ""
+    assert hub.why_absent("org/x", "dataset")
+    (cache / "datasets" / "org___x").mkdir(parents=True)
+    assert hub.why_absent("org/x", "dataset") == ""
+
+
+def test_no_connection_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = hub._status
+    monkeypatch.setattr(hub, "_status", lambda _url: asked("http://127.0.0.1:1/x"))
+    assert "cannot be reached, and the local cache does not hold it" in hub.why_absent("org/x", "model")
+
+
+def test_modules_of_a_cached_model_are_known_and_those_of_experts_are_not(cache: Path) -> None:
+    folder = cache / "hub" / "models--org--x" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.q_proj.weight": "a"}}))
+    assert modules_of(Place("hub", "org/x")) == {"q_proj", "lm_head"}
+    index.write_text(json.dumps({"weight_map": {"model.layers.0.mlp.experts.0.w1.weight": "a"}}))
+    assert modules_of(Place("hub", "org/x")) == frozenset()
+    index.write_text("{")
+    assert modules_of(Place("hub", "org/x")) == frozenset() == modules_of(Place("hub", "org/other"))
