@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RecipeError
+from posttrain.rollout import vllm_start
 from posttrain.rollout.vllm_process import GRACE_S, KEY_VARIABLE
 from posttrain.run import ranks
 from posttrain.scratch import Scratch
@@ -104,6 +105,8 @@ class LocalServer:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if self.log is None or not self.log.is_file():
             return f"vLLM on {self.place} {how}"
+        if code > 0 and (error := vllm_start.last_error(self.log)):
+            return f"vLLM on {self.place} {how}: {error}; its output is in {self.log}"
         said = self.log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
         last = "; its last lines:\n    " + "\n    ".join(said) + "\n  " if said else "; "
         return f"vLLM on {self.place} {how}{last}its output is in {self.log}"

@@ -300,8 +300,8 @@ class ServerClient:
 
     def _unreachable(self, cause: Exception, waited: float) -> EngineError:
         if self.process is not None:
-            told = self.process.fate() or f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s"
-            return EngineError(told, hint="" if self.process.log is None else f"see {self.process.log}")
+            late = f"vLLM on {self.process.place} did not begin to answer in {waited:.0f} s: see {self.process.log}"
+            return EngineError(self.process.fate() or late)
         return EngineError(
             f"no server can be reached there: {_reason(cause)} (tried for {waited:.0f} s)",
             where=self.name,

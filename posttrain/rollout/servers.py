@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from posttrain.errors import RecipeError, counted
+from posttrain.errors import EngineError, RecipeError, counted
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.rollout import compile_cache, local_server, loop, token, vllm_start, weights
@@ -70,8 +70,14 @@ def _start(spec: EngineSpec, server: Server, loaded: LoadedModel, scratch: Path,
 
     async def start_in_turn(waiting: Sequence[tuple[int, tuple[int, ...]]], path: Path) -> None:
         for number, devices in waiting:
-            clients.append(start_client(spec, server, path, devices, scratch / f"server-{number}.log"))
-            await clients[-1].open(wanted(spec, loaded))
+            log = scratch / f"server-{number}.log"
+            clients.append(start_client(spec, server, path, devices, log))
+            try:
+                await clients[-1].open(wanted(spec, loaded))
+            except EngineError as cause:
+                if said := vllm_start.last_error(log):
+                    raise vllm_start.explained(said, spec.section, "did not start").at(str(log)) from cause
+                raise
 
     try:
         with compile_cache.same_path(folder, vllm_start.cache_folder(), ranks.rank()) as path:

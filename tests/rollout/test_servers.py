@@ -168,6 +168,22 @@ def test_engines_of_one_gpu_start_one_after_the_other(
     assert [one.closed for one in made] == [1, 1, 1] and not (tmp_path / "engine-model").exists()
 
 
+def test_why_vllm_did_not_start(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own error, where it is, and what to change in the recipe."""
+
+    def start_client(spec: Any, server: Any, folder: Path, devices: Any, file: Path) -> Opening:
+        del spec, server, folder, devices
+        file.write_text("INFO starts\nValueError: No available memory for the cache blocks.\nleaked 4 instances\n")
+        return Opening("server-2", [])
+
+    monkeypatch.setattr(servers, "start_client", start_client)
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_start, "cache_folder", lambda: tmp_path / "cache")
+    told = r"server-0.log  vLLM did not start: ValueError: No available memory(.|\n)*(gpu_memory|KVCACHE)"
+    with pytest.raises(EngineError, match=told):
+        servers.make_served(section(1, devices=[1]).vllm, loaded, scratch=tmp_path, max_len=64)
+
+
 def client(here: bool) -> Any:
     async def init_transfer(info: Any) -> None:
         assert info == {}

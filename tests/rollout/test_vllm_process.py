@@ -162,6 +162,8 @@ def test_the_last_words_of_a_process(started: Callable[..., LocalServer]) -> Non
         f"vLLM on the CPU ended with code 3; its last lines:\n    c\n    d\n    e\n    f\n    g\n"
         f"  its output is in {server.log}"
     )
+    reason = started("print('ValueError: no room for the cache\\nand more', flush=True); sys.exit(1)")
+    assert f"ended with code 1: ValueError: no room for the cache; its output is in {reason.log}" in reason.fate(30)
     killed = started("import time; time.sleep(99)")
     assert killed.fate() == ""
     killed.process.kill()
