@@ -108,7 +108,7 @@ def server_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
         "enable_sleep_mode": False,  # nothing else wants the memory there
         "middleware": GUARD,
         "served_model_name": "base",
-        "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "warning",
         "disable_fastapi_docs": True,
     }
     return vllm_start.arguments(spec, folder) | parallel | serving

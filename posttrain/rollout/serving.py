@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from posttrain.errors import RecipeError, RunError
+from posttrain.errors import RecipeError, RunError, counted
 from posttrain.models.load import load
 from posttrain.recipe.rollout_sections import Server, Vllm
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe, RlRecipe
@@ -41,13 +41,19 @@ def serve_runs(
     section: vLLM's settings of the recipe. devices: the GPUs to use; none leaves it to vLLM. ready: what is said
     whenever a run may connect.
     """
+    if devices and len(devices) != section.tensor_parallel:
+        raise RecipeError(
+            f"--devices names {counted(len(devices), 'GPU')}, and vllm.tensor_parallel is {section.tensor_parallel}",
+            hint="a second server takes another --port",
+        )
+    section = section.model_copy(update={"sleep": False, "server": Server(urls=[f"http://{host}:{port}"])})
     vllm_start.check_settings(section)
     vllm_start.prepare_environment()
     visible = [local_server.visible_device(number, "--devices") for number in devices]
     try:
         with scratch("serve") as home:
             say(f"loading {recipe.model.path}")
-            spec = write_served_model(recipe, section, home / "model", url=f"http://{host}:{port}")
+            spec = write_served_model(recipe, section, home / "model")
             with compile_cache.same_path(home / "model", vllm_start.cache_folder(), 0) as folder:
                 arguments = servers.server_arguments(spec, folder)
                 while True:
@@ -82,9 +88,7 @@ def answers(host: str, port: int, key: str) -> bool:
     return False
 
 
-def write_served_model(
-    recipe: RlRecipe | EvalRecipe | GenerateRecipe, section: Vllm, folder: Path, *, url: str
-) -> EngineSpec:
+def write_served_model(recipe: RlRecipe | EvalRecipe | GenerateRecipe, section: Vllm, folder: Path) -> EngineSpec:
     """Write what vLLM starts on: the recipe's model as a run would write it. Returns what else it is started with.
 
     The window is the recipe's, or the model's own, since the runs' data are not looked at.
@@ -95,7 +99,6 @@ def write_served_model(
     window = section.max_model_len or loaded.window
     if window is None:
         raise RecipeError("the model's configuration names no window", hint="write vllm.max_model_len into the recipe")
-    section = section.model_copy(update={"server": Server(urls=[url])})  # the GPU is vLLM's alone
     spec = spec_of(section, loaded, window)
     vllm_start.check_divisible(config, section.tensor_parallel)
     vllm_start.check_heads(lambda: config)

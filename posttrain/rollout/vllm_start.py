@@ -156,7 +156,7 @@ def check_settings(section: Vllm) -> None:
     if torch.cuda.is_available() and (count := torch.cuda.device_count()) < section.tensor_parallel:
         raise RecipeError(
             f"rollout.vllm.tensor_parallel is {section.tensor_parallel}, but the server sees {counted(count, 'GPU')}",
-            hint="`posttrain serve` takes those in its CUDA_VISIBLE_DEVICES",
+            hint="`posttrain serve --devices` names them",
         )
 
 

@@ -118,7 +118,7 @@ def test_how_a_server_is_started() -> None:
     assert differ == {
         "middleware": "posttrain.rollout.vllm_process.Guard",
         "served_model_name": "base",
-        "disable_uvicorn_access_log": True,
+        "uvicorn_log_level": "warning",
         "disable_fastapi_docs": True,
     }
     more = {key: value for key, value in two.items() if one.get(key) != value}
