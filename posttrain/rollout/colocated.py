@@ -55,8 +55,12 @@ class ColocatedClient:
         Raises RecipeError or EngineError with what to change.
         """
         client = cls(vllm_start.start(spec, folder, log), spec, log)
-        loop.run(client._all_workers("posttrain_leave_terminal"))
-        (measured,) = loop.run(client._call(client.llm.collective_rpc("posttrain_kv_bytes")))
+        try:
+            loop.run(client._all_workers("posttrain_leave_terminal"))
+            (measured,) = loop.run(client._call(client.llm.collective_rpc("posttrain_kv_bytes")))
+        except BaseException:
+            client.close()
+            raise
         vllm_start.remember_kv_size(spec, folder, measured)
         return client
 
