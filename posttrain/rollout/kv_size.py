@@ -6,6 +6,7 @@ With the number it need not: it starts sooner, and may start while the trainer w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -43,6 +44,13 @@ def remember(arguments: Mapping[str, Any], folder: Path, cache: Path, size: int)
         new.replace(file)
     except OSError:
         return
+
+
+def forget(arguments: Mapping[str, Any], folder: Path, cache: Path) -> None:
+    """Have vLLM measure again next time: it did not start with the size that is known, if one is."""
+    if torch.cuda.is_available():
+        with contextlib.suppress(OSError):
+            file_of(arguments, folder, cache).unlink()
 
 
 def file_of(arguments: Mapping[str, Any], folder: Path, cache: Path) -> Path:

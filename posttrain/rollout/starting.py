@@ -23,9 +23,16 @@ class StartingEngine(Generic[T]):
 
     route = ""
 
-    def __init__(self, start: Callable[[], T], finish: Callable[[T], Any], give_up: Callable[[T], None]) -> None:
-        """give_up: ends what `start` returned where nobody wants it any more."""
-        self._start, self._finish, self._give_up = start, finish, give_up
+    def __init__(
+        self,
+        start: Callable[[], T],
+        finish: Callable[[T], Any],
+        give_up: Callable[[T], None],
+        again: Callable[[], T] | None = None,
+    ) -> None:
+        """give_up: ends what `start` returned where nobody wants it any more. again: called in place of a start that
+        failed, when whoever uses the engine waits for it; None: its error is raised."""
+        self._start, self._finish, self._give_up, self._again = start, finish, give_up, again
         self._started: list[T] = []
         self._error: BaseException | None = None
         self._engine: Any = None
@@ -54,10 +61,17 @@ class StartingEngine(Generic[T]):
         self._thread.join()
         if self._closed:
             raise EngineError("the engine is closed")
+        if self._engine is None:
+            try:
+                if isinstance(self._error, Exception) and self._again is not None:
+                    again, self._again, self._error = self._again, None, None
+                    self._started.append(again())
+                if self._error is None:
+                    self._engine = self._finish(self._started.pop())
+            except BaseException as error:
+                self._error = error
         if self._error is not None:
             raise self._error
-        if self._engine is None:
-            self._engine = self._finish(self._started.pop())
         return self._engine
 
     def __getattr__(self, name: str) -> Any:
@@ -75,6 +89,7 @@ class StartingEngine(Generic[T]):
             for process in set(multiprocessing.active_children()) - self._others:
                 if process.name.startswith(CORE):
                     process.kill()
+                    process.join()
             self._thread.join(POLL_S)
         while self._started:
             self._give_up(self._started.pop())

@@ -65,16 +65,24 @@ def make_colocated(
     else:
         weights.write_base(loaded, folder, spec.dtype)
 
-    def start() -> ColocatedClient:
+    start = functools.partial(ColocatedClient.start, spec, folder, scratch / "engine.log")
+
+    def started() -> ColocatedClient:
         try:
-            return ColocatedClient.start(spec, folder, scratch / "engine.log")
+            return start()
         finally:
             shutil.rmtree(folder)  # read, and under LoRA as large as the model
 
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
-    if vllm_start.starts_beside(spec, folder):
-        return StartingEngine(start, finish, ColocatedClient.close)
-    return finish(start())
+    if not vllm_start.starts_beside(spec, folder):
+        return finish(started())
+
+    def finished(client: ColocatedClient) -> VllmEngine:
+        shutil.rmtree(folder, ignore_errors=True)
+        return finish(client)
+
+    # one that failed has forgotten the size that it was given, and measures
+    return StartingEngine(start, finished, ColocatedClient.close, again=started)
 
 
 def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: Path) -> VllmEngine:

@@ -87,6 +87,7 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
     prepare_environment()
     quiet()
     log.unlink(missing_ok=True)
+    known = dict[str, int]()
     try:
         check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
         with _starting:
@@ -99,13 +100,15 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
             process = int(os.environ.get("RANK", "0"))
             with compile_cache.same_path(folder, cache_folder(), process) as path, _environment_of_core(log):
                 given = arguments(spec, path)
-                given |= kv_size.setting(given, folder, cache_folder())
-                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given), usage_context=many)
+                known = kv_size.setting(given, folder, cache_folder())
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **known), usage_context=many)
                 quiet()  # again: vLLM has set its logging up
                 return llm
     except PosttrainError:
         raise
     except Exception as cause:
+        if known:
+            kv_size.forget(arguments(spec, folder), folder, cache_folder())
         raise explain(cause, spec.section, "did not start", log) from cause
 
 

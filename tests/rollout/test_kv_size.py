@@ -60,6 +60,9 @@ def test_what_cannot_be_read_or_written_is_measured_again(tmp_path: Path) -> Non
     for content in ("", "many", "-1"):
         file.write_text(content)
         assert kv_size.setting(given(folder), folder, tmp_path / "cache") == {}
+    kv_size.forget(given(folder), folder, tmp_path / "cache")
+    kv_size.forget(given(folder), folder, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / kv_size.FOLDER).iterdir())
     (tmp_path / "file").write_text("")
     kv_size.remember(given(folder), folder, tmp_path / "file", 7)
     assert kv_size.setting(given(folder), folder, tmp_path / "file") == {}

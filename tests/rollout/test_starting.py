@@ -68,6 +68,38 @@ def test_a_start_that_fails_is_told_to_whoever_uses_the_engine(use: Callable[[An
     engine.close()
 
 
+def test_a_start_that_fails_is_made_again_by_whoever_waits_for_it() -> None:
+    """Once; its own error is raised, also when the engine is asked for once more."""
+
+    def start() -> str:
+        raise EngineError("beside the trainer")
+
+    engine: Any = StartingEngine(start, Engine, never, again=lambda: "second")
+    assert engine.sync("model", 1) == "second model"
+
+    def again() -> str:
+        tries.append(1)
+        raise EngineError("alone as well")
+
+    tries: list[int] = []
+    engine = StartingEngine(start, Engine, never, again=again)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="alone as well"):
+            engine.wait()
+    assert len(tries) == 1
+
+
+def test_an_engine_that_cannot_be_finished_says_so_each_time() -> None:
+    def finish(client: str) -> Engine:
+        raise EngineError(f"{client}: stale engine")
+
+    engine = StartingEngine(lambda: "client", finish, never)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="client: stale engine"):
+            engine.wait()
+    engine.close()
+
+
 def test_closing_ends_a_start_whose_process_is_killed() -> None:
     """Of the processes that were started since, only the engine's."""
     before = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
