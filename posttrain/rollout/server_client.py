@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -34,6 +35,7 @@ RETRY_S = 0.5
 FINAL_ONLY = 2  # vLLM's RequestOutputKind: one answer, with all samples of the request
 LAST_WORDS_S = 1.0  # for a process to end once its connections have
 DRAIN_S = 0.2  # from one pause to the next: a request may arrive behind the first
+FILES = 65536
 RESUME = "go on with the same command and --resume"
 
 
@@ -72,6 +74,7 @@ class ServerClient:
         wanted: see `check_alike`. Raises EngineError where no session can be had, RecipeError for another's server.
         """
         http = http_library()
+        allow_many_files()
         self._http = http.AsyncClient(
             transport=http.AsyncHTTPTransport(
                 uds=str(self.process.uds) if self.process else None,
@@ -83,6 +86,8 @@ class ServerClient:
             trust_env=False,
         )
         self.about = await self._reached()
+        if not self.about.keys() >= {"boot_id", "max_model_len", "model", "workers"}:
+            raise EngineError("what answers there is no `posttrain serve`", where=self.name)
         check_alike(self.about, wanted, self.name)
         self.workers = int(self.about["workers"])
         begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -354,6 +359,14 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     deciding = re.compile("size|num_|_dim|layers|heads|experts|model_type|architectures|tie_word|hidden_act")
     kinds = (int, str, list)
     return {key: value for key, value in text.items() if deciding.search(key) and isinstance(value, kinds)}
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files as far as it may: each request that is under way has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def http_library() -> Any:
