@@ -255,9 +255,13 @@ def plain_segments() -> Iterator[Any]:
 def allocator_settings() -> str:
     """What torch's allocator goes by, in the form of PYTORCH_ALLOC_CONF."""
     get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if get is not None:
-        return str(get())
-    settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]  # torch before 2.13
+    return _settings_of_snapshot() if get is None else str(get())
+
+
+@functools.cache
+def _settings_of_snapshot() -> str:
+    """The same in older versions of torch, which list all memory to say it: once, as a run sets them when it begins."""
+    settings: Any = torch.cuda.memory._snapshot()["allocator_settings"]
     text = str(settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
     if settings.get("expandable_segments") and "expandable_segments:True" not in text:
         return ",".join([*filter(None, [text]), "expandable_segments:True"])
