@@ -5,6 +5,7 @@ The expected recipes stand beside the files. `UPDATE_IMPORTED=1 pytest tests/cli
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -13,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from posttrain.errors import RecipeError
 from posttrain.recipe import keys
 from posttrain.recipe.foreign import transforms, words
+from posttrain.recipe.foreign.convert import convert
 from posttrain.recipe.foreign.shell import commands
+from posttrain.recipe.foreign.source import read
 from posttrain.recipe.load import load
 
 Call = Callable[..., Any]
@@ -243,3 +247,19 @@ def test_a_file_of_another_tool_that_is_run_as_a_recipe_names_the_import(call: C
     (folder / "theirs.yaml").write_text("actor_rollout_ref: {model: {path: org/x}}\ndata: {train_files: x.parquet}\n")
     told = call("recipe", "validate", "theirs.yaml").stderr
     assert "if it is a file of verl: posttrain recipe import theirs.yaml" in told
+
+
+STRANGE = ("null", "[]", "{}", "-1", "0", "1e400", '"x"', "[{a: 1}]", "{a: {b: 1}}", "99999999999999999999")
+
+
+@pytest.mark.parametrize("value", STRANGE)
+def test_values_that_make_no_sense_crash_nothing(value: str, folder: Path) -> None:
+    """Keys of the YAML examples, each in turn with a value of another kind: a recipe, or an error for people."""
+    for path in (path for path in FILES if path.suffix in (".yaml", ".yml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        keyed = [place for place, line in enumerate(lines) if line[:1].isalpha()]
+        for place in keyed[:: max(1, len(keyed) // 6)]:
+            changed = [*lines[:place], f"{lines[place].partition(':')[0]}: {value}", *lines[place + 1 :]]
+            (folder / path.name).write_text("\n".join(changed))
+            with contextlib.suppress(RecipeError):
+                convert(read(folder / path.name))

@@ -113,7 +113,7 @@ def _take(draft: Draft, given: Given, found: tuple[str, Entry] | None) -> None:
     elif entry.how:
         try:
             transforms.TRANSFORMS[entry.how](draft, given, entry.target(draft.stage))
-        except (TypeError, ValueError):  # such as a number that a command would have computed
+        except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError):  # of another kind than the key's
             draft.leave(given, "its value cannot be read here")
     elif entry.part_of:
         if entry.part_of not in draft.foreign.given:

@@ -35,8 +35,10 @@ def complete_adapter(draft: Draft) -> None:
     shape = draft.foreign.table.lora
     origin = f"{draft.foreign.table.tool}'s default"
     draft.put("model.lora.rank", shape["rank"], origin)
-    twice = shape["alpha"] == "twice"  # the rank: LLaMA-Factory
-    draft.put("model.lora.alpha", 2 * int(draft.at("model.lora.rank")) if twice else shape["alpha"], origin)
+    rank, alpha = draft.at("model.lora.rank"), shape["alpha"]
+    if alpha == "twice":  # the rank: LLaMA-Factory
+        alpha = 2 * rank if isinstance(rank, int) else 16
+    draft.put("model.lora.alpha", alpha, origin)
     if shape["dropout"]:
         draft.put("model.lora.dropout", shape["dropout"], origin)
 
