@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -141,3 +142,20 @@ def test_an_engine_that_cannot_join() -> None:
     with pytest.raises(EngineError, match="no such GPU"):
         NcclSender(clients, CPU, torch.float32)
     assert Group.made[0].aborted
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_the_user_s_allocator_settings_stay(growing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch forgets what it is not given again. A pool of its own is needed only where free blocks may be of segments
+    that grow."""
+    given = f"max_split_size_mb:100,expandable_segments:{growing}"
+    settings = [given]
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1], raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda _: contextlib.nullcontext())
+    with pytest.raises(MemoryError), weight_transfer.plain_segments() as pool:
+        assert pool == ("pool" if growing else None)
+        assert settings[-1] == "max_split_size_mb:100,expandable_segments:False"
+        raise MemoryError
+    assert settings[-1] == given
