@@ -118,13 +118,15 @@ def tool_ledger(
     best: str | None = None,
 ) -> dict[str, Tensor]:
     """`rewards` of `optimal_tool_calls` (of correctness where the batch has no rewards), `tool_reward` [N],
-    `optimal_calls` [K], and `productivity`: right answers / tool calls of the batch, NaN without a call."""
+    `optimal_calls` [K] (with each variant the fewest of a right row, -1 = unknown), and `productivity`: right answers /
+    tool calls of the batch, NaN without a call."""
     paid = batch if batch.rewards is not None else batch.replace(rewards=batch.correct)
     terms = tool_terms(paid, on=on, variant=variant, smooth=smooth, best=best)
     calls = component(batch, on).double().nan_to_num(nan=0.0).sum()
     productivity = right(batch).double().sum() / torch.where(calls > 0, calls, torch.nan)
     rewards = optimal_tool_calls(paid, on=on, variant=variant, alpha=alpha, smooth=smooth, best=best)
-    return {"rewards": rewards, **terms, "productivity": productivity}
+    optimal = fewest_calls(batch, on=on, best=best)
+    return {"rewards": rewards, **terms, "optimal_calls": optimal, "productivity": productivity}
 
 
 def tool_terms(
@@ -137,16 +139,23 @@ def tool_terms(
 ) -> dict[str, Tensor]:
     """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
     calls, key = component(batch, on).double(), numbered(batch.group_ids)
-    enough = torch.where(right(batch) & ~calls.isnan(), calls, torch.inf)
-    if best is not None and best in batch.columns:  # a batch in which no row has one has no such column
-        enough = torch.minimum(enough, batch.columns[best].double().nan_to_num(nan=torch.inf))
-    fewest = group_min(enough, key)
-    optimal = torch.where(fewest.isinf(), -1.0, fewest) if variant == "grpo" else torch.full_like(fewest, -1.0)
+    optimal = fewest_calls(batch, on=on, best=best)
+    optimal = optimal if variant == "grpo" else torch.full_like(optimal, -1.0)
     n = optimal.clamp(min=0)[key]
     falling = torch.where(calls == 0, 1.0, torch.cos(math.pi * calls / (2 * calls + smooth)))
     harmonic = 2 * n * calls / (calls + n).clamp(min=1)
     peaked = torch.sin(math.pi * harmonic / (2 * n.clamp(min=1)))
     return {"optimal_calls": optimal, "tool_reward": torch.where(n > 0, peaked, falling)}
+
+
+def fewest_calls(batch: RolloutBatch, *, on: str, best: str | None) -> Tensor:
+    """The fewest calls of a right row of each group, or of its column `best` if those are fewer [K]; -1 = unknown."""
+    calls = component(batch, on).double()
+    enough = torch.where(right(batch) & ~calls.isnan(), calls, torch.inf)
+    if best is not None and best in batch.columns:  # a batch in which no row has one has no such column
+        enough = torch.minimum(enough, batch.columns[best].double().nan_to_num(nan=torch.inf))
+    fewest = group_min(enough, numbered(batch.group_ids))
+    return torch.where(fewest.isinf(), -1.0, fewest)
 
 
 def _category(batch: RolloutBatch, on: str) -> Tensor:

@@ -45,8 +45,9 @@ def reinforce_pp_baseline(
     """REINFORCE++-baseline: reward - mean of its group at every token, whitened over all trained tokens -> [N,T].
 
     Long rows weigh more in mean and variance, so the mean over rows is not 0 and a row at its group's mean may get a
-    small advantage. The KL belongs in the loss here (the authors advise k2). std_norm False gives reward - mean. With
-    whitening `verl` this is also DLER's batch-wise normalisation (arXiv 2510.15110).
+    small advantage. The KL belongs in the loss here (the authors advise k2). std_norm False only subtracts the
+    mean over all trained tokens, once more. With whitening `verl` this is also DLER's batch-wise normalisation (arXiv
+    2510.15110).
     """
     return baseline_terms(batch, std_norm=std_norm, whitening=whitening, floor=floor).advantages
 
@@ -101,7 +102,7 @@ def baseline_terms(
     centred = centred_and_scaled(rewards_of(batch), batch.group_ids, scale="none")
     mask = scored_mask(batch)
     tokens = torch.where(mask, centred[:, None], 0.0)
-    return Baselined(whitened(tokens, mask, whitening=whitening, floor=floor) if std_norm else tokens, centred)
+    return Baselined(whitened(tokens, mask, whitening=whitening, floor=floor, scale=std_norm), centred)
 
 
 def scored_mask(batch: RolloutBatch) -> Tensor:

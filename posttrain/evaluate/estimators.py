@@ -49,20 +49,18 @@ def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float
 
 @dataclass(frozen=True)
 class Average:
-    """avg@k. `per_problem` [M] holds None for a problem without a scored sample; `avg` leaves those out."""
+    """avg@k. `per_problem`: of the problems with a scored sample, in order; left_out: how many have none."""
 
-    per_problem: list[float | None]
+    per_problem: list[float]
     avg: float | None
-
-    @property
-    def left_out(self) -> int:
-        return sum(value is None for value in self.per_problem)
+    left_out: int = 0
 
 
 def avg_at_k(correct: Sequence[Sequence[float | None]]) -> Average:
-    """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row."""
-    per_problem = [mean(scored(row)) for row in correct]
-    return Average(per_problem, mean(scored(per_problem)))
+    """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row, and
+    problems without a scored one of the mean."""
+    per_problem = scored([mean(scored(row)) for row in correct])
+    return Average(per_problem, mean(per_problem), len(correct) - len(per_problem))
 
 
 def scored(row: Sequence[float | None]) -> list[float]:

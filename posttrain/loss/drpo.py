@@ -57,9 +57,10 @@ def drpo(
 
 
 def drpo_weights(batch: RolloutBatch, *, lam: float, max_length: float | None = None) -> Tensor:
-    """w [N], float64: sums to 1 over the right rows of each group that has any, 0 in all other rows."""
+    """w [N], float64: sums to 1 over the right rows of each group with both kinds, 0 in all other rows."""
     key, groups = group_key(batch.group_ids)
-    right = classes(batch)[0]
+    right, wrong = classes(batch)
+    right = right & (group_total(wrong, key, groups) > 0)[key]
     longest = batch.mask.shape[1] if max_length is None else max_length
     exponent = torch.where(right, (1 - batch.mask.sum(-1).double() / longest) / lam, -torch.inf)
     highest = exponent.new_full((groups,), -torch.inf).scatter_reduce(0, key, exponent, "amax")

@@ -16,6 +16,7 @@ from posttrain.advantage.thinking_modes import (
     diversity_scale,
     format_diversity,
     optimal_tool_calls,
+    tool_ledger,
     tool_terms,
     uncertainty,
 )
@@ -84,6 +85,13 @@ def test_tool_calls_without_an_optimum(groups: Groups) -> None:
     ppo = tool_terms(groups([[1, 1]], tool_calls=[[2, 3]]), variant="ppo", smooth=4.0)
     assert ppo["optimal_calls"].tolist() == [-1.0]
     assert ppo["tool_reward"].tolist() == pytest.approx([math.cos(math.pi / 4), math.cos(0.3 * math.pi)])
+
+
+def test_the_ledger_has_the_fewest_calls_with_each_variant(groups: Groups) -> None:
+    """ppo does not use them, and they are measured all the same; -1 only where no row is right."""
+    batch = groups([[1, 1, 0], [0, 0, 0]], tool_calls=[[3, 2, 0], [1, 0, 5]])
+    for variant in ("grpo", "ppo"):
+        assert tool_ledger(batch, variant=variant)["optimal_calls"].tolist() == [2.0, -1.0]  # type: ignore[arg-type]
 
 
 def test_a_penalty_is_not_made_milder_by_few_calls(groups: Groups) -> None:

@@ -93,6 +93,14 @@ def test_the_mean_of_the_group_is_over_rows_and_the_second_mean_over_tokens() ->
     torch.testing.assert_close(found.advantages[:, 0], matrix([[3**-0.5, -(3**0.5)]])[0])
 
 
+def test_the_second_mean_is_subtracted_without_the_scale_too() -> None:
+    """Three tokens of 1/2 and one of -1/2: less their mean of 1/4 they are 1/4 and -3/4."""
+    for whitening in ("openrlhf", "verl"):
+        rows = batch([[1, 1, 1], [1, 0, 0]], [1.0, 0.0])
+        found = baseline_terms(rows, std_norm=False, whitening=whitening)  # type: ignore[arg-type]
+        torch.testing.assert_close(found.advantages, matrix([[0.25, 0.25, 0.25], [-0.75, 0, 0]]))
+
+
 def test_gae_with_lambda_and_gamma_one_is_reward_to_come_less_value() -> None:
     rows = batch([[1, 1, 1]], [2.0], values=matrix([[0.5, 1.0, -1.0]]))
     found = gae_terms(rows, gamma=1.0, lam=1.0, whiten=False)

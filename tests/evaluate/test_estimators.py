@@ -67,9 +67,9 @@ def test_avg_at_k_weighs_problems_the_same() -> None:
 
 
 def test_avg_at_k_leaves_out_what_was_not_scored() -> None:
-    """[1, None] -> 1/1. A problem with no scored sample has no value and is counted, not averaged as 0."""
+    """[1, None] -> 1/1. A problem with no scored sample is left out of the values and counted, not averaged as 0."""
     result = avg_at_k([[1, None], [None, math.nan], [], [0, 1]])
-    assert result.per_problem == [1.0, None, None, 0.5]
+    assert result.per_problem == [1.0, 0.5]
     assert (result.avg, result.left_out) == (0.75, 2)
     assert avg_at_k([]).avg is None
 

@@ -31,6 +31,12 @@ def test_weights() -> None:
     assert drpo_weights(batch, lam=0.25, max_length=8).tolist() == pytest.approx([e / (e + 1), 1 / (e + 1), 0])
 
 
+def test_a_group_of_one_kind_has_no_weights() -> None:
+    """All right, all wrong, and right beside an empty row, which is of no class."""
+    batch = rows([1, 1, 0, 0, 1, 0], [2, 4, 1, 3, 2, 0], [0, 0, 1, 1, 2, 2])
+    assert drpo_weights(batch, lam=0.5).tolist() == [0.0] * 6
+
+
 def test_tiny_lam_is_finite_and_large_lam_does_not_care() -> None:
     batch = rows([1, 1, 0], [2, 4, 1])
     assert drpo_weights(batch, lam=1e-6).tolist() == pytest.approx([1, 0, 0])

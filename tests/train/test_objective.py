@@ -276,3 +276,14 @@ def test_what_a_group_reward_changes_is_a_component_that_gdpo_sees() -> None:
     assigned = objective.assign(rows.replace(components={"accuracy": rows.rewards}))
     assert assigned.components["kimi_length"].tolist() == [-0.25, 0.25]
     assert assigned.advantages is not None and assigned.advantages[0] < 0 < assigned.advantages[1]
+
+
+def test_copo_leaves_rows_without_tokens_out_of_its_mean() -> None:
+    """The mean over rows of the loss: an empty row is none of them, so that the others weigh 1/3 and not 1/4."""
+    rows, logp = batch([[1, 0], [1, 0]], [3, 1, 2, 0], old_logp=None, answer_ids=torch.tensor([0, 1, 0, 1]))
+    objective = Objective.from_preset("copo")
+    assert objective.totals(objective.assign(rows)).rows == 3
+    loss, found = gradient(objective, rows, logp)
+    loss_4, found_4 = gradient(Objective.from_preset("copo", loss={"count_empty_rows": True}), rows, logp)
+    assert loss == pytest.approx(loss_4 * 4 / 3)
+    torch.testing.assert_close(found, found_4 * 4 / 3)
