@@ -24,6 +24,7 @@ from posttrain import terminal
 from posttrain.errors import Interrupted, MissingExtra, PosttrainError, RecipeError, RunError, UserError
 from posttrain.recipe.load import Loaded, load_dict
 from posttrain.recipe.pipeline import MINUTES, REFERENCE, references
+from posttrain.recipe.rounds import SAMPLERS
 from posttrain.recipe.stages import PipelineRecipe, Stage
 from posttrain.report.live import LivePage, reported
 from posttrain.run import rounds
@@ -131,11 +132,12 @@ def run_seed(recipe: PipelineRecipe, path: Path, seed: int) -> dict[str, Done]:
     """All stages of one seed in this process, so that heavy libraries are imported once."""
     done: dict[str, Done] = {}
     GracefulStop.unheeded()  # what came before is not about these stages
+    samplers = [stage["name"] for stage in recipe.stages if stage["stage"] in SAMPLERS]
     for stage in recipe.stages:
         name = stage["name"]
         if number := GracefulStop.unheeded():
             raise Interrupted(f"stopped after stage {list(done)[-1]}", where=str(path), number=number)
-        values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name)}}, done)
+        values = resolve({**stage, "run": {**stage.get("run", {}), "seed": rounds.seed(seed, name, samplers)}}, done)
         loaded = load_dict(values, base_dir=recipe.base_dir, where=f"stage {name}")
         folder = path.resolve() / f"seed-{seed}" / name
         summary = read_json(folder / "summary.json")

@@ -56,7 +56,8 @@ def problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
     values = {}
     for key, row in problems_of(run).items():
         if metric not in row:
-            raise UserError(f"no metric {metric}", where=str(run / PROBLEMS), allowed=f"known: {', '.join(row)}")
+            known = ", ".join(column for column in row if column not in ("uid", "prompt", "row"))
+            raise UserError(f"no metric {metric}", where=str(run / PROBLEMS), allowed=f"known: {known}")
         if row[metric] is not None:
             values[key] = float(row[metric])
     return values

@@ -57,7 +57,7 @@ class Average:
 
 
 def avg_at_k(correct: Sequence[Sequence[float | None]]) -> Average:
-    """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row, and
+    """Mean over problems of the mean of their samples ("mean@k"). Unscored samples (None) are left out of their row,
     problems without a scored one of the mean."""
     per_problem = scored([mean(scored(row)) for row in correct])
     return Average(per_problem, mean(per_problem), len(correct) - len(per_problem))

@@ -7,17 +7,15 @@ one completion a prompt, found step by step.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from posttrain.batch import Rollout
-from posttrain.data.render import asked
 from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.run import grade
-from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, prepare, printed, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, prepare, printed, sample
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.search import SearchEngine
 from posttrain.run.directory import RunDirectory
@@ -40,10 +38,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory) -> dict[str, Any]:
         )
         around = _searching(recipe, open_scorer, log, {column for row in prepared.rows for column in row})
         records = sample(recipe, directory, prepared.items, recipe.samples, scored, around=around)
-    rows = [
-        {"uid": p.uid, "prompt": asked(p.row, p.text, recipe.data), "row": json.loads(json.dumps(p.row, default=str))}
-        for p in prepared.items
-    ]
+    rows = asked_rows(prepared, recipe.data)
     write_text(directory.path / PROBLEMS, to_lines(rows))
     return {
         "model": recipe.model.path,

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from posttrain import terminal
 from posttrain.batch import Rollout
-from posttrain.data.render import asked
 from posttrain.errors import RecipeError, counted
 from posttrain.evaluate.against import against, efficiency, located
 from posttrain.evaluate.answers import vote_order, voted_answer
@@ -22,7 +21,7 @@ from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.probe import contamination
-from posttrain.evaluate.sampling import COMPLETIONS, Record, prepare, printed, sample
+from posttrain.evaluate.sampling import COMPLETIONS, Record, asked_rows, prepare, printed, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.evaluate.votes import joined
 from posttrain.recipe.stages import EvalRecipe
@@ -63,8 +62,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
         probe = settings.contamination
         seen = contamination(recipe, probe, directory, prepared.items, graded) if probe else None
-    prompts = [{"prompt": asked(p.row, p.text, recipe.data)} for p in prepared.items]
-    rows = [{**row, **own} for row, own in zip(problem_rows(records), prompts, strict=True)]
+    rows = [{**row, **own} for row, own in zip(problem_rows(records), asked_rows(prepared, recipe.data), strict=True)]
     write_text(directory.path / PROBLEMS, to_lines(rows))
     _write_samples(directory, records, recipe.run.samples_per_step)
     summary = {

@@ -6,6 +6,7 @@ resumed run samples is what an unbroken one would have.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,12 @@ from typing import Any
 from posttrain import terminal, whereabouts
 from posttrain.batch import Prompt, Rollout
 from posttrain.data.prepare import Prepared, prepare_prompts
+from posttrain.data.render import asked
 from posttrain.errors import Interrupted, counted
 from posttrain.evaluate.summary import verdict
 from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
 from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
+from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
 from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note
@@ -48,6 +51,14 @@ def prepare(recipe: EvalRecipe | GenerateRecipe) -> Prepared[Prompt]:
     for cause, uids in [*prepared.dropped.items(), *prepared.cut.items(), *prepared.noted.items()]:
         terminal.note(f"{counted(len(uids), 'prompt')}: {cause} ({whereabouts.rows(uids)})")
     return prepared
+
+
+def asked_rows(prepared: Prepared[Prompt], data: Data) -> list[dict[str, Any]]:
+    """What problems.jsonl says of each prompt: `uid`, `prompt` as it was asked, and the data `row` with all columns."""
+    return [
+        {"uid": p.uid, "prompt": asked(p.row, p.text, data), "row": json.loads(json.dumps(p.row, default=str))}
+        for p in prepared.items
+    ]
 
 
 def sample(

@@ -17,11 +17,22 @@ Summary = Mapping[str, Any]
 Row = dict[str, float]
 
 
-def seed(of_pipeline: int, name: str) -> int:
+def seed(of_pipeline: int, name: str, samplers: Sequence[str] = ()) -> int:
     """The seed of a stage: that of the pipeline, and in rounds one of the round's own, so that no round draws what
-    another one drew."""
+    another one drew.
+
+    samplers: the names of all eval and generate stages, in order. In a round each after the first has its name in its
+    seed: in round 1 they may sample one and the same model, and would get the same completions.
+    """
     found = _NAME.match(name)
-    return derive(of_pipeline, "round", int(found["round"])) % 2**31 if found else of_pipeline
+    if found is None:
+        return of_pipeline
+    others = (
+        m for m in map(_NAME.match, samplers) if m and (m["group"], m["round"]) == (found["group"], found["round"])
+    )
+    first = next(others, found)
+    own = [found["stage"]] if name in samplers and first["stage"] != found["stage"] else []
+    return derive(of_pipeline, "round", int(found["round"]), *own) % 2**31
 
 
 def progress(seeds: Iterable[Mapping[str, Summary | None]]) -> dict[str, list[Row]]:

@@ -109,3 +109,17 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         make(tmp_path, completions="empty")
     with pytest.raises(DataError, match="completions not found: nowhere"):
         make(tmp_path, "other", completions="nowhere")
+
+
+def test_gold_of_an_evaluation(scripted: Any, evaluate: Any, folder: Path) -> None:
+    """What an eval run leaves holds the rows of its data, and with them the `completion` that gold_vs_own prefers."""
+    rows = [{"prompt": "1+1", "answer": "2", "completion": "it is 2"}, {"prompt": "1+2", "answer": "3"}]
+    lines(folder / "problems.jsonl", rows)
+    scripted(lambda _, i: f"<answer>{i}</answer>")
+    evaluate("answers", eval={"samples": 2, "k": [1], "bootstrap": 200})
+    summary, made = make(folder, "pairs", completions="answers", builder="gold_vs_own")
+    assert [(r["answer"], r["chosen"], r["rejected"], r["chosen_source"]) for r in made] == [
+        ("2", "it is 2", "<answer>0</answer>", "gold"),
+        ("2", "it is 2", "<answer>1</answer>", "gold"),
+    ]
+    assert summary["dropped"] == {"prompts: no `completion` in the row": 1}

@@ -108,6 +108,16 @@ def test_a_finished_round_is_told_when_its_last_stage_is_done() -> None:
     assert rounds.milestones(names, done) == ["up: round 1 of 2 is done  a accuracy 0.25  b loss last 0.5"]
 
 
+def test_stages_of_a_round_that_sample_draw_with_seeds_of_their_own() -> None:
+    """The first draws as where it is the only one; elsewhere, and for stages that train, names change nothing."""
+    samplers = ["before", "up.1.answers", "up.1.past", "up.2.answers", "up.2.past", "after"]
+    alone = {name: rounds.seed(3, name) for name in [*samplers, "up.1.train"]}
+    found = {name: rounds.seed(3, name, samplers) for name in [*samplers, "up.1.train"]}
+    assert {name for name in found if found[name] != alone[name]} == {"up.1.past", "up.2.past"}
+    assert len({found[f"up.{n}.{name}"] for n in (1, 2) for name in ("answers", "past")}) == 4
+    assert found["before"] == found["after"] == 3
+
+
 def test_names() -> None:
     """A dot and a number in a name make rounds, whatever else stands in it."""
     assert rounds.seed(3, "start") == 3
