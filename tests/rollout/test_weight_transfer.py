@@ -8,10 +8,12 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 from posttrain.errors import EngineError
 from posttrain.rollout import nccl_group, weight_transfer
@@ -159,3 +161,12 @@ def test_the_user_s_allocator_settings_stay(growing: bool, monkeypatch: pytest.M
         assert settings[-1] == "max_split_size_mb:100,expandable_segments:False"
         raise MemoryError
     assert settings[-1] == given
+
+
+def test_a_file_in_memory_is_gone_with_its_block_and_what_was_read_stays() -> None:
+    weights = {"a": torch.arange(5.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+    with weight_transfer.memory_file(save(weights)) as path:
+        read = load_file(path)
+        assert path.startswith("/proc/")
+    assert not Path(path).exists()
+    assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
