@@ -17,9 +17,11 @@ RL: dict[str, Any] = {
     "model": {"path": "tiny"},
     "data": {"source": "rows.jsonl"},
     "rollout": {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 4},
-    "rewards": [{"use": "math.accuracy"}, {"use": "mine.py:style", "weight": 0.1}],
+    "rewards": [{"use": "math.accuracy"}],
     "run": {"steps": 1},
 }
+# With a reward of the user's, for which each command starts a process.
+STYLED: dict[str, Any] = {**RL, "rewards": [*RL["rewards"], {"use": "mine.py:style", "weight": 0.1}]}
 SFT: dict[str, Any] = {
     "stage": "sft",
     "model": {"path": "tiny"},
@@ -52,33 +54,41 @@ def made(count): return []
 # recipe, {dotted key: value}, what is told
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # rewards
-    (RL, {"rewards.1.clip": [1, 0]}, "rewards.1.clip: clip [1, 0] is empty"),
-    (RL, {"rewards.1.condition": {"on": "zzz"}}, "rewards.1.condition.on: reward style has a condition on `zzz`"),
-    (RL, {"rewards.1.condition": {"on": "acuracy"}}, "hint: did you mean `accuracy`?"),
-    (RL, {"rewards.1.condition": {"on": "style"}}, "rewards.1.condition.on: reward style has a condition on itself"),
+    (STYLED, {"rewards.1.clip": [1, 0]}, "rewards.1.clip: clip [1, 0] is empty"),
+    (STYLED, {"rewards.1.condition": {"on": "zzz"}}, "rewards.1.condition.on: reward style has a condition on `zzz`"),
+    (STYLED, {"rewards.1.condition": {"on": "acuracy"}}, "hint: did you mean `accuracy`?"),
     (
-        RL,
+        STYLED,
+        {"rewards.1.condition": {"on": "style"}},
+        "rewards.1.condition.on: reward style has a condition on itself",
+    ),
+    (
+        STYLED,
         {"rewards.0.condition": {"on": "style"}, "rewards.1.condition": {"on": "accuracy"}},
         "the conditions go in a circle: accuracy -> style -> accuracy",
     ),
     (RL, {"rewards": [{"use": "mine.py:knows"}]}, "rewards.0.use: rewards knows read `correct`, but none says it"),
-    (RL, {"rewards.1": {"use": "mine.py:knows", "correct": True}}, "reward knows reads `correct` and cannot say it"),
-    (RL, {"rewards.1.name": "accuracy"}, "2 rewards are called `accuracy`"),
-    (RL, {"rewards.0.correct": True, "rewards.1.correct": True}, "several rewards have `correct: true`"),
-    (RL, {"rewards.1.use": "mine.py:reads"}, "rewards.1.use: reward reads: the data has no column `colour`"),
-    (RL, {"rewards.1": {"use": "judge_model"}}, "reward judge_model: needs params: {path: MODEL}"),
     (
-        RL,
+        STYLED,
+        {"rewards.1": {"use": "mine.py:knows", "correct": True}},
+        "reward knows reads `correct` and cannot say it",
+    ),
+    (STYLED, {"rewards.1.name": "accuracy"}, "2 rewards are called `accuracy`"),
+    (STYLED, {"rewards.0.correct": True, "rewards.1.correct": True}, "several rewards have `correct: true`"),
+    (STYLED, {"rewards.1.use": "mine.py:reads"}, "rewards.1.use: reward reads: the data has no column `colour`"),
+    (STYLED, {"rewards.1": {"use": "judge_model"}}, "reward judge_model: needs params: {path: MODEL}"),
+    (
+        STYLED,
         {"rewards.1": {"use": "judge_model", "params": {"path": "tiny", "scale": [9, 1]}}},
         "scale [9, 1] is not [low",
     ),
     (
-        RL,
+        STYLED,
         {"rewards.1": {"use": "judge_model", "params": {"path": "tiny", "samples": 2}}},
         "all the same at temperature 0",
     ),
-    (RL, {"rewards.1": {"use": "reward_model"}}, "reward reward_model: needs params: {path: FOLDER}"),
-    (RL, {"rewards.1": {"use": "reward_model", "params": {"path": "tiny"}}}, "tiny is no reward model"),
+    (STYLED, {"rewards.1": {"use": "reward_model"}}, "reward reward_model: needs params: {path: FOLDER}"),
+    (STYLED, {"rewards.1": {"use": "reward_model", "params": {"path": "tiny"}}}, "tiny is no reward model"),
     (
         GENERATE,
         {"samples": 2, "best_of": {"rewards": [{"use": "mine.py:style", "clip": [2, 1]}]}},
@@ -140,7 +150,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (RL, {"advantage": {"use": "gae", "lam": 1.5}}, "advantage.lam: must be at most 1"),
     (RL, {"advantage": {"use": "riskpo", "bundle_size": 3}}, "2 prompts a step cannot be divided into bundles of 3"),
     (
-        RL,
+        STYLED,
         {"advantage": {"use": "gdpo", "conditions": {"styl": {"on": "accuracy", "min": 1.0}}}},
         "did you mean `style`?",
     ),

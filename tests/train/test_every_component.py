@@ -65,8 +65,6 @@ NUMBERS: dict[str, Values] = {
 }
 
 SCRIPT = '''
-import torch
-from posttrain.batch import TokenLoss
 from posttrain.verify.contract import per_turn
 
 def digits(completion, token_count):
@@ -80,9 +78,6 @@ def lower(completion):
 def first_digits(completion, parts):
     return [float(part[:1].isdigit()) for part in parts]
 
-def nothing(batch, logp):
-    return TokenLoss(torch.zeros_like(logp))
-
 class Echo:
     """An environment of two turns that pays for digits."""
     def reset(self, row): self.turn = 0
@@ -93,6 +88,14 @@ class Echo:
     def score(self): return 0.0
     def close(self): pass
 '''
+# In a file of its own: what scores imports no torch.
+LOSS = """
+import torch
+from posttrain.batch import TokenLoss
+
+def nothing(batch, logp):
+    return TokenLoss(torch.zeros_like(logp))
+"""
 
 
 def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
@@ -178,7 +181,7 @@ def base(entry: Mapping[str, Any]) -> Values:
         values["model"]["path"] = "moe"
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
         values["rollout"]["staleness"] = 1
-        values["regularisers"] = [{"use": "parts.py:nothing", "coef": 0.0}]
+        values["regularisers"] = [{"use": "losses.py:nothing", "coef": 0.0}]
     if needs & objective_checks.FROM_OPPONENT:
         values["opponent"] = {"ema": 0.5}
     if "frozen_critic" in needs:
@@ -219,6 +222,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rewards, rows with columns of numbers, and a critic that was trained before."""
     folder = tmp_path_factory.mktemp("parts")
     (folder / "parts.py").write_text(SCRIPT)
+    (folder / "losses.py").write_text(LOSS)
     save_family("qwen3_moe", folder / "moe")
     columns = sorted({name for entry in ENTRIES.values() for name in named_by(entry)})
     with (folder / "rows.jsonl").open("w") as file:
