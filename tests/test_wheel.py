@@ -44,6 +44,14 @@ def test_recipes_and_rewards_ship(unpacked: Path) -> None:
         assert shipped
 
 
+def test_the_tables_of_other_tools_words_ship(unpacked: Path) -> None:
+    tables = Path("posttrain/recipe/foreign/tables")
+    assert {path.name for path in (unpacked / tables).glob("*.yaml")} == {
+        p.name for p in (ROOT / tables).glob("*.yaml")
+    }
+    assert list((ROOT / tables).glob("*.yaml"))
+
+
 def test_a_shipped_recipe_runs_from_another_folder(unpacked: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a folder with spaces"
     folder.mkdir()
