@@ -24,7 +24,7 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/keep.py": {"oversample"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/turns.py": {"action_advantages", "information_gain_terms", "merged_steps"},
-    "data/decontaminate.py": {"contaminated", "of_pass_rate"},
+    "data/decontaminate.py": {"of_pass_rate"},
     "data/pairs.py": {"concise_labels", "generalisation_factor", "win_rate_rewards"},
     "evaluate/consensus.py": {"arm_consensus"},
     "loss/decoupled.py": {"ewma"},

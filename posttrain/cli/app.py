@@ -16,6 +16,7 @@ from posttrain.cli import (
     grid,
     methods,
     plan,
+    preflight_run,
     recipe,
     report,
     serve,
@@ -29,7 +30,7 @@ from posttrain.cli.help import App, Group
 LAZY = {
     "reward": ("posttrain.cli.reward", "Test reward scripts before a GPU is busy."),
     "tool": ("posttrain.cli.tool", "Try tools before a model calls them."),
-    "data": ("posttrain.cli.data", "See rows as the model sees them."),
+    "data": ("posttrain.cli.data", "See rows as the model sees them, and audit them."),
 }
 
 PANELS = {
@@ -37,7 +38,7 @@ PANELS = {
     "Data": ("data", "pairs"),
     "Measure": ("eval", "generate", "browse"),
     "Follow": ("report", "runs", "diff", "track"),
-    "Inspect": ("recipe", "plan", "methods", "whatif", "reward", "tool", "doctor", "completion"),
+    "Inspect": ("recipe", "plan", "preflight", "methods", "whatif", "reward", "tool", "doctor", "completion"),
 }
 
 
@@ -105,6 +106,7 @@ grid.register(app)
 generate.register(app)
 serve.register(app)
 plan.register(app)
+preflight_run.register(app)
 whatif.register(app)
 browse.register(app)
 report.register(app)

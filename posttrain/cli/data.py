@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from posttrain import terminal
+from posttrain.cli import data_audit
 from posttrain.cli.help import App
 from posttrain.cli.show import print_json
 from posttrain.errors import DataError, UserError, counted
@@ -23,7 +24,10 @@ app = App()
 
 @app.callback()
 def root() -> None:
-    """See rows as the model sees them."""
+    """See rows as the model sees them, and whether they are fit to train on."""
+
+
+data_audit.register(app)
 
 
 @app.command()

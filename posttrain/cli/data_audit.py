@@ -1,0 +1,126 @@
+"""`posttrain data audit`: is the data of a recipe fit to train on?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from posttrain import terminal
+from posttrain.cli.guard import say
+from posttrain.cli.show import print_json
+from posttrain.cli.stage import Json, Overrides, Recipe
+from posttrain.errors import counted
+
+if TYPE_CHECKING:
+    from posttrain.recipe.sections import Data
+
+MADE_ROWS = 500  # of `--against gym:TASK` and `FILE.py:FUNCTION`
+
+Against = Annotated[
+    list[str] | None,
+    typer.Option("--against", metavar="DATA|RECIPE", help="Evaluation data besides the recipe's; may be given again."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the group."""
+    app.command("audit")(audit)
+
+
+def audit(recipe: Recipe, overrides: Overrides = None, against: Against = None, as_json: Json = False) -> None:
+    """Duplicates, overlap with evaluation data, lengths against the window, golds that cannot be right, label balance.
+
+    Needs the tokenizer and the model's configuration, no weights. Golds are scored by the recipe's own reward.
+    Exit code 1 if something should be looked at.
+    """
+    from posttrain.cli import packages, preflight
+    from posttrain.data import inspect as looking
+
+    checked = preflight.load(recipe, overrides or [], without=["run"])
+    stage = looking_stage(checked.recipe)
+    looking.check_stage(stage)
+    packages.require(checked, packages.of_tokens)
+    report = audited(checked.recipe, stage, against or [])
+    if as_json:
+        print_json(report)
+    else:
+        show(report)
+    if not all(found["ok"] for found in report["checks"]):
+        raise typer.Exit(1)
+
+
+def looking_stage(recipe: Any) -> str:
+    """The stage whose rows the recipe's are: a reward model reads pairs as dpo does, or answers as sft does."""
+    if recipe.verb == "reward-model":
+        return "dpo" if recipe.objective.pairs else "sft"
+    return str(recipe.verb)
+
+
+def audited(recipe: Any, stage: str, against: Sequence[str]) -> dict[str, Any]:
+    """The report that `--json` prints: the parts of `evaluate.data_audit` and `checks` over them."""
+    from posttrain.data.inspect import inspect
+    from posttrain.data.rows import load_rows
+    from posttrain.evaluate import data_audit
+    from posttrain.models.load import config_of, load_eos_ids, load_tokenizer, positions
+
+    base_dir = recipe.base_dir
+    tokenizer = load_tokenizer(recipe.model, base_dir)
+    eos = load_eos_ids(recipe.model, base_dir, tokenizer)
+    single = recipe.verb == "dpo" and "labels" in recipe.loss.needs
+    rules = recipe.pairs if recipe.verb == "dpo" else None
+    found = inspect(stage, recipe.data, tokenizer, base_dir, eos, 0, single=single, rules=rules)
+    rows = load_rows(recipe.data, base_dir)
+    sampling = getattr(recipe, "rollout", None) or getattr(recipe, "sampling", None)
+    window = positions(config_of(recipe.model, base_dir))
+    rewards = getattr(recipe, "rewards", None)
+    golds = data_audit.check_golds(rewards, recipe.scoring, base_dir, rows) if rewards else None
+    columns = ["label", *([golds["column"]] if golds and "column" in golds else [])]
+    report = {
+        **{key: found[key] for key in ("stage", "rows", "items", "dropped", "cut", "noted", "lengths")},
+        "window": data_audit.check_window(found, window, sampling.max_new_tokens if sampling else 0),
+        "duplicates": data_audit.find_duplicates(rows),
+        "evaluation": [
+            data_audit.find_overlap(rows, load_rows(data, base), str(data.source or "a mixture"))
+            for data, base in held_out(recipe, against)
+        ],
+        "golds": golds,
+        "labels": [one for column in columns if (one := data_audit.label_balance(rows, column))],
+        "pairs": data_audit.pair_balance(rows),
+    }
+    return {**report, "checks": data_audit.verdicts(report)}
+
+
+def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]:
+    """The evaluation data of the recipe and of `--against` (a recipe with data, or a source), each with its folder."""
+    from posttrain.cli import preflight
+    from posttrain.places import known_files
+    from posttrain.recipe.sections import Data
+    from posttrain.train.evaluation import held_out_data
+
+    if getattr(recipe, "eval", None) is not None and hasattr(recipe.eval, "data"):
+        yield held_out_data(recipe.data, recipe.eval.data), recipe.base_dir
+    shipped = {name.removesuffix(".yaml") for name in known_files("recipes", [".yaml"])}
+    for name in against:
+        if name.endswith((".yaml", ".yml")) or name in shipped:
+            other: Any = preflight.load(name, without=["model", "run"]).recipe
+            yield other.data, other.base_dir
+        else:
+            made = name.startswith("gym:") or ".py:" in name  # as many rows as are asked for
+            yield Data.model_validate({"source": name, **({"size": MADE_ROWS} if made else {})}), Path.cwd()
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as one page of text on stdout."""
+    terminal.say(f"{report['stage']}: {counted(report['rows'], 'row')}, {report['items']} kept")
+    width = max(len(part) for part in report["lengths"])
+    for part, lengths in report["lengths"].items():
+        numbers = "  ".join(f"{name} {count}" for name, count in lengths.items())
+        terminal.say(f"  {part:<{width}}  tokens: {numbers}")
+    terminal.say()
+    for found in report["checks"]:
+        terminal.say(f"{'ok  ' if found['ok'] else 'LOOK'} {found['name']}: {found['text']}")
+    bad = sum(not found["ok"] for found in report["checks"])
+    say(f"{counted(bad, 'finding')} to look at" if bad else "nothing to look at")

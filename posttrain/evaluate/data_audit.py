@@ -1,0 +1,242 @@
+"""Is the data fit to train on? Duplicates, overlap with evaluation data, lengths, golds and labels of rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain import whereabouts
+from posttrain.data import duplicates
+from posttrain.data.decontaminate import contaminated
+from posttrain.data.rows import Row
+from posttrain.errors import counted
+from posttrain.recipe.reward_sections import Reward, Scoring
+from posttrain.verify import correctness
+from posttrain.verify.audit import choose_writer, doubted, sort_golds, spread, uid_of
+from posttrain.verify.golds import is_no_answer
+from posttrain.verify.load import load_reward
+from posttrain.verify.score import Scorer, score_of
+from posttrain.verify.variants import variants
+
+Report = dict[str, Any]
+
+CALLED_ROWS = 2000  # golds that the reward is called on; the others are only read
+SHOWN = 5  # uids of each finding
+COMMON = 0.5  # share of the most frequent answer from which on guessing it pays
+FEW = 8  # rows under which shares say nothing
+
+
+def find_duplicates(rows: Sequence[Row]) -> Report:
+    """Rows that ask the same. `rows`: surplus ones, `whole`: those whose answer is the same too, `conflicting`: groups
+    whose golds (column `answer`) differ, `near`: pairs that are nearly the same."""
+    texts, uids = [duplicates.question(row) for row in rows], [str(row["uid"]) for row in rows]
+    groups = duplicates.same_words(texts)
+    whole = [g for group in groups for g in group[1:] if _answered_before(rows, group, g)]
+    golds = [[g for g in group if rows[g].get("answer") is not None] for group in groups]
+    conflicting = [group for group in golds if len({duplicates.answer(rows[g]) for g in group}) > 1]
+    pairs = duplicates.near(texts)
+    return {
+        "rows": sum(len(group) - 1 for group in groups),
+        "groups": [[uids[g] for g in group] for group in groups[:SHOWN]],
+        "whole": [uids[g] for g in whole],
+        "conflicting": [[uids[g] for g in group] for group in conflicting],
+        "near": [[uids[p.first], uids[p.second], round(p.similarity, 3)] for p in pairs],
+    }
+
+
+def _answered_before(rows: Sequence[Row], group: Sequence[int], place: int) -> bool:
+    own = duplicates.answer(rows[place])
+    return any(duplicates.answer(rows[g]) == own for g in group if g < place)
+
+
+def find_overlap(rows: Sequence[Row], held_out: Sequence[Row], source: str) -> Report:
+    """The training rows that evaluation rows have too. `same`: same words, `near`: nearly the same, `ngrams`: 32 words
+    in a row (the rule of Light-R1), `but_for_numbers`: how many are of one template with other numbers."""
+    texts, theirs = [duplicates.question(r) for r in rows], [duplicates.question(r) for r in held_out]
+    uids, other = [str(r["uid"]) for r in rows], [str(r["uid"]) for r in held_out]
+    same = duplicates.same_as(texts, theirs)
+    near = duplicates.near(texts, theirs)
+    template = duplicates.but_for_numbers(texts, theirs)
+    told = {*(place for place, _ in same), *(pair.first for pair in near), *template}
+    flags = contaminated(texts, theirs, skip_empty=True)
+    short = {place for place, text in enumerate(texts) if len(text.split()) < 32}  # flagged by letters alone
+    return {
+        "source": source,
+        "rows": len(held_out),
+        "same": [[uids[a], other[b]] for a, b in same],
+        "near": [[uids[p.first], other[p.second], round(p.similarity, 3)] for p in near],
+        "ngrams": [uids[place] for place, flag in enumerate(flags) if flag and place not in told | short],
+        "but_for_numbers": len(template),
+    }
+
+
+def check_golds(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Row]) -> Report:
+    """The golds that the correctness component reads. `unusable` {why: uids}, `prose`: no answer, but a sentence,
+    `refused`: those that the reward itself does not score as right, of `called` rows, `doubts`: what is odd about all.
+
+    `skipped`: why nothing was read. Raises RewardError for a script that breaks its contract.
+    """
+    loaded = [load_reward(section, base_dir) for section in rewards]
+    place = correctness.position(list(rewards), loaded)
+    reward = loaded[place]
+    if not reward.knows_gold or reward.in_trainer:
+        return {"skipped": f"{reward.name} {'is a judge' if reward.is_judge else 'reads no data column'}"}
+    golds = sort_golds(reward, rows)
+    unusable: dict[str, list[str]] = {}
+    for uid, why in golds.unusable.items():
+        unusable.setdefault(why, []).append(uid)
+    chosen = spread(golds.usable, CALLED_ROWS)
+    with Scorer([rewards[place].model_copy(update={"condition": None})], scoring, base_dir) as scorer:
+        name, write = choose_writer(scorer, golds.usable)
+        written = {i: v["gold"] for i, row in enumerate(chosen) if (v := variants(row, write, i)) is not None}
+        results = scorer.results(list(written.values()), only=[0])[0]
+    scores = {i: score_of(result) for i, result in zip(written, results, strict=True)}
+    wrong = [i for i, score in scores.items() if score is None or score < scoring.correct_at]
+    prose = [i for i in wrong if is_no_answer(str(chosen[i].get(write.column)))]
+    return {
+        "reward": reward.name,
+        "column": write.column,
+        "written_as": name,
+        "rows": len(rows),
+        "called": len(written),
+        "unusable": unusable,
+        "prose": [uid_of(chosen[i], i) for i in prose],
+        "refused": [uid_of(chosen[i], i) for i in wrong if i not in prose],
+        "doubts": [doubt.told(len(golds.usable)) for doubt in doubted(reward, golds.usable, write)],
+    }
+
+
+def label_balance(rows: Sequence[Row], column: str) -> Report | None:
+    """How often each value of a column occurs: `distinct`, `top` [[value, share]], `entropy` in bits, of `rows` rows
+    that have one. None if fewer than 8 have."""
+    values = [str(row[column]).strip() for row in rows if row.get(column) is not None]
+    if len(values) < FEW:
+        return None
+    counts = Counter(values)
+    shares = [count / len(values) for count in counts.values()]
+    return {
+        "column": column,
+        "rows": len(values),
+        "distinct": len(counts),
+        "top": [[value[:60], count / len(values)] for value, count in counts.most_common(SHOWN)],
+        "entropy": -math.fsum(share * math.log2(share) for share in shares),
+    }
+
+
+def pair_balance(rows: Sequence[Row]) -> Report | None:
+    """Of preference pairs: the share whose chosen side is the longer text, and the mean lengths in characters. None if
+    fewer than 8 rows are pairs of different lengths."""
+    sides = [
+        (len(_text(r["chosen"])), len(_text(r["rejected"]))) for r in rows if r.get("chosen") and r.get("rejected")
+    ]
+    differ = [(a, b) for a, b in sides if a != b]
+    if len(differ) < FEW:
+        return None
+    return {
+        "pairs": len(sides),
+        "chosen_longer": sum(a > b for a, b in differ) / len(differ),
+        "chosen_characters": sum(a for a, _ in sides) / len(sides),
+        "rejected_characters": sum(b for _, b in sides) / len(sides),
+    }
+
+
+def _text(side: Any) -> str:
+    return side if isinstance(side, str) else "\n".join(str(m.get("content") or "") for m in side)
+
+
+def check_window(report: Mapping[str, Any], window: int | None, new_tokens: int) -> Report:
+    """The longest row against the model's window. `needed`: its tokens with the completion that may be sampled
+    (`new_tokens`, 0 where nothing is)."""
+    lengths = {part: spread["max"] for part, spread in report["lengths"].items()}
+    prompt = lengths.pop("prompt", 0)
+    longest = lengths["whole"] if "whole" in lengths else prompt + max(lengths.values(), default=0)
+    needed = longest + new_tokens
+    return {"window": window, "needed": needed, "new_tokens": new_tokens, "fits": window is None or needed <= window}
+
+
+def verdicts(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each finding of the audit as {name, ok, text}: what a person should look at, and what is fine."""
+    return [{"name": name, "ok": ok, "text": text} for name, ok, text in _verdicts(report)]
+
+
+def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    yield from _of_duplicates(report["duplicates"], report["rows"])
+    for found in report["evaluation"]:
+        yield from _of_overlap(found, report["rows"])
+    if not report["evaluation"]:
+        yield "evaluation data", True, "none is named; `eval.data` of the recipe, or --against DATA, names some"
+    window = report["window"]
+    new = f" with {window['new_tokens']} new ones" if window["new_tokens"] else ""
+    limit = f"the window of {window['window']:,}" if window["window"] else "a window that the model does not tell"
+    yield "window", window["fits"], f"the longest row has {window['needed']:,} tokens{new}, of {limit}"
+    gone = sum(map(len, report["dropped"].values()))
+    if gone or report["cut"]:
+        causes = [f"{cause}: {len(uids)}" for fate in ("dropped", "cut") for cause, uids in report[fate].items()]
+        yield "dropped or cut", gone * 20 <= report["rows"], "; ".join(causes)
+    if report["golds"]:
+        yield from _of_golds(report["golds"])
+    for found in report["labels"]:
+        yield _of_label(found)
+    if pairs := report["pairs"]:
+        share = pairs["chosen_longer"]
+        text = (
+            f"the chosen side is the longer one in {share:.0%} of the pairs: length alone tells the sides apart so well"
+        )
+        yield "length of the sides", 0.2 <= share <= 0.8, text
+
+
+def _of_duplicates(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
+    again = f"{found['rows']} of {counted(rows, 'row')} ask what an earlier one asks"
+    whole = f", {len(found['whole'])} with the same answer{_places(found['whole'])}" if found["rows"] else ""
+    yield "duplicates", len(found["whole"]) * 50 <= rows, again + whole
+    if found["conflicting"]:
+        first = [uid for group in found["conflicting"] for uid in group[:2]]
+        text = f"{counted(len(found['conflicting']), 'question')} with different golds{_places(first)}"
+        yield "conflicting golds", False, text
+    near = found["near"]
+    uids = [uid for pair in near for uid in pair[:2]]
+    yield "near-duplicates", len(near) * 50 <= rows, f"{counted(len(near), 'pair')} of rows{_places(uids)}"
+
+
+def _of_overlap(found: Mapping[str, Any], rows: int) -> Iterator[tuple[str, bool, str]]:
+    parts = {"the same": found["same"], "nearly the same": found["near"], "32 words in a row": found["ngrams"]}
+    uids = [pair[0] if isinstance(pair, list) else pair for part in parts.values() for pair in part]
+    counts = ", ".join(f"{what}: {len(part)}" for what, part in parts.items())
+    template = f"; {found['but_for_numbers']} with the same words and other numbers" if found["but_for_numbers"] else ""
+    text = f"of {counted(rows, 'row')}, {counted(found['rows'], 'row')} of {found['source']} have {counts}"
+    yield "evaluation data", not uids, f"{text}{_places(uids)}{template}"
+
+
+def _of_golds(golds: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+    if "skipped" in golds:
+        yield "golds", True, f"not read: {golds['skipped']}"
+        return
+    without = {why: uids for why, uids in golds["unusable"].items() if uids}
+    bad = [*(uid for uids in without.values() for uid in uids), *golds["prose"], *golds["refused"]]
+    causes = [f"{why}: {len(uids)}" for why, uids in without.items()]
+    causes += [f"{what}: {len(golds[key])}" for key, what in _REFUSED.items() if golds[key]]
+    tried = (
+        f"{golds['called']} golds scored by {golds['reward']} (column `{golds['column']}`, as {golds['written_as']})"
+    )
+    yield "golds", not bad, f"{tried}; {', '.join(causes) + _places(bad) if bad else 'each is right'}"
+    for doubt in golds["doubts"]:
+        yield "golds", False, doubt
+
+
+_REFUSED = {"prose": "a sentence, no answer", "refused": "not right by the reward itself"}
+
+
+def _of_label(found: Mapping[str, Any]) -> tuple[str, bool, str]:
+    top = ", ".join(f"`{value}` {share:.0%}" for value, share in found["top"][:3])
+    share = found["top"][0][1]
+    fine = found["distinct"] > 1 and share < COMMON + (0.2 if found["distinct"] == 2 else 0.0)
+    more = "" if fine else f"; always saying `{found['top'][0][0]}` is right in {share:.0%} of the rows"
+    text = f"{counted(found['distinct'], 'value')} in {counted(found['rows'], 'row')}, most often {top}{more}"
+    return f"balance of `{found['column']}`", fine, text
+
+
+def _places(uids: Sequence[str]) -> str:
+    return f" ({whereabouts.rows([str(uid) for uid in uids])})" if uids else ""

@@ -1,0 +1,222 @@
+"""What an rl run would be like, from a few rollouts of its start model: signal, pass rates, cut share, tokens, hours.
+
+Everything is built as the run builds it, and then thrown away: the weights are updated once, to time it, and not saved.
+The start model is what is measured. A run that works moves away from it, and completions may grow.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain import terminal
+from posttrain.batch import Rollout, RolloutBatch
+from posttrain.recipe.stages import RlRecipe
+from posttrain.run.directory import RunDirectory
+from posttrain.run.watchdog import Watchdog
+from posttrain.train.assemble import assembled, audited, prepared
+from posttrain.train.checkpoint import State
+from posttrain.train.collate import sequences_of
+from posttrain.train.collect import batch_of, sample_share
+from posttrain.train.context import TrainContext
+from posttrain.train.policy import measure
+from posttrain.train.quiet import quiet
+from posttrain.train.rl_metrics import rollout_metrics
+from posttrain.train.start import check_start
+from posttrain.train.update import update
+from posttrain.verify.printed import Printed
+from posttrain.verify.score import Scorer
+
+Report = dict[str, Any]
+
+BUCKETS = 5  # of the pass-rate histogram, besides those of 0 and 1
+LARGER = (2, 4)  # times as large groups whose share of signal is estimated
+MUCH_CUT, LITTLE_SIGNAL, MOSTLY_EASY = 0.1, 0.5, 0.3  # from which on something is advised
+WORTH_SAYING = 0.1  # more of the groups with a signal
+
+
+def preflight(recipe: RlRecipe, directory: RunDirectory, prompts: int) -> Report:
+    """Sample and score the first `prompts` prompts of the run, as one batch; then one optimiser step of them, timed.
+
+    Keys: prompts, rollouts, signal (shares of groups, `signal/*` of metrics.jsonl), pass_rates [[low, high, groups]],
+    correct, reward, cut, lengths, tokens and seconds (of a step and of the run), steps, advice. Raises what a run
+    raises before its first step, and RunError if too many calls of a reward fail.
+    """
+    quiet()
+    work = prepared(recipe)
+    printed = Printed(directory.logs, "rewards", terminal.note)
+    with (
+        Scorer(recipe.rewards, recipe.scoring, recipe.base_dir, printed) as scorer,
+        Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
+    ):
+        audited(recipe, work, scorer, terminal.note)
+        with assembled(recipe, directory, work, scorer, watchdog, terminal.note) as ctx:
+            check_start(ctx)
+            return measured_start(ctx, min(prompts, len(ctx.prompts)))
+
+
+def measured_start(ctx: TrainContext, prompts: int) -> Report:
+    """The report of `preflight`, with all that a step works with at hand."""
+    state, rollout = State(), ctx.recipe.rollout
+    ctx.sync(0)
+    started = time.perf_counter()
+    rollouts = sample(ctx, state, prompts)
+    sampling = time.perf_counter() - started
+    if not ctx.engine.apart:
+        ctx.engine.sleep()
+    batch = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
+    started = time.perf_counter()
+    batch, sequences, metrics = trained_once(ctx, batch, rollouts)
+    training = time.perf_counter() - started
+    share = rollout.prompts_per_step / prompts  # of a step's size to the sample's
+    rounds = generation_rounds(batch, rollout.max_gen_batches) if rollout.max_gen_batches > 1 else 1.0
+    sampled = sum(len(r.sampled) for r in rollouts)
+    report: Report = {
+        "prompts": prompts,
+        "rollouts": len(rollouts),
+        "signal": {key: value for key, value in metrics.items() if key.startswith("signal/")},
+        "pass_rates": pass_rates(batch),
+        "correct": metrics["correct"],
+        "reward": metrics["reward"],
+        "rewards": {k.split("/")[1]: v for k, v in metrics.items() if k.startswith("rewards/") and k.endswith("/mean")},
+        "cut": metrics["completions/clipped_ratio"],
+        "lengths": lengths(rollouts, rollout.max_new_tokens),
+        "generation_rounds": rounds,
+        "larger_groups": larger_groups(batch, rollout.group_size),
+        "tokens": {
+            "a_step": share * sum(sequences.lengths),
+            "sampled_a_step": share * rounds * sampled,
+            "run": ctx.steps * share * sum(sequences.lengths),
+        },
+        "seconds": {"sampling": share * rounds * sampling, "training": share * training},
+        "steps": ctx.steps,
+    }
+    seconds = sum(report["seconds"].values()) * ctx.steps
+    limit = ctx.recipe.run.max_minutes
+    report["hours"] = min(seconds, 60 * limit) / 3600 if limit else seconds / 3600
+    report["cut_by_max_minutes"] = bool(limit and seconds > 60 * limit)
+    return {**report, "advice": advice(report, ctx.recipe)}
+
+
+def sample(ctx: TrainContext, state: State, prompts: int) -> list[Rollout]:
+    """The scored rollouts of the run's first prompts. Raises RunError if too many calls of a reward fail."""
+    buffer = ctx.objective.sampling_buffer(prompts, 1)
+    share = sample_share(ctx, state, ctx.sampler.take(0, prompts), buffer, {}, lambda: None)
+    failures = ctx.scorer.failures()
+    for calls in share.calls:
+        failures.add(calls)
+    return share.rollouts
+
+
+def trained_once(
+    ctx: TrainContext, scored: RolloutBatch, rollouts: Sequence[Rollout]
+) -> tuple[RolloutBatch, Any, dict[str, Any]]:
+    """The batch with advantages, its sequences and metrics, after the passes and updates that a step makes of it."""
+    sequences = sequences_of(rollouts)
+    with ctx.watchdog.phase("measure"), ctx.compiled():
+        scored = measure(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
+    batch = ctx.objective.assign(scored)
+    metrics = rollout_metrics(rollouts, batch)
+    with ctx.watchdog.phase("update"), ctx.compiled():
+        update(ctx, batch, sequences, 0)
+    return batch, sequences, metrics
+
+
+def generation_rounds(batch: RolloutBatch, most: int) -> float:
+    """How many rounds fill a step where groups that `keep` drops are replaced: 1 / (share of groups kept), `most` at
+    most. batch: after `assign`."""
+    if batch.keep is None:
+        return 1.0
+    groups = batch.group_ids.unique()
+    kept = batch.group_ids[batch.keep].unique()
+    return min(most, len(groups) / len(kept)) if len(kept) else float(most)
+
+
+def counts(batch: RolloutBatch) -> list[tuple[int, int]]:
+    """(right answers, judged answers) of each group."""
+    assert batch.correct is not None
+    correct = [batch.correct[batch.group_ids == g] for g in batch.group_ids.unique()]
+    known = [values[~values.isnan()] for values in correct]
+    return [(int((values == 1).sum()), len(values)) for values in known if len(values)]
+
+
+def pass_rates(batch: RolloutBatch) -> list[list[float]]:
+    """[low, high, groups] of the groups' shares of right answers: those of 0, of five parts between, and of 1."""
+    found: Counter[int] = Counter()
+    for right, of in counts(batch):
+        found[0 if right == 0 else BUCKETS + 1 if right == of else 1 + min(BUCKETS - 1, right * BUCKETS // of)] += 1
+    edges = [(0.0, 0.0), *((i / BUCKETS, (i + 1) / BUCKETS) for i in range(BUCKETS)), (1.0, 1.0)]
+    return [[low, high, found[i]] for i, (low, high) in enumerate(edges)]
+
+
+def larger_groups(batch: RolloutBatch, size: int) -> dict[int, float]:
+    """Expected share of groups with right and wrong answers if groups were larger, by their size."""
+    found = counts(batch)
+    if not found or size < 2:
+        return {}
+    return {n * size: math.fsum(mixed(c, k, n * size) for c, k in found) / len(found) for n in (1, *LARGER)}
+
+
+def mixed(right: int, of: int, size: int) -> float:
+    """Probability that `size` answers are neither all right nor all wrong, where `right` of `of` were right.
+
+    The pass rate has the posterior Beta(right + 1/2, wrong + 1/2) of Jeffreys' prior; E[p^n] and E[(1-p)^n] are
+    quotients of Beta functions.
+    """
+    a, b = right + 0.5, of - right + 0.5
+
+    def log_beta(x: float, y: float) -> float:
+        return math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y)
+
+    return 1 - sum(math.exp(log_beta(*both) - log_beta(a, b)) for both in ((a + size, b), (a, b + size)))
+
+
+def lengths(rollouts: Sequence[Rollout], limit: int) -> dict[str, float]:
+    """Sampled tokens of a completion: mean, median, 95th percentile, longest, and the most that are allowed."""
+    ordered = sorted(len(r.sampled) for r in rollouts)
+
+    def at(share: float) -> int:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    mean = sum(ordered) / len(ordered)
+    return {"mean": mean, "median": at(0.5), "p95": at(0.95), "max": ordered[-1], "limit": limit}
+
+
+def advice(report: Mapping[str, Any], recipe: RlRecipe) -> list[str]:
+    """What to change before the run, the most important first; empty where nothing stands out."""
+    found, signal, now = [], report["signal"], recipe.rollout
+    if report["cut"] > MUCH_CUT:
+        found.append(
+            f"{report['cut']:.0%} of the completions are cut: rollout.max_new_tokens={2 * now.max_new_tokens} or a "
+            "stop string, or SFT on complete answers first"
+        )
+    if signal["signal/share"] < LITTLE_SIGNAL:
+        found.append(_more_signal(report, now.group_size))
+    if signal["signal/too_easy"] > MOSTLY_EASY:
+        found.append(f"{signal['signal/too_easy']:.0%} of the groups are all right: use harder prompts")
+    if signal["signal/unscored"] > 0:
+        found.append("some answers could not be scored: `posttrain reward test RECIPE` shows why")
+    if signal["signal/dropped"] > MOSTLY_EASY and now.max_gen_batches == 1:
+        found.append("`keep` drops groups that differ, and nothing replaces them: rollout.max_gen_batches=4")
+    if report["generation_rounds"] >= now.max_gen_batches > 1:
+        found.append(
+            f"`keep` passes too few groups to fill a step in {now.max_gen_batches} rounds: the run would stop. Use "
+            "prompts of middling difficulty, or raise rollout.max_gen_batches"
+        )
+    return found
+
+
+def _more_signal(report: Mapping[str, Any], size: int) -> str:
+    signal = report["signal"]
+    text = f"only {signal['signal/share']:.0%} of the groups have a signal"
+    now = report["larger_groups"].get(size, 0.0)
+    better = {n: share for n, share in report["larger_groups"].items() if n > size and share > now + WORTH_SAYING}
+    if better:
+        n = min(better)
+        text += f"; with rollout.group_size={n} about {better[n]:.0%} would hold right and wrong answers"
+    if signal["signal/too_hard"] > signal["signal/too_easy"]:
+        return f"{text}; warm up with SFT, or use easier prompts"
+    return f"{text}; use harder prompts, or leave out those that are always solved"

@@ -1,0 +1,65 @@
+"""Duplicates and near-duplicates, on texts whose pairs are counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from posttrain.data.duplicates import answer, but_for_numbers, near, question, same_as, same_words, words
+
+
+def test_words_are_lower_case_without_punctuation_and_keep_signs_of_arithmetic():
+    assert words("What is 3 - 4?") == ("what", "is", "3", "-", "4")
+    assert words("what is 3+4") != words("what is 3-4")
+    assert words("1.50 apples, please!") == ("1.50", "apples", "please")
+
+
+def test_the_same_words_are_duplicates_whatever_the_case_and_punctuation():
+    assert same_words(["Add 2 and 3.", "add 2 and 4", "ADD 2 AND 3", "?!", "?!", "!?"]) == [[0, 2], [3, 4]]
+    assert same_as(["a b", "c", "A, B!"], ["x", "a b"]) == [(0, 1), (2, 1)]
+
+
+def test_near_duplicates_share_shingles():
+    """Ten words have eight runs of three. Another last word changes one of them: 7 of 9 are common, 0.78. A word
+    more keeps all eight of nine, 0.89."""
+    ten = "a farmer walks to the market with his old donkey"
+    texts = [ten, ten.replace("donkey", "horse"), f"{ten} today"]
+    assert [(p.first, p.second, round(p.similarity, 2)) for p in near(texts)] == [(2, 0, 0.89)]
+    assert [p[:2] for p in near(texts, least=0.75)] == [(1, 0), (2, 0)]
+    assert [p[:2] for p in near([f"{ten} today"], [ten.replace("donkey", "horse"), ten])] == [(0, 1)]
+
+
+def test_problems_of_one_template_are_no_near_duplicates_but_are_counted():
+    texts = [f"A train goes {n} miles in {n + 1} hours and the driver then rests for a while at home" for n in range(4)]
+    assert near(texts) == []
+    assert but_for_numbers(texts[:2], texts[2:]) == [0, 1]
+    assert but_for_numbers(["1+2"], ["3+4"]) == []  # a sum without words is no template
+    assert but_for_numbers(texts[:1], texts[:1]) == []  # the same numbers: a duplicate
+
+
+def test_prefix_filtering_finds_what_all_comparisons_find():
+    draw = random.Random(0)
+    base = [" ".join(draw.choices("abcdefgh", k=draw.randint(4, 14))) for _ in range(12)]
+    texts = [" ".join(w for w in t.split() if draw.random() > 0.05) for t in base for _ in range(4)]
+
+    def shingles(text):
+        w = words(text)
+        return {tuple(w[i : i + 3]) for i in range(max(1, len(w) - 2))}
+
+    def jaccard(a, b):
+        return len(shingles(a) & shingles(b)) / len(shingles(a) | shingles(b))
+
+    wanted = {
+        (b, a)
+        for a, b in itertools.combinations(range(len(texts)), 2)
+        if words(texts[a]) != words(texts[b]) and jaccard(texts[a], texts[b]) >= 0.6
+    }
+    assert len(wanted) > 5
+    assert {(p.first, p.second) for p in near(texts, least=0.6)} == wanted
+
+
+def test_what_a_row_asks_and_answers():
+    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    assert (question({"messages": talk}), answer({"messages": talk})) == ("q", "a")
+    assert (question({"prompt": talk[:2]}), answer({"prompt": "q", "answer": 4})) == ("q", "4")
+    assert answer({"chosen": "x", "rejected": "y"}) == "x\0y" and question({"text": "t"}) == "t"

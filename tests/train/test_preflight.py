@@ -1,0 +1,106 @@
+"""`posttrain preflight`: what it predicts is what the run then does, and what it advises follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from posttrain.batch import RolloutBatch
+from posttrain.cli.app import app
+from posttrain.places import shipped
+from posttrain.recipe.load import load_dict
+from posttrain.train.preflight import advice, generation_rounds, mixed, pass_rates
+
+RECIPE = {
+    "stage": "rl",
+    "algorithm": "grpo",
+    "model": {"path": "tiny"},
+    "data": {"source": str(shipped("recipes") / "quickstart_data.py:problems"), "size": 32},
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 12},
+    "rewards": [
+        {"use": str(shipped("recipes") / "quickstart_random.py:coin")},
+        {"use": "math.accuracy", "params": {"extract": ["last_number"]}, "weight": 0, "correct": True},
+    ],
+    "scoring": {"workers": 1},
+    "optim": {"lr": 1e-5},
+    "run": {"steps": 6, "seed": 1},
+}
+
+
+def call(folder: Path, *arguments: str) -> Any:
+    (folder / "rl.yaml").write_text(json.dumps(RECIPE), encoding="utf-8")
+    return CliRunner().invoke(app, [arguments[0], str(folder / "rl.yaml"), *arguments[1:]], prog_name="posttrain")
+
+
+def test_signal_and_tokens_are_those_of_the_runs_first_steps(tmp_path: Path) -> None:
+    result = call(tmp_path, "preflight", "--prompts", "24", "--json")
+    report = json.loads(result.stdout)
+    assert (report["prompts"], report["rollouts"], report["steps"]) == (24, 96, 6)
+    assert call(tmp_path, "rl", "--output", str(tmp_path / "run")).exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    signal = sum(row["signal/share"] for row in rows) / len(rows)
+    assert 0 < signal < 1 and report["signal"]["signal/share"] == pytest.approx(signal, rel=0.2)
+    assert report["tokens"]["run"] == pytest.approx(rows[-1]["num_tokens"], rel=0.2)
+    assert report["cut"] == pytest.approx(sum(r["completions/clipped_ratio"] for r in rows) / len(rows), abs=0.1)
+    assert sum(groups for _, _, groups in report["pass_rates"]) == 24
+    assert not list(tmp_path.glob("runs")) and report["hours"] > 0
+
+
+def test_the_page_says_what_to_change_and_other_recipes_are_refused(tmp_path: Path) -> None:
+    result = call(tmp_path, "preflight", "--prompts", "4", "rollout.max_new_tokens=2")
+    assert result.exit_code == 0 and "completions are cut: rollout.max_new_tokens=4 or" in result.stdout
+    assert "pass rate of the groups" in result.stdout and "the run: 6 steps" in result.stdout
+    refused = CliRunner().invoke(app, ["preflight", "debug/sft"], prog_name="posttrain")
+    assert refused.exit_code == 2 and "`preflight` is for rl recipes" in refused.stderr
+
+
+def test_probability_of_a_mixed_group() -> None:
+    """1 of 2 right: Beta(3/2, 3/2), E[p^2] = (3/2 * 5/2) / (3 * 4) = 5/16, so 1 - 2 * 5/16 = 3/8."""
+    assert mixed(1, 2, 2) == pytest.approx(3 / 8)
+    assert mixed(0, 8, 1) == pytest.approx(0)  # one answer is never mixed
+    assert mixed(0, 8, 8) < mixed(0, 8, 32) < mixed(4, 8, 32)
+
+
+def batch(correct: list[float], groups: list[int], keep: list[bool] | None = None) -> RolloutBatch:
+    n = len(correct)
+    return RolloutBatch(
+        group_ids=torch.tensor(groups),
+        mask=torch.ones(n, 1, dtype=torch.bool),
+        correct=torch.tensor(correct),
+        keep=None if keep is None else torch.tensor(keep),
+    )
+
+
+def test_pass_rates_are_counted_by_group() -> None:
+    found = pass_rates(batch([0, 0, 1, 0, 1, 1, float("nan"), 1], [0, 0, 1, 1, 2, 2, 3, 3]))
+    assert {(low, high): n for low, high, n in found if n} == {(0, 0): 1, (0.4, 0.6): 1, (1, 1): 2}
+
+
+def test_rounds_follow_from_the_groups_that_keep_passes() -> None:
+    groups = [0, 0, 1, 1, 2, 2]
+    one_of_three = batch([1, 0, 1, 1, 0, 0], groups, [True, True, False, False, False, False])
+    assert generation_rounds(one_of_three, 8) == 3 and generation_rounds(one_of_three, 2) == 2
+    assert generation_rounds(batch([0] * 6, groups, [False] * 6), 4) == 4
+    assert generation_rounds(batch([0] * 6, groups), 4) == 1
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    signal = dict.fromkeys(("share", "too_easy", "too_hard", "unscored", "dropped"), 0.0) | changes.pop("signal", {})
+    found = {"cut": 0.0, "generation_rounds": 1.0, "larger_groups": {}, **changes}
+    return {**found, "signal": {f"signal/{name}": share for name, share in signal.items()}}
+
+
+def test_advice_follows_from_what_was_measured() -> None:
+    recipe: Any = load_dict(RECIPE, base_dir=Path.cwd(), where="test").recipe
+    assert advice(report(signal={"share": 0.9}), recipe) == []
+    hard = report(signal={"share": 0.2, "too_hard": 0.8}, larger_groups={4: 0.2, 8: 0.45, 16: 0.6})
+    assert "rollout.group_size=8 about 45%" in advice(hard, recipe)[0] and "warm up with SFT" in advice(hard, recipe)[0]
+    easy = advice(report(signal={"share": 0.3, "too_easy": 0.7}), recipe)
+    assert "use harder prompts" in easy[0] and "70% of the groups are all right" in easy[1]
+    refilled = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_gen_batches": 3})})
+    assert "the run would stop" in advice(report(signal={"share": 0.9}, generation_rounds=3.0), refilled)[0]
