@@ -24,10 +24,7 @@ from posttrain.train.rl_metrics import signal, signal_note
 Opened = Callable[..., AbstractContextManager[Any]]
 RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "reward_model": reward_model.run}
 
-OWN = '''
-import torch
-from posttrain.batch import PairLoss, TokenLoss
-
+OWN = """
 def digits(completion, token_count):
     return sum(c.isdigit() for c in completion) / max(token_count, 1)
 
@@ -39,6 +36,11 @@ def silent(completion):
 
 def early(completion, step):
     return len(completion) if step < 2 else 0.5
+"""
+# In a file of their own: what scores imports no torch.
+PARTS = '''
+import torch
+from posttrain.batch import PairLoss, TokenLoss
 
 def no_policy(batch, logp):
     """0, whatever the policy."""
@@ -89,18 +91,21 @@ NOTHING: dict[str, tuple[dict[str, Any], str]] = {
         RL | {"rollout": {**RL["rollout"], "max_new_tokens": 2}, "loss": {"mask_truncated": True}},
         "no token is left of the groups whose rewards differ",
     ),
-    "loss without gradient": (RL | {"loss": {"use": "own.py:no_policy"}}, "the gradient of every trained weight is 0"),
-    "factor 0": (RL | {"factors": [{"use": "own.py:no_factor"}]}, "no token was left to train on"),
+    "loss without gradient": (
+        RL | {"loss": {"use": "parts.py:no_policy"}},
+        "the gradient of every trained weight is 0",
+    ),
+    "factor 0": (RL | {"factors": [{"use": "parts.py:no_factor"}]}, "no token was left to train on"),
     "rl, rate under rounding": (RL | TINY_LR, "the learning rate 1e-30 changes no weight"),
     "sft, rate under rounding": (SFT | TINY_LR, "the learning rate 1e-30 changes no weight"),
     "sft, adapter": (
         SFT | TINY_LR | {"model": {"path": "tiny", "lora": {"rank": 2}}},
         "the learning rate 1e-30 changes no weight",
     ),
-    "sft, weights 0": (SFT | {"objective": {"use": "own.py:no_weight"}}, "the gradient of every trained weight is 0"),
+    "sft, weights 0": (SFT | {"objective": {"use": "parts.py:no_weight"}}, "the gradient of every trained weight is 0"),
     "sft, all rows too long": (SFT | {"data": {"source": "rows.jsonl", "max_length": 1, "overlong": "drop"}}, "no row"),
     "sft, no turn trained": (SFT | {"data": {"source": "untrained.jsonl"}}, "no row is left"),
-    "dpo, loss without gradient": (DPO | {"loss": {"use": "own.py:no_pair"}}, "the gradient of every trained weight"),
+    "dpo, loss without gradient": (DPO | {"loss": {"use": "parts.py:no_pair"}}, "the gradient of every trained weight"),
     "dpo, rate under rounding": (DPO | TINY_LR, "the learning rate 1e-30 changes no weight"),
     "dpo, equal sides": (DPO | {"data": {"source": "equal.jsonl"}}, "no row is left"),
     "reward model, equal sides": (
@@ -113,6 +118,7 @@ NOTHING: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[[dict[str, Any]], Any]:
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "parts.py").write_text(PARTS)
     user, answer = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2", "train": False}
     files = {
         "prompts": [{"prompt": f"{i}+{i}="} for i in range(12)],
