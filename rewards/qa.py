@@ -5,10 +5,10 @@ rewards:
     params: {metric: em, structure: 0.2, final_format: 0.1}
 
 `ansf1` wants few answers and all right ones; `search_r2`, `reseek` and `craft_qa` also pay for what was retrieved,
-judged or cited. Retrieved is what the recipe's tools returned (`tool_calls`); an `<information>` block that the policy
-wrote itself is none, and breaks the form. For stored transcripts of other trainers, in which these blocks are the
-tool's, set `params: {stored: true}`; never for texts that the trained policy writes. A tool that repeats the query in
-what it returns lets a guess count as found.
+judged or cited. Retrieved is what the recipe's tools or its environment returned (`transcript`); an `<information>`
+block that the policy wrote itself is none, and breaks the form. For stored transcripts of other trainers, in which
+these blocks are the tool's, set `params: {stored: true}`; never for texts that the trained policy writes. A tool that
+repeats the query in what it returns lets a guess count as found.
 
 Exact match is SQuAD's and drops all marks (`-5` equals `5`, `C++` equals `C`), and `subem` is any occurrence (`no` in
 `I know`): both are the papers' rules, for words. Numbers are for math.accuracy.
@@ -21,13 +21,13 @@ from typing import Any, Literal
 from posttrain.verify import qa
 from posttrain.verify.extract import tag_contents
 from posttrain.verify.text import Metric, contains, golds_of
+from posttrain.verify.transcript import Message
 
 
 def search_r1(
     completion: str,
     answer: str | Sequence[str] | None,
-    parts: Sequence[str] = (),
-    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    transcript: Sequence[Message] = (),
     *,
     metric: Metric = "em",
     structure: float = 0.0,
@@ -42,24 +42,22 @@ def search_r1(
     for a wrong one without the form that has an answer block. All 0: the plain score. Logged parts: score, valid,
     retrieved.
     """
-    text = _read(completion, parts, tool_calls, stored)
+    text = _read(completion, transcript, stored)
     found = qa.search_r1(
         text, answer, metric=metric, structure=structure, final_format=final_format, retrieval=retrieval
     )
     return None if found["reward"] is None else found
 
 
-def _read(completion: str, parts: Sequence[str], tool_calls: Sequence[Mapping[str, Any]] | None, stored: bool) -> str:
+def _read(completion: str, transcript: Sequence[Message], stored: bool) -> str:
     """The text in which `<information>` is what a tool returned."""
-    turns = [completion] if tool_calls is None else list(parts)
-    return completion if stored else qa.transcript(turns, tool_calls)
+    return completion if stored else qa.searched_text(transcript or [Message("model", completion)])
 
 
 def search_r2(
     completion: str,
     answer: str | Sequence[str] | None,
-    parts: Sequence[str] = (),
-    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    transcript: Sequence[Message] = (),
     *,
     metric: Metric = "em",
     stored: bool = False,
@@ -68,7 +66,7 @@ def search_r2(
 
     The paper's judge of usefulness is replaced by the occurrence of a gold string.
     """
-    text = _read(completion, parts, tool_calls, stored)
+    text = _read(completion, transcript, stored)
     score, golds = qa.search_r1(text, answer, metric=metric)["score"], golds_of(answer)
     return qa.density_reward(score, [float(contains(b, golds)) for b in tag_contents(text, "information")])
 
@@ -76,8 +74,7 @@ def search_r2(
 def reseek(
     completion: str,
     answer: str | Sequence[str] | None,
-    parts: Sequence[str] = (),
-    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    transcript: Sequence[Message] = (),
     *,
     positive: float = 0.1,
     negative: float = -0.05,
@@ -93,7 +90,7 @@ def reseek(
     max_judged: the first so many judgements count (the paper has 4 turns), or repeating one would pay without end.
     """
     found = qa.reseek(
-        _read(completion, parts, tool_calls, stored),
+        _read(completion, transcript, stored),
         answer,
         positive=positive,
         negative=negative,
@@ -107,8 +104,7 @@ def reseek(
 def ansf1(
     completion: str,
     answer: Sequence[str | Sequence[str]] | str | None,
-    parts: Sequence[str] = (),
-    tool_calls: Sequence[Mapping[str, Any]] | None = None,
+    transcript: Sequence[Message] = (),
     *,
     require_format: bool = False,
     stored: bool = False,
@@ -118,7 +114,7 @@ def ansf1(
     `answer`: one entry a right answer, a text or a list of its aliases. Items are a JSON list, or stand between `;` and
     line ends (a guess). require_format: a transcript without search_r1's form earns 0 (a guess too).
     """
-    text = _read(completion, parts, tool_calls, stored)
+    text = _read(completion, transcript, stored)
     form = qa.well_formed_search(text) if require_format else None
     found = qa.answer_f1(text, answer, format_ok=form)
     return None if found["reward"] is None else found
@@ -154,11 +150,21 @@ _JUDGED = "<search>q</search><information>%s</information><judge>%s</judge><answ
 
 
 def _searched(found: str, last: str, kind: str = "ok") -> tuple[str, dict[str, Any]]:
-    """(completion, built-ins) of a rollout that searched once, and then wrote `last`."""
-    parts = ["<think>who</think><search>capital of Norway</search>", last]
-    calls = [{"name": "search", "arguments": {}, "result": found, "kind": kind, "turn": 0}]
-    return "\n".join(parts), {"answer": "Oslo", "parts": parts, "tool_calls": calls}
+    """(completion, columns) of a rollout that searched once, and then wrote `last`."""
+    first = "<think>who</think><search>capital of Norway</search>"
+    told = [Message("model", first), Message("tool", found, "search", kind), Message("model", last)]
+    return f"{first}\n{last}", {"answer": "Oslo", "transcript": told}
 
+
+_SHOWN = {
+    "answer": "Oslo",
+    "transcript": [
+        {"role": "prompt", "text": "The capital? <information>Oslo</information>"},
+        {"role": "model", "text": "<think>who</think><search>capital of Norway</search>"},
+        {"role": "environment", "text": "Oslo is the capital"},
+        {"role": "model", "text": _PLAIN % "Rome"},
+    ],
+}
 
 EXAMPLES = {
     "search_r1": [
@@ -168,6 +174,7 @@ EXAMPLES = {
         (*_searched("Oslo is the capital", _PLAIN % "Rome"), 0.3, _FORM),
         (*_searched("cats", _PLAIN % "Rome" + "<information>Oslo</information>"), 0.1, _FORM),
         (*_searched("Oslo, but late", _PLAIN % "Rome", "error"), 0.2, _FORM),
+        (_PLAIN % "Rome", _SHOWN, 0.3, _FORM),  # by an environment
         (*_searched("<answer>Oslo</answer>", "I do not know"), 0.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.0),
         (_TRACE % "Rome", {"answer": "Oslo"}, 0.1, _FORM),

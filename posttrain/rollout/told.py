@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.batch import Rollout, ToolCall
@@ -22,6 +22,21 @@ def told(rollout: Rollout) -> dict[str, Any]:
         "world_score": rollout.world_score,
         "parts": tuple(turn.text for turn in rollout.turns),
         "turn_rewards": tuple(turn.reward for turn in rollout.turns),
+        "observations": tuple(None if turn.calls else turn.reply for turn in rollout.turns),
+    }
+
+
+def told_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a row of completions.jsonl, as far as `turn_records` keeps it."""
+    turns = record.get("turns")
+    if not turns:
+        return {}
+    return {
+        "tool_calls": [{**call, "turn": number} for number, turn in enumerate(turns) for call in turn["calls"]],
+        "turns": len(turns),
+        "parts": tuple(turn["text"] for turn in turns),
+        "turn_rewards": tuple(turn.get("reward") for turn in turns),
+        "observations": tuple(None if turn["calls"] else turn.get("reply") for turn in turns),
     }
 
 

@@ -36,6 +36,6 @@ def is_judged(section: Reward, reward: LoadedReward) -> bool:
     an environment says, or a model's opinion. One that reads the completion alone, as a count of characters does, is
     taken at its word only where the recipe marks it with `correct: true`.
     """
-    asked = {"prompt", "messages", "world_score", "turn_rewards", "tool_calls"} & set(reward.built_ins)
+    asked = {"prompt", "messages", "world_score", "turn_rewards", "tool_calls", "transcript"} & set(reward.built_ins)
     asked |= {"prompts"} & set(reward.built_ins) if not reward.all_columns else set()
     return section.correct or reward.reads_data or reward.is_judge or bool(asked)

@@ -21,6 +21,7 @@ from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.contract import ByTurn, shown
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
 from posttrain.verify.pool import Pool
+from posttrain.verify.transcript import read_transcript
 from posttrain.verify.worker import Call, Result, Target
 
 
@@ -112,7 +113,11 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
         _check_columns(reward, example, number)
         key = f"{name} {json.dumps(example.params, sort_keys=True, default=repr)}"
         targets.setdefault(key, target_of(reward, timeout_s))
-        calls += calls_of(reward, list(targets).index(key), number, [example.completion], [example.columns])
+        given = dict(example.columns)
+        if "transcript" in reward.built_ins:
+            where = f"{reward.target}, example {number + 1}"
+            given["transcript"] = read_transcript(given.get("transcript"), example.completion, where)
+        calls += calls_of(reward, list(targets).index(key), number, [example.completion], [given])
     pool = Pool(list(targets.values()), workers=1)
     try:
         results = pool.run(calls)

@@ -12,6 +12,7 @@ from posttrain.errors import DataError
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.verify.load import check_columns
 from posttrain.verify.score import Sample, Scorer, score_of
+from posttrain.verify.transcript import read_transcript
 
 Verdicts = Sequence[bool | None]
 
@@ -73,7 +74,13 @@ def try_labelled(
         check_columns(scorer.rewards, {column for row in rows for column in row})
         samples = [
             Sample(
-                row["completion"], row, prompt=str(row.get("prompt", "")), token_count=-(-len(row["completion"]) // 4)
+                row["completion"],
+                row,
+                prompt=str(row.get("prompt", "")),
+                token_count=-(-len(row["completion"]) // 4),
+                transcript=read_transcript(row["transcript"], row["completion"], where=row["uid"])
+                if row.get("transcript") is not None
+                else (),
             )
             for row in rows
         ]

@@ -33,7 +33,8 @@ from posttrain.verify.made import made
 # outside training). tool_calls: of a rollout with tools, [{name, arguments, result, kind, turn}], else None. turns: of
 # the model, else 1. messages: with tools or an environment the whole conversation. world_score: what the environment's
 # `score` gave. parts: the texts of the model's turns; of a single one its steps (`scoring.split`). turn_rewards: the
-# environment's, one a turn (None where its step gave none), else [].
+# environment's, one a turn (None where its step gave none), else []. transcript: who said what, as a list of
+# `transcript.Message` (role, text, name, kind); of a single turn the prompt and the completion.
 BUILT_INS = (
     "prompt",
     "messages",
@@ -50,6 +51,7 @@ BUILT_INS = (
     "world_score",
     "parts",
     "turn_rewards",
+    "transcript",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from posttrain.verify.text import (
     qa_norm,
     weighted_mean,
 )
+from posttrain.verify.transcript import Message
 
 BLOCKS = ("think", "search", "information", "answer")
 # state -> the opening tags that may follow it, and the state that their closing tag leads to
@@ -32,26 +34,30 @@ _FOLLOWS = {
 }
 _NUMBER = re.compile(r"(?<!\d)(?:(?<!\w)-)?\d{1,18}(?:\.\d+)?(?!\d)", re.ASCII)
 _OWN_INFORMATION = re.compile(r"<(/?)information>")
+_AS_WRITTEN = r"<\1written>"
 _CALL = re.compile(r"<(/?)tool_call>")
 _TAGS = re.compile(r"</?(?:think|search|information|answer|judge|tool_call)>")
 _JUDGED = re.compile(r"<information>((?:(?!<information>).)*?)</information>"
                      r"(?:(?!<information>).)*?<judge>(.*?)</judge>", re.DOTALL)  # fmt: skip
 
 
-def transcript(turns: Sequence[str], calls: Sequence[Mapping[str, Any]] | None) -> str:
-    """The turns of a model with what its tools returned in `<information>` blocks, and no such block of its own.
+def searched_text(transcript: Sequence[Message]) -> str:
+    """The model's turns with what its tools or its environment returned in `<information>` blocks, and no such block of
+    its own.
 
-    calls: {"result", "kind", "turn"} each, None where no tool was offered. A block that the model wrote becomes
-    `<written>`, which no form allows. A call that failed leaves an empty block. A call in `<tool_call>` is a search;
-    tags in what a tool returned are dropped.
+    A block that the model wrote becomes `<written>`, which no form allows. A call that failed leaves an empty block. A
+    call in `<tool_call>` is a search; tags in what was returned are dropped.
     """
-    text = ""
-    for number, turn in enumerate(turns):
-        text += _OWN_INFORMATION.sub(r"<\1written>", turn)
-        mine = [call for call in calls or () if call["turn"] == number]
-        results = [str(call["result"]) for call in mine if call["kind"] == "ok"]
-        text += f"\n<information>{_TAGS.sub(' ', chr(10).join(results))}</information>\n" if mine else "\n"
-    return text if calls is None else _CALL.sub(r"<\1search>", text)
+    text, acted = "", False
+    for role, run in itertools.groupby(transcript, key=lambda message: message.role in ("tool", "environment")):
+        said = [message for message in run if message.role != "prompt"]
+        if role:
+            returned = "\n".join(m.text for m in said if m.role == "environment" or m.kind == "ok")
+            text += f"<information>{_TAGS.sub(' ', returned)}</information>\n"
+            acted = True
+        else:
+            text += "".join(f"{_OWN_INFORMATION.sub(_AS_WRITTEN, message.text)}\n" for message in said)
+    return _CALL.sub(r"<\1search>", text) if acted else text
 
 
 def well_formed_search(text: str) -> bool:

@@ -23,6 +23,7 @@ from posttrain.verify.load import LoadedReward, load_reward
 from posttrain.verify.parts import parts_of
 from posttrain.verify.pool import Pool
 from posttrain.verify.printed import Printed
+from posttrain.verify.transcript import Message, make_transcript
 from posttrain.verify.worker import Call, Result
 
 
@@ -45,6 +46,8 @@ class Sample:
     world_score: float | None = None  # of its environment
     parts: Sequence[str] = ()  # texts of the model's turns
     turn_rewards: Sequence[float | None] = ()  # of its environment, one a turn
+    observations: Sequence[str | None] = ()  # what its environment showed after each turn
+    transcript: Sequence[Message] = ()  # of a row that brings its own; else made of the above
 
 
 @dataclass(frozen=True)
@@ -336,6 +339,10 @@ def built_in(name: str, sample: Sample, step: int, correct: bool | None) -> Any:
             return list(sample.parts) or [sample.completion]
         case "turn_rewards":
             return list(sample.turn_rewards)
+        case "transcript":
+            calls, shown = sample.tool_calls, sample.observations
+            made = make_transcript(sample.prompt, sample.completion, sample.parts, calls, shown)
+            return list(sample.transcript) or made
     return trl_form.built_in(name, sample.token_ids, step)
 
 

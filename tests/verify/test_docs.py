@@ -17,10 +17,10 @@ SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), r
 
 
 def test_there_are_scripts() -> None:
-    assert len(SCRIPTS) == 4
+    assert len(SCRIPTS) == 5
 
 
-@pytest.mark.parametrize("text", SCRIPTS, ids=["one_row", "many_rows", "by_turn", "judge"])
+@pytest.mark.parametrize("text", SCRIPTS, ids=["one_row", "transcript", "many_rows", "by_turn", "judge"])
 def test_the_examples_of_the_page_hold(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text, encoding="utf-8")
     outcomes = run_examples(tmp_path / "script.py")

@@ -1,0 +1,89 @@
+"""Who said what in a rollout: the typed transcript that a reward asks for by an argument `transcript`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from posttrain.errors import RewardError, did_you_mean
+from posttrain.registry import shown_value
+
+Role = Literal["prompt", "model", "tool", "environment"]
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+class Message(NamedTuple):
+    """One part of a transcript. What the model wrote is always `model`, whatever tags it holds.
+
+    role: prompt (once, first), model (one a turn), tool (one a call of the turn before), environment (what it showed
+    after the turn before). text: as the model saw it, the prompt with its chat template. name: of the tool. kind: what
+    came of the call: ok, error, timeout, malformed or unknown; "" for other roles.
+    """
+
+    role: Role
+    text: str
+    name: str = ""
+    kind: str = ""
+
+
+def make_transcript(
+    prompt: str,
+    completion: str,
+    turns: Sequence[str] = (),
+    calls: Sequence[Mapping[str, Any]] | None = None,
+    observations: Sequence[str | None] = (),
+) -> list[Message]:
+    """The transcript of a rollout.
+
+    turns: the texts of the model's turns, of a rollout with tools or an environment; otherwise its completion is the
+    only turn. calls: {"name", "result", "kind", "turn"} each, None without tools. observations: what an environment
+    showed after each turn, None where nothing.
+    """
+    told = [Message("prompt", prompt)]
+    if calls is None:
+        return [*told, Message("model", completion)]
+    for number, text in enumerate(turns):
+        told.append(Message("model", text))
+        told += [Message("tool", str(c["result"]), c["name"], c["kind"]) for c in calls if c["turn"] == number]
+        if number < len(observations) and (shown := observations[number]) is not None:
+            told.append(Message("environment", shown))
+    return told
+
+
+def read_transcript(given: Any, completion: str, where: str) -> list[Message]:
+    """A transcript as an example or a labelled row writes it: a list of {"role", "text", "name", "kind"}, or of such
+    tuples; a tool's `kind` is ok if it is not there. None: the completion alone, as the model's.
+
+    Raises RewardError, which names the place by `where`.
+    """
+    if given is None:
+        return [Message("model", completion)]
+    if not isinstance(given, list | tuple) or isinstance(given, Message):
+        raise _refused(given, where)
+    return [_message(one, where) for one in given]
+
+
+def _message(one: Any, where: str) -> Message:
+    fields = one if isinstance(one, Mapping) else dict(zip(Message._fields, one, strict=False)) if _listed(one) else {}
+    texts = all(isinstance(value, str) for value in fields.values())
+    if not texts or not {"role", "text"} <= set(fields) <= set(Message._fields):
+        raise _refused(one, where)
+    if fields["role"] not in ROLES:
+        hint = did_you_mean(fields["role"], ROLES)
+        what = f"a transcript has no role {fields['role']!r}"
+        raise RewardError(what, where=where, allowed=", ".join(ROLES), hint=hint)
+    message = Message(**fields)
+    return message._replace(kind="ok") if message.role == "tool" and not message.kind else message
+
+
+def _listed(one: Any) -> bool:
+    return isinstance(one, list | tuple) and 2 <= len(one) <= len(Message._fields)
+
+
+def _refused(given: Any, where: str) -> RewardError:
+    return RewardError(
+        f"not a transcript: {shown_value(given)}",
+        where=where,
+        allowed='a list of {"role", "text"}, of a tool also "name" and "kind"',
+        hint='e.g. [{"role": "model", "text": "..."}, {"role": "tool", "name": "search", "text": "..."}]',
+    )
