@@ -1,11 +1,49 @@
-"""posttrain: post-train reasoning LLMs from YAML recipes. Heavy libraries are imported only where they are used."""
+"""posttrain: post-train reasoning LLMs from YAML recipes. Heavy libraries are imported only where they are used.
 
+import posttrain as pt
+run = pt.rl("recipe.yaml", optim={"lr": 1e-6})
+run.metrics["reward"]
+"""
+
+from __future__ import annotations
+
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.api import Run as Run
+    from posttrain.api import dpo as dpo
+    from posttrain.api import generate as generate
+    from posttrain.api import load_recipe as load_recipe
+    from posttrain.api import reward_model as reward_model
+    from posttrain.api import rl as rl
+    from posttrain.api import sft as sft
+    from posttrain.errors import PosttrainError as PosttrainError
 
 __version__ = "0.1.0"
+
+_OF_API = ("Run", "dpo", "generate", "load_recipe", "reward_model", "rl", "sft")
+_PACKAGES = ("evaluate", "merge")  # are called themselves
+__all__ = ["PosttrainError", *_OF_API, *_PACKAGES]
 
 _process = sys.modules.get("multiprocessing.process")  # there already in a process that it has started
 if _process is not None and _process.current_process().name.startswith("EngineCore"):
     from posttrain.rollout import engine_process
 
     engine_process.begin()  # vLLM's, which imports us before itself
+
+
+def __getattr__(name: str) -> Any:
+    """The Python interface, imported when it is first used."""
+    if name in _OF_API:
+        return getattr(importlib.import_module("posttrain.api"), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"posttrain.{name}")
+    if name == "PosttrainError":
+        return importlib.import_module("posttrain.errors").PosttrainError
+    raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

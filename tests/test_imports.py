@@ -34,10 +34,13 @@ ALLOWED: dict[str, set[str]] = {
     "data": FOUNDATION | {"batch", "chat", "hub", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
     "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
-    "merge": FOUNDATION | {"models", "run", "seeds"},
-    "evaluate": FOUNDATION | {"batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
+    "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
+    "evaluate": FOUNDATION
+    | {"callable_module", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
     "train": FOUNDATION
     | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"},
+    "callable_module": set(),
+    "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},
 }
 AT_MODULE_LEVEL_ONLY_LIGHT = {

@@ -66,7 +66,7 @@ def defined(node: ast.AST, *, methods: bool = True) -> Iterator[Definition]:
     """Functions and classes; without methods of a class with bases, which may be called by what it inherits from."""
     for part in ast.iter_child_nodes(node):
         if isinstance(part, Definition):
-            if not part.name.startswith("__") and (methods or isinstance(part, ast.ClassDef)):
+            if not part.name.startswith(("__", "_repr_")) and (methods or isinstance(part, ast.ClassDef)):
                 yield part
             yield from defined(part, methods=not (isinstance(part, ast.ClassDef) and part.bases))
         else:

@@ -1,0 +1,5 @@
+"""Evaluation: accuracy with intervals, pass@k, generation. `posttrain.evaluate(recipe)` runs a recipe."""
+
+from posttrain.callable_module import make_callable
+
+make_callable(__name__, "posttrain.api:evaluate")

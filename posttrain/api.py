@@ -1,0 +1,241 @@
+"""The Python interface: `import posttrain as pt; run = pt.rl("recipe.yaml", optim={"lr": 1e-6}); run.metrics`.
+
+Each function runs one stage in this process, as its command does, and returns the `Run`. Libraries such as torch are
+imported when a stage begins. Mistakes raise the errors of `posttrain.errors`; nothing exits the process.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain import terminal
+from posttrain.errors import MissingExtra, UserError
+
+if TYPE_CHECKING:
+    from posttrain.recipe.load import Loaded
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows of a run: a list of dicts. `rows["reward"]` is a column (None where a row lacks it), `frame` all of them."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row.get(key) for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all columns, in the order in which they first occur."""
+        return list(dict.fromkeys(name for row in self for name in row))
+
+    @property
+    def frame(self) -> Any:
+        """The rows as a pandas DataFrame. Raises MissingExtra without pandas."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise MissingExtra("pandas", "a DataFrame of metrics", "train") from error
+        return pandas.DataFrame(list(self), columns=self.columns)
+
+    def _repr_html_(self) -> str:
+        """A table of the first and last rows in a notebook, of pandas where it is installed."""
+        try:
+            return str(self.frame.to_html(max_rows=10))
+        except MissingExtra:
+            return f"<pre>{html.escape(repr(list(self[:5])))}</pre>"
+
+
+class Run:
+    """A run directory, of a run that goes on or is over. path: the directory."""
+
+    def __init__(self, path: str | Path) -> None:
+        from posttrain.run.durable import read_json
+
+        self.path = Path(path)
+        resolved = read_json(self.path / "resolved.json")
+        if resolved is None:
+            raise UserError(f"{self.path} is no run directory: it has no resolved.json")
+        self.recipe: dict[str, Any] = dict(resolved)  # every value in force
+
+    @property
+    def stage(self) -> str:
+        """What was run: `rl`, `sft`, ..."""
+        return str(self.recipe.get("stage"))
+
+    @property
+    def status(self) -> str:
+        """`running`, `finished`, `stopped`, `failed` or `killed`."""
+        from posttrain.run import status
+
+        return status.read(self.path).state
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The result; None until the run is finished."""
+        from posttrain.run.durable import read_json
+
+        found = read_json(self.path / "summary.json")
+        return found if found is None else dict(found)
+
+    @property
+    def metrics(self) -> Rows:
+        """A row a step: `run.metrics["reward"]`, `run.metrics.frame`."""
+        return self._rows("metrics.jsonl")
+
+    @property
+    def samples(self) -> Rows:
+        """What was written, and how it was scored: samples of training, or all completions of eval and generate."""
+        return self._rows("samples.jsonl") or self._rows("completions.jsonl")
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the trained or merged model; None where there is none (yet)."""
+        said = (self.summary or {}).get("model")
+        places = [Path(said)] if isinstance(said, str) and Path(said).is_dir() else []
+        return next((p for p in [self.path / "final", *places] if p.is_dir() and self.stage not in _READERS), None)
+
+    def _rows(self, name: str) -> Rows:
+        from posttrain.run.jsonl import sound_rows
+
+        path = self.path / name
+        return Rows(sound_rows(path, stepped=True)[0] if path.is_file() else [])
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {self.stage}, {self.status})"
+
+    def _repr_html_(self) -> str:
+        """The report inside a notebook, in a frame of its own that runs nothing outside of it."""
+        page = self.path / "report.html"
+        head = f"<code>{html.escape(repr(self))}</code>"
+        if not page.is_file():
+            return head
+        text = html.escape(page.read_text(encoding="utf-8"), quote=True)
+        return f'{head}<iframe sandbox="allow-scripts" srcdoc="{text}" style="width: 100%; height: 40em"></iframe>'
+
+
+_READERS = ("eval", "generate", "pairs")  # stages that read a model and make none
+
+
+def load_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Loaded:
+    """A recipe, read, merged and checked, with everything that it names; nothing is run.
+
+    recipe: a file, the name of a shipped recipe, or values with their `stage`. overrides: values by key; sections as
+    dicts (`optim={"lr": 1e-6}`) or with two underscores for the dot (`optim__lr=1e-6`). Returns the recipe (`.recipe`)
+    with all values (`.resolved`) and who gave each (`.origins`). Raises RecipeError, or UserError, with all mistakes.
+    """
+    return _load(recipe, None, overrides)
+
+
+def _stage(verb: str, about: str) -> Callable[..., Run]:
+    """The function that runs recipes of one stage."""
+
+    def run(
+        recipe: str | Path | Mapping[str, Any] | Loaded,
+        output: str | Path | None = None,
+        *,
+        resume: bool = False,
+        **overrides: Any,
+    ) -> Run:
+        return _run(verb, recipe, output, resume, overrides)
+
+    run.__name__ = run.__qualname__ = _NAMES.get(verb, verb)
+    run.__doc__ = f"""{about}
+
+    recipe: a file, the name of a shipped recipe, values as a dict, or what `load_recipe` returned. output: the run
+    directory (default: `run.output` of the recipe, or runs/NAME/TIME-HASH). resume: go on with the run that is there.
+    overrides: values by key, as for `load_recipe`. Returns the finished Run. Raises UserError for mistakes, RunError
+    for a run that failed, Interrupted after Ctrl-C (with resume=True it goes on).
+    """
+    return run
+
+
+_NAMES = {"reward-model": "reward_model", "eval": "evaluate"}  # a verb -> its function
+
+sft = _stage("sft", "Supervised fine-tuning.")
+dpo = _stage("dpo", "Preference optimisation on pairs: DPO and its relatives.")
+reward_model = _stage("reward-model", "Train a reward model on pairs or labels.")
+rl = _stage("rl", "Reinforcement learning with verifier rewards.")
+evaluate = _stage("eval", "Measure a model's accuracy on rows that reward scripts grade.")
+generate = _stage("generate", "Complete the prompts of a recipe.")
+merge = _stage("merge", "Merge models.")
+
+
+def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overrides: Mapping[str, Any]) -> Run:
+    from posttrain.cli import packages
+    from posttrain.cli.stage import located, tell_notes
+    from posttrain.run import ranks
+    from posttrain.run.directory import RunDirectory
+
+    if ranks.world() > 1:
+        raise UserError("this process is one of several", hint=f"use `posttrain {verb} RECIPE --gpus N`, or torchrun")
+    loaded = _load(recipe, verb, overrides)
+    packages.require(loaded)
+    tell_notes(loaded)
+    from posttrain.pipeline import run_stage
+    from posttrain.train.started import named_files
+
+    where = output or loaded.recipe.run.output
+    with RunDirectory.open(
+        Path(where) if where else None,
+        name=loaded.name,
+        text=loaded.text or json.dumps(loaded.resolved, indent=2) + "\n",
+        resolved=loaded.resolved,
+        resume=resume,
+        inputs=named_files(loaded),
+    ) as directory:
+        terminal.note(f"run directory: {directory.path}")
+        with located(loaded):
+            run_stage(loaded.recipe, directory)
+        return Run(directory.path)
+
+
+def _load(recipe: Any, verb: str | None, overrides: Mapping[str, Any]) -> Loaded:
+    """The checked recipe; `verb`: the stage that it must be for, None for any."""
+    from posttrain.cli import preflight
+    from posttrain.recipe import load as loading
+    from posttrain.recipe.stages import STAGES
+
+    changes = list(_as_typed(overrides))
+    if isinstance(recipe, loading.Loaded):
+        if changes:
+            raise UserError("the recipe is loaded already", hint="give overrides to load_recipe")
+        if verb is not None:
+            recipe.require(STAGES[verb])
+        return recipe
+    if isinstance(recipe, Mapping):
+        values = {"name": verb or str(recipe.get("stage", "recipe")), **recipe}
+        if verb is not None:
+            values.setdefault("stage", verb.replace("-", "_"))
+        loaded = loading.load_dict(values, base_dir=Path.cwd(), where="values", overrides=changes)
+        preflight.check(loaded)
+        if verb is not None:
+            loaded.require(STAGES[verb])
+        return loaded
+    if not isinstance(recipe, str | Path):
+        raise UserError(f"a recipe cannot be {type(recipe).__name__}", allowed="a file, a name, or a dict of values")
+    return preflight.load(str(recipe), changes, stage=verb)
+
+
+def _as_typed(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """`key.path=VALUE` for each value, as on a command line: `{"optim": {"lr": 1e-6}}` -> `optim.lr=1e-06`."""
+    for name, value in values.items():
+        key = f"{above}.{name}" if above else name.replace("__", ".")
+        if isinstance(value, Mapping) and value:
+            yield from _as_typed(value, key)
+            continue
+        try:
+            yield f"{key}={json.dumps(value, default=_plain)}"
+        except TypeError as error:
+            raise UserError(f"{key}: {error}", allowed="numbers, texts, lists and dicts of them") from None
+
+
+def _plain(value: Any) -> Any:
+    """A path as text, a number of numpy or torch as a number."""
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item") and not callable(value):
+        return value.item()
+    how = ": write it as FILE.py:FUNCTION" if callable(value) else ""
+    raise TypeError(f"{type(value).__name__} is no value of a recipe{how}")

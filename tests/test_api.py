@@ -1,0 +1,129 @@
+"""The Python interface: signatures, the example of its page, errors, threads, and an import without heavy libraries."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import posttrain as pt
+from posttrain.errors import MissingExtra, RecipeError, UserError
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
+SFT = {"stage": "sft", "model": {"path": "tiny"}, "data": {"source": "rows.jsonl"}, "run": {"steps": 2}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=?", "completion": "2"}\n' * 8, encoding="utf-8")
+    return tmp_path
+
+
+def run_python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_import_is_light_and_names_are_there() -> None:
+    code = "import sys, posttrain as pt; names = set(sys.modules); print(sorted(dir(pt)), 'pydantic' in names)"
+    heavy = "print([m for m in ('torch', 'transformers', 'pandas', 'typer', 'yaml') if m in sys.modules])"
+    listed, found = run_python(f"{code}; {heavy}").splitlines()
+    assert found == "[]" and listed.endswith("False")
+    assert all(f"'{name}'" in listed for name in ("rl", "sft", "merge", "evaluate", "Run", "load_recipe"))
+    with pytest.raises(AttributeError, match="no attribute 'grpo'"):
+        _ = pt.grpo  # type: ignore[attr-defined]
+
+
+def test_the_page_has_every_signature() -> None:
+    """As written on the page: names and defaults, without annotations."""
+    written = dict(re.findall(r"^(\w+)(\(.*\)) -> \w+$", PAGE, re.MULTILINE))
+    assert set(written) == {"sft", "dpo", "rl", "reward_model", "evaluate", "generate", "merge", "load_recipe"}
+    for name, text in written.items():
+        function: Any = getattr(pt, name)
+        parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+        assert str(inspect.Signature(parameters)) == text, name
+        assert inspect.signature(function).return_annotation in ("Run", "Loaded")
+
+
+def test_packages_of_the_same_name_stay_packages() -> None:
+    import posttrain.evaluate.estimators
+    import posttrain.merge.rules
+
+    assert callable(pt.merge) and callable(pt.evaluate)
+    assert pt.merge is posttrain.merge and hasattr(posttrain.merge, "rules")
+    assert callable(posttrain.evaluate.estimators.mean)
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    example = ROOT / "docs" / "examples" / "python_api.py"
+    code = example.read_text(encoding="utf-8")
+    assert code.split('"""\n\n', 1)[1] in PAGE
+    done = subprocess.run(
+        [sys.executable, str(example), str(tmp_path)], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"reward by step: \[[\d., -]+\]", done.stdout) and "signal/share" in done.stdout
+    assert "accuracy: " in done.stdout and re.search(r"merged: \S+final is finished", done.stdout)
+    assert "3e-05 by the command line" in done.stdout and "optim.learning_rate" in done.stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_values_as_a_dict_and_both_forms_of_overrides() -> None:
+    loaded = pt.load_recipe(SFT, optim={"lr": 1e-6, "betas": [0.9, 0.95]}, run__seed=3, run={"output": Path("out")})
+    optim, run = loaded.resolved["optim"], loaded.resolved["run"]
+    assert (optim["lr"], optim["betas"], run["seed"], run["output"], run["steps"]) == (1e-6, [0.9, 0.95], 3, "out", 2)
+    with pytest.raises(UserError, match="loaded already"):
+        pt.sft(loaded, run__seed=1)
+    with pytest.raises(UserError, match=r"rewards: .*FILE\.py:FUNCTION"):
+        pt.load_recipe(SFT, rewards=[{"use": print}])
+
+
+def test_mistakes_are_raised_and_make_no_directory(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"optim\.learning_rate") as caught:
+        pt.sft(SFT, "out", optim={"learning_rate": 1})
+    assert "lr" in caught.value.problems[0].hint
+    with pytest.raises(RecipeError, match="not for `posttrain rl`"):
+        pt.rl(SFT, "out")
+    with pytest.raises(UserError, match="cannot be int"):
+        pt.sft(3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no run directory"):
+        pt.Run(folder)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_run_in_another_thread_and_its_rows() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(pt.sft(SFT, "out")))
+    thread.start()
+    thread.join()
+    (run,) = found
+    assert (run.path, run.stage, run.status, run.model) == (Path("out"), "sft", "finished", Path("out/final"))
+    assert run.summary["steps"] == 2 and run.recipe["run"]["steps"] == 2
+    assert run.metrics["step"] == [1, 2] and run.metrics["nothing"] == [None, None]
+    assert run.metrics[0]["step"] == 1 and len(run.metrics.frame) == 2
+    assert list(run.metrics.frame.columns) == run.metrics.columns
+    assert "srcdoc=" in run._repr_html_() and 'sandbox="allow-scripts"' in run._repr_html_()
+    with pytest.raises(UserError, match="in use"):
+        pt.sft(SFT, "out")
+    assert pt.sft(SFT, "out", resume=True, run__steps=3).metrics["step"] == [1, 2, 3]
+
+
+def test_without_pandas_metrics_are_a_list(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "resolved.json").write_text('{"stage": "rl"}', encoding="utf-8")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    run = pt.Run(folder)
+    assert run.metrics["reward"] == [0.5] and "reward" in run.metrics._repr_html_()
+    assert run.summary is None and run.model is None
+    with pytest.raises(MissingExtra, match="pandas"):
+        _ = run.metrics.frame
