@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION
-    | {"callable_module", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
+    | {"callable_module", "chat", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
     "train": FOUNDATION
     | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"},
     "callable_module": set(),

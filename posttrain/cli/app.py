@@ -10,6 +10,7 @@ import typer
 from posttrain import __version__, terminal
 from posttrain.cli import (
     browse,
+    chat,
     completion,
     doctor,
     generate,
@@ -36,7 +37,7 @@ LAZY = {
 PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run", "sweep"),
     "Data": ("data", "pairs"),
-    "Measure": ("eval", "generate", "browse"),
+    "Measure": ("eval", "generate", "chat", "browse"),
     "Follow": ("report", "runs", "diff", "track"),
     "Inspect": ("recipe", "plan", "preflight", "methods", "whatif", "reward", "tool", "doctor", "completion"),
 }
@@ -104,6 +105,7 @@ def root(
 stage.register(app)
 grid.register(app)
 generate.register(app)
+chat.register(app)
 serve.register(app)
 plan.register(app)
 preflight_run.register(app)

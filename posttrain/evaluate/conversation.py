@@ -1,0 +1,274 @@
+"""A conversation with a model: its turns streamed as text, the calls of tools answered between them.
+
+Sampling runs in a thread of its own, and ends when `Conversation.stop` is set. Every turn is rendered anew by the chat
+template, as servers do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain import chat
+from posttrain.batch import Prompt, ToolCall
+from posttrain.data.render import encode_prompts
+from posttrain.errors import DataError
+from posttrain.models.load import LoadedModel, load
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.stages import GenerateRecipe
+from posttrain.rollout.engine import Engine, check_engine, make_engine, start_note
+from posttrain.seeds import derive
+from posttrain.tools.calls import Caller
+from posttrain.tools.formats import parse
+from posttrain.tools.offer import Offer, offer_of
+
+CHUNK = 16  # tokens that an engine without a stream of its own samples at once
+Message = dict[str, Any]
+Emit = Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of one turn of the model. finish: `stop`, `length` or `interrupted`. calls: of tools, with results."""
+
+    text: str
+    tokens: int
+    finish: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass
+class Conversation:
+    """One model and what was said so far. `ask` streams an answer; `reset` forgets all but the system message."""
+
+    recipe: GenerateRecipe
+    loaded: LoadedModel
+    engine: Engine | None  # None: transformers' own generation
+    offer: Offer | None
+    caller: Caller | None
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0  # of the model, since the start: each has a seed of its own
+    stop: threading.Event = field(default_factory=threading.Event)  # set it to end the answer that is being sampled
+
+    @property
+    def name(self) -> str:
+        """The model, as it was named."""
+        return self.loaded.source
+
+    def reset(self) -> None:
+        """Forget what was said; the system message stays."""
+        self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
+
+    def set_system(self, text: str) -> None:
+        """Put a system message in front, in the place of the one that is there; an empty text removes it."""
+        rest = [m for m in self.messages if m["role"] != "system"]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *rest]
+
+    def prompt(self) -> str:
+        """What the model is given next, as the chat template writes it. Raises DataError where the template refuses."""
+        row = {"messages": chat.clean_messages(self.messages)}
+        shown = self.offer.row(row) if self.offer else row
+        return chat.render(self.loaded.tokenizer, shown["messages"], tools=shown.get("tools"), generation_prompt=True)
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the next answer begins inside a thought that the template has opened."""
+        return chat.prefilled_think(self.prompt())
+
+    def ask(self, text: str) -> Iterator[str | Answer]:
+        """Say something: pieces of text, and an Answer behind each turn of the model, more than one with tools.
+
+        Raises DataError, with the message taken back, where the template refuses it or the window has no room for it.
+        """
+        self.stop.clear()
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            for _ in range(self.recipe.sampling.max_turns):
+                answer = yield from self._turn()
+                yield answer
+                if not answer.calls:
+                    return
+        except DataError:
+            self.messages = before
+            raise
+
+    def _turn(self) -> Generator[str, None, Answer]:
+        """Stream one turn of the model; returns its Answer, with the calls that it makes run."""
+        prompt, tokenizer = self.prompt(), self.loaded.tokenizer
+        (ids,) = encode_prompts([prompt], tokenizer, self.recipe.data)
+        room = (self.loaded.window or len(ids) + self.recipe.sampling.max_new_tokens) - len(ids)
+        if room < 1:
+            hint = "begin anew with /reset"
+            raise DataError(f"the conversation has {len(ids)} tokens and fills the model's window", hint=hint)
+        sampling = self.recipe.sampling.model_copy(
+            update={"max_new_tokens": min(room, self.recipe.sampling.max_new_tokens)}
+        )
+        seed = derive(self.seed, "chat", self.turns)
+        self.turns += 1
+        made: list[int] = []
+        begin = shown = written = 0  # tokens from `begin` are decoded anew, `written` characters of them are out
+        for new in streamed(lambda emit: self._sample(prompt, ids, sampling, seed, emit), self.stop):
+            made += new
+            text = self._decoded(made[begin:], special=False)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: the next token completes it
+                yield text[written:]
+                begin, shown = shown, len(made)
+                written = len(self._decoded(made[begin:shown], special=False))
+        if left := self._decoded(made[begin:], special=False)[written:]:
+            yield left
+        text = self._decoded(made, special=False)
+        ended = bool(made) and made[-1] in self.loaded.eos_ids
+        finish = "stop" if ended else "interrupted" if self.stop.is_set() else "length"
+        return self._answered(text, made, finish, opened=chat.prefilled_think(prompt))
+
+    def _answered(self, text: str, made: Sequence[int], finish: str, *, opened: bool) -> Answer:
+        """Keep the turn, run the calls that it makes, and keep their results."""
+        raw = self._decoded(made, special=True) if self.offer else text
+        self.messages.append({"role": "assistant", "content": f"<think>{raw}" if opened else raw})
+        if self.offer is None or self.caller is None or finish != "stop":
+            return Answer(text, len(made), finish)
+        schemas = {tool.name: tool.schema for tool in self.offer.tools}
+        calls = tuple(self.caller.run(parse(raw, self.offer.form, schemas)))
+        for call in calls:
+            if self.offer.system is None:
+                self.messages.append({"role": "tool", "name": call.name or "unknown", "content": call.result})
+            else:  # the template knows of no tools
+                content = f"<tool_response>\n{call.result}\n</tool_response>"
+                self.messages.append({"role": "user", "content": content})
+        return Answer(text, len(made), finish, calls)
+
+    def _decoded(self, ids: Sequence[int], *, special: bool) -> str:
+        kept = list(ids[:-1]) if ids and ids[-1] in self.loaded.eos_ids else list(ids)
+        return str(
+            self.loaded.tokenizer.decode(kept, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        )
+
+    def _sample(self, prompt: str, ids: Sequence[int], sampling: Sampling, seed: int, emit: Emit) -> None:
+        if self.engine is None:
+            sample_with_transformers(self.loaded, ids, sampling, seed, emit, self.stop)
+        else:
+            sample_in_chunks(self.engine, prompt, ids, sampling, seed, emit, self.stop)
+
+
+def streamed(sample: Callable[[Emit], None], stop: threading.Event) -> Iterator[Sequence[int]]:
+    """The tokens that `sample(emit)` hands to `emit`, as they come; it runs in a thread, and its error is raised here.
+
+    Whoever leaves the iteration early sets `stop`, and waits until `sample` has heard it.
+    """
+    tokens: queue.SimpleQueue[Sequence[int] | BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            sample(tokens.put)
+        except BaseException as error:  # raised in the thread that waits
+            tokens.put(error)
+        else:
+            tokens.put(None)
+
+    thread = threading.Thread(target=run, name="chat", daemon=True)
+    thread.start()
+    found: Sequence[int] | BaseException | None = ()
+    try:
+        while (found := tokens.get()) is not None:
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        if found is not None:
+            stop.set()
+        thread.join()
+
+
+def sample_with_transformers(
+    loaded: LoadedModel, ids: Sequence[int], sampling: Sampling, seed: int, emit: Emit, stop: threading.Event
+) -> None:
+    """One completion by transformers' `generate`, each token handed to `emit` as it is sampled, until EOS, the limit,
+    or `stop`."""
+    import torch
+    from transformers import StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    class Tokens(BaseStreamer):  # type: ignore[misc]
+        """The first call of `put` has the prompt."""
+
+        begun = False
+
+        def put(self, value: Any) -> None:
+            if self.begun:
+                emit(value.flatten().tolist())
+            self.begun = True
+
+        def end(self) -> None: ...
+
+    def asked_to_stop(input_ids: Any, scores: Any, **_: Any) -> Any:
+        del scores
+        return torch.full((input_ids.shape[0],), stop.is_set(), device=input_ids.device, dtype=torch.bool)
+
+    drawn = sampling.temperature > 0
+    cut = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k} if drawn else {}
+    prompt = torch.tensor([list(ids)], device=loaded.device)
+    loaded.model.eval()
+    devices = [loaded.device] if loaded.device.type == "cuda" else []
+    with torch.inference_mode(), loaded.autocast(), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        loaded.model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=drawn,
+            streamer=Tokens(),
+            stopping_criteria=StoppingCriteriaList([asked_to_stop]),
+            **cut,
+        )
+
+
+def sample_in_chunks(
+    engine: Engine,
+    prompt: str,
+    ids: Sequence[int],
+    sampling: Sampling,
+    seed: int,
+    emit: Emit,
+    stop: threading.Event,
+) -> None:
+    """One completion by any engine, a few tokens at a time, each time with all before them as the prompt."""
+    made: list[int] = []
+    while len(made) < sampling.max_new_tokens and not stop.is_set():
+        size = min(CHUNK, sampling.max_new_tokens - len(made))
+        asked = Prompt("chat", {}, prompt, (*ids, *made))
+        part = sampling.model_copy(update={"max_new_tokens": size})
+        (found,) = engine.generate([asked], 1, part, seed=derive(seed, len(made)), logprobs=False)
+        made += found.ids
+        emit(found.ids)
+        if found.finish == "stop":
+            return
+
+
+@contextlib.contextmanager
+def opened(recipe: GenerateRecipe, scratch: Path, note: Callable[[str], None]) -> Iterator[Conversation]:
+    """The model loaded and the engine and the tools of the recipe started; all of it ends with the block.
+
+    scratch: a folder for the engine's files. note: says a line to people. Raises what loading raises.
+    """
+    from posttrain.models.load import config_of, load_tokenizer
+
+    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir))
+    offer = offer_of(recipe, load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir)
+    with contextlib.ExitStack() as stack:
+        loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+        engine: Engine | None = None
+        if recipe.engine.engine == "vllm":
+            if started := start_note(recipe.engine):
+                note(started)
+            longest = loaded.window or recipe.sampling.max_new_tokens * 4
+            engine = make_engine(recipe.engine, loaded, scratch=scratch, max_len=longest)
+            stack.callback(engine.close)
+        caller = stack.enter_context(Caller(offer.tools, 1, None, offer.memory_mb)) if offer and offer.tools else None
+        yield Conversation(recipe, loaded, engine, offer, caller, recipe.run.seed)
