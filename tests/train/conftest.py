@@ -123,13 +123,19 @@ def without_time(rows: list[Values]) -> list[Values]:
     return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
 
 
+def started(program: str) -> subprocess.Popen[str]:
+    """A program of this folder that reads jobs and answers them. It collects no garbage while it imports."""
+    run = "import gc, runpy, sys; gc.disable(); sys.path[0] = sys.argv[1]; "
+    run += "runpy.run_path(sys.argv[2], run_name='__main__')"
+    place = Path(__file__).with_name(program)
+    command = [sys.executable, "-c", run, str(place.parent), str(place)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.fixture(scope="session")
 def train() -> Iterator[Callable[..., int]]:
     """Trains in a process of its own (killable.py); returns its exit status."""
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "killable.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    server = started("killable.py")
 
     def run(recipe: dict[str, Any], output: Path, *, resume: bool = False, kill: Any = None) -> int:
         assert server.stdin is not None and server.stdout is not None

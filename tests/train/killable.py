@@ -24,6 +24,7 @@ import torch
 
 from posttrain import pipeline
 from posttrain.errors import Interrupted
+from posttrain.models import tiny
 from posttrain.recipe.load import load_dict
 from posttrain.run.directory import RunDirectory
 from posttrain.run.metrics import MetricsLog
@@ -36,7 +37,9 @@ RUNNERS = {"sft": sft.run, "dpo": preference.run, "rl": rl.run, "run": pipeline.
 
 def main() -> None:
     torch.set_num_threads(1)
+    tiny.build(0)  # transformers imports its architecture here and not in each child
     gc.freeze()  # no collection of a child goes over the libraries, which would copy their pages as well
+    gc.enable()
     for line in sys.stdin:
         job = json.loads(line)
         told, tell = os.pipe()

@@ -255,7 +255,7 @@ def test_a_server_that_is_killed(
     """SIGKILL while step 3 updates: the run ends at the sync behind it, saved; it goes on with a server of its own
     again, which draws for step 4."""
     program = Path(str(serving.__file__))
-    root = f"import sys, runpy; sys.path[:0] = [{{root!r}}, {str(program.parent)!r}]; "
+    root = f"import gc, sys, runpy; gc.disable(); sys.path[:0] = [{{root!r}}, {str(program.parent)!r}]; "
     run = f"sys.argv.insert(1, '{{parent}}'); runpy.run_path({str(program)!r}, run_name='__main__')"
     monkeypatch.setattr(local_server, "_ENTRY", root + run)
     monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
