@@ -46,12 +46,14 @@ CallKind = Literal["ok", "error", "timeout", "malformed", "unknown"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote, and the text that it got back. kind: what came of it; `error`: the tool raised."""
+    """A call that the model wrote, and the text that it got back. kind: what came of it; `error`: the tool raised.
+    seconds: that the tool worked, without waiting for a free worker; None if it was not called."""
 
     name: str
     arguments: Mapping[str, Any]
     result: str
     kind: CallKind = "ok"
+    seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Turn:
     reply: str | None = None
     reward: float | None = None
     mc_value: float | None = None
+    seconds: float | None = field(default=None, compare=False)  # of its slowest call, or the environment's step
 
 
 @dataclass
@@ -93,6 +96,12 @@ class Rollout:
     @property
     def ids(self) -> tuple[int, ...]:
         return _joined(s.ids for s in self.segments)
+
+    @property
+    def tool_seconds(self) -> float | None:
+        """That its tools or its environment worked, turn by turn; None if they never did."""
+        known = [turn.seconds for turn in self.turns if turn.seconds is not None]
+        return sum(known) if known else None
 
     @property
     def sampled(self) -> tuple[int, ...]:

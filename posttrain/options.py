@@ -1,11 +1,27 @@
-"""Values of recipe keys that have keys of their own: mappings with known keys, so that a recipe is checked early."""
+"""Types of recipe keys that say more than `str` or `dict`: mappings with known keys, and names of data columns. So a
+recipe, and the data it names, are checked early."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
+
+
+class DataColumn:
+    """Marks an argument as the name of a data column of numbers; its repr is the name of the type."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+Column = Annotated[str, DataColumn("Column")]  # every row has a number there
+PartialColumn = Annotated[str, DataColumn("PartialColumn")]  # some rows have one, others null
+MEASURED = ("tool_seconds",)  # columns that rollouts with tools or an environment fill in where the data has none
 
 CLOSED = ConfigDict(extra="forbid", strict=True)
 

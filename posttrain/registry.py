@@ -132,7 +132,7 @@ def register(
 
 def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
     """The keyword-only arguments of a function: name -> (annotation as text, default or `...`)."""
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     return {
         name: (
             _annotation(hints.get(name, Any)),
@@ -147,7 +147,8 @@ def _annotation(hint: Any) -> str:
     text = inspect.formatannotation(hint)
     for module in ("typing.", "collections.abc.", "posttrain.options."):
         text = text.replace(module, "")
-    return text.replace("NoneType", "None")
+    text = re.sub(r"Annotated\[str, (\w+)\]", r"\1", text)  # names of data columns
+    return re.sub(r"Optional\[(\w+)\]", r"\1 | None", text).replace("NoneType", "None")
 
 
 def get(kind: Kind, name: str) -> Component:

@@ -9,7 +9,7 @@ rewards:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.verify.boxes import box_reward
+from posttrain.verify.boxes import box_reward, gold_box
 from posttrain.verify.structured import from_json
 
 _BOXES = "a list of [x1, y1, x2, y2]"
@@ -49,7 +49,9 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     """A completion that earns full marks on this row."""
     if row.get("answer") is None:
         return None
-    boxes = [{"Position": box, "Confidence": 1.0} for box in from_json(row["answer"], (list, tuple), _BOXES)]
+    boxes = [
+        {"Position": list(gold_box(b)), "Confidence": 1.0} for b in from_json(row["answer"], (list, tuple), _BOXES)
+    ]
     return f"<think>see</think>\n<answer>{boxes}</answer>"
 
 

@@ -253,7 +253,7 @@ GOLD = {
 }
 
 _CITIES = [
-    {"prompt": "Which city is the capital?", "answer": city, "gold": city, "gold_docs": [1, 3]}
+    {"prompt": "Which city is the capital?", "answer": city, "gold_docs": [1, 3]}
     for city in ("Paris", "Lisbon", "Nairobi", "Ottawa")
 ]
 ROWS = dict.fromkeys(("search_r1", "search_r2", "reseek", "ansf1", "craft_qa"), _CITIES)

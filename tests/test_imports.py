@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "advantage": {"batch", "registry", "errors", "options"},
     "control": {"registry", "errors"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
-    "data": FOUNDATION | {"batch", "chat", "hub", "seeds"},
+    "data": FOUNDATION | {"batch", "chat", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
     "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from posttrain.advantage.group import group_mean, group_min, group_sum, numbered, required, rewards_of
 from posttrain.batch import RolloutBatch, row_mean
+from posttrain.errors import UserError
+from posttrain.options import Column
 from posttrain.registry import register
 
 
@@ -190,7 +192,7 @@ def negative_scale_terms(batch: RolloutBatch, *, base: float = 0.5, coef: float 
     needs=("columns",),
     note="In the authors' code the weight is a number stored with each example; this formula is a reconstruction.",
 )
-def inverse_easiness(batch: RolloutBatch, *, column: str = "easiness", floor: float | None = None) -> Tensor:
+def inverse_easiness(batch: RolloutBatch, *, column: Column = "easiness", floor: float | None = None) -> Tensor:
     """GUI-G1's difficulty weight -> [N]: (1 / x) over the mean of 1 / x, one x a prompt of the batch.
 
     column: how easy a prompt is, e.g. the pass rate of a reference model (the authors use the relative size of the box
@@ -199,7 +201,9 @@ def inverse_easiness(batch: RolloutBatch, *, column: str = "easiness", floor: fl
     return inverse_easiness_terms(batch, column=column, floor=floor).by_row
 
 
-def inverse_easiness_terms(batch: RolloutBatch, *, column: str = "easiness", floor: float | None = None) -> GroupFactor:
+def inverse_easiness_terms(
+    batch: RolloutBatch, *, column: Column = "easiness", floor: float | None = None
+) -> GroupFactor:
     """The factor of `inverse_easiness`; measure: x by prompt."""
     group = numbered(batch.group_ids)
     easiness = group_mean(numbers(batch, column), group)
@@ -215,7 +219,7 @@ def inverse_easiness_terms(batch: RolloutBatch, *, column: str = "easiness", flo
 def numbers(batch: RolloutBatch, column: str) -> Tensor:
     """A column of numbers of the data rows [N]."""
     if column not in batch.columns:
-        raise ValueError(f"the batch has no column `{column}` of numbers; it has: {', '.join(batch.columns) or 'none'}")
+        raise UserError(f"the batch has no column `{column}` of numbers; it has: {', '.join(batch.columns) or 'none'}")
     return batch.columns[column]
 
 
@@ -227,9 +231,12 @@ def numbers(batch: RolloutBatch, column: str) -> Tensor:
     note="Read from descriptions of the paper; floor and cap are ours.",
 )
 def duration(
-    batch: RolloutBatch, *, column: str = "tool_seconds", floor: float = 0.0, cap: float | None = None
+    batch: RolloutBatch, *, column: Column = "tool_seconds", floor: float = 0.0, cap: float | None = None
 ) -> Tensor:
     """How long a row's action took / the mean over the batch, at least `floor` and at most `cap` -> [N].
+
+    column: the seconds; `tool_seconds` are measured where the data has no such column: over all turns, what the slowest
+    call of a turn took, or the environment's step, not what it waited for a worker.
 
     With workers that run for a fixed time, an action is collected the more often the faster it is; this undoes it. Rows
     without a time weigh 1; so do all if no time was measured or all are 0. A step that waits for all rows has no such

@@ -9,6 +9,7 @@ from posttrain.advantage.factors import numbers
 from posttrain.advantage.gate import component
 from posttrain.advantage.group import centre, group_mean, group_sum, numbered, std
 from posttrain.batch import RolloutBatch
+from posttrain.options import Column
 from posttrain.registry import register
 
 
@@ -49,8 +50,8 @@ def thurstone(
     batch: RolloutBatch,
     *,
     prediction: str = "prediction",
-    target: str = "target",
-    source: str | None = None,
+    target: Column = "target",
+    source: Column | None = None,
     weight: float = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:

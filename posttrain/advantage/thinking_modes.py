@@ -16,6 +16,7 @@ from posttrain.advantage.gate import component, pass_rates, right, row_lengths
 from posttrain.advantage.group import group_min, group_sum, numbered, rewards_of
 from posttrain.advantage.length_rewards import extremes, times_positive
 from posttrain.batch import RolloutBatch, row_mean
+from posttrain.options import PartialColumn
 from posttrain.registry import register
 
 
@@ -95,7 +96,7 @@ def optimal_tool_calls(
     variant: Literal["grpo", "ppo"] = "grpo",
     alpha: float = 1.0,
     smooth: float = 1.0,
-    best: str | None = None,
+    best: PartialColumn | None = None,
 ) -> Tensor:
     """The positive part of the reward * alpha * r_tool: full pay for as few tool calls as a right answer needs (OTC).
 
@@ -115,7 +116,7 @@ def tool_ledger(
     variant: Literal["grpo", "ppo"] = "grpo",
     alpha: float = 1.0,
     smooth: float = 1.0,
-    best: str | None = None,
+    best: PartialColumn | None = None,
 ) -> dict[str, Tensor]:
     """`rewards` of `optimal_tool_calls` (of correctness where the batch has no rewards), `tool_reward` [N],
     `optimal_calls` [K] (with each variant the fewest of a right row, -1 = unknown), and `productivity`: right answers /
@@ -135,7 +136,7 @@ def tool_terms(
     on: str = "tool_calls",
     variant: Literal["grpo", "ppo"] = "grpo",
     smooth: float = 1.0,
-    best: str | None = None,
+    best: PartialColumn | None = None,
 ) -> dict[str, Tensor]:
     """`optimal_calls` [K] (-1 = unknown, or not used by the variant) and `tool_reward` [N] in [0, 1]."""
     calls, key = component(batch, on).double(), numbered(batch.group_ids)
@@ -148,7 +149,7 @@ def tool_terms(
     return {"optimal_calls": optimal, "tool_reward": torch.where(n > 0, peaked, falling)}
 
 
-def fewest_calls(batch: RolloutBatch, *, on: str, best: str | None) -> Tensor:
+def fewest_calls(batch: RolloutBatch, *, on: str, best: PartialColumn | None) -> Tensor:
     """The fewest calls of a right row of each group, or of its column `best` if those are fewer [K]; -1 = unknown."""
     calls = component(batch, on).double()
     enough = torch.where(right(batch) & ~calls.isnan(), calls, torch.inf)

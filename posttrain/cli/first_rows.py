@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.cli import together
-from posttrain.errors import DataError, Problem
+from posttrain.errors import DataError, Problem, UserError
 from posttrain.places import PLAIN_FILES, candidates
 
 if TYPE_CHECKING:
+    from posttrain.data.columns import Wanted
     from posttrain.recipe.reward_sections import Reward
     from posttrain.recipe.sections import Data, Source
+    from posttrain.recipe.stages import RlRecipe
     from posttrain.recipe.tree import Path_
     from posttrain.verify.load import LoadedReward
 
@@ -41,6 +43,7 @@ def checks(
     """(key in the stage, check) for each local source and for the rewards' columns. A check raises what is wrong, and
     returns what the run will note of the first rows."""
     from posttrain.recipe import reward_sections
+    from posttrain.recipe.stages import RlRecipe
     from posttrain.verify import correctness
 
     seen = _Seen()
@@ -53,6 +56,11 @@ def checks(
     if all(_is_local(source, base_dir) for _, source in sources):
         for place, reward in zip(together.reward_places(section), rewards, strict=False):  # some may not be loaded
             yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
+        if section["stage"] == "rl":
+            recipe = RlRecipe.model_validate(section)
+            for one in _named_columns(recipe, base_dir):
+                place = tuple(int(part) if part.isdigit() else part for part in one.key.split("."))
+                yield (*place[:-1], "use"), lambda one=one, acts=recipe.acts: _column(one, seen, acts)  # type: ignore[misc]
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
             number = correctness.position(sections, rewards)
@@ -192,6 +200,35 @@ def _reward(reward: LoadedReward, seen: _Seen) -> list[str]:
     return []
 
 
+def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
+    """The data columns that components read by name; a function of the user's is read off its text."""
+    from posttrain import registry
+    from posttrain.data.columns import named_columns
+    from posttrain.places import split_function
+    from posttrain.recipe import functions
+
+    for key, section in recipe.components():
+        if split_function(section.use) is None:
+            described = registry.index()[registry.kind_of(section.kinds, section.use)][section.use]["params"]
+            takes = {name: (known[0], known[1] if len(known) > 1 else None) for name, known in described.items()}
+        else:
+            try:
+                written = functions.written(section.use, base_dir, section.kinds[0], lambda *_: None)
+            except UserError:  # no such function, which is told elsewhere
+                continue
+            takes = functions.keyword_annotations(written) if written else {}
+        yield from named_columns(key, section.use, takes, section.params)
+
+
+def _column(one: Wanted, seen: _Seen, acts: bool) -> list[str]:
+    """Raises DataError where the first rows say that a column is not there, or is none of numbers."""
+    from posttrain.data.columns import problems
+
+    if seen.rows and (one.every or seen.whole) and (found := list(problems(seen.rows, [one], acts=acts))):
+        raise DataError.of([problem for _, problem in found])
+    return []
+
+
 def _golds(
     section: Reward, rewards: Sequence[LoadedReward], number: int, base_dir: Path, seen: _Seen, allowed: float
 ) -> list[str]:
@@ -200,6 +237,7 @@ def _golds(
     A shipped reward says what it takes. A script of the user's is not imported here, and its GOLD may take the answer
     from elsewhere, so there only `answer` is looked at, and noted. allowed: the share of bad golds.
     """
+    from posttrain import whereabouts
     from posttrain.errors import RewardError, counted
     from posttrain.places import split_function
     from posttrain.verify.audit import sort_golds, uid_of, without_gold
@@ -222,5 +260,5 @@ def _golds(
     if shipped and seen.whole and len(unusable) == len(seen.rows) and allowed < 1:
         column = "answer" if "answer" in reward.columns else next(iter(reward.columns), "answer")
         hint = f"say which column holds the answers: data.columns: {{{column}: COLUMN}}"
-        raise RewardError(f"reward {reward.name}: {what}", hint=hint)
+        raise RewardError(f"reward {reward.name}: {what}", where=whereabouts.rows(list(unusable)), hint=hint)
     return [f"{what}: the run counts them as bad golds"]

@@ -62,6 +62,16 @@ def _function(node: ast.stmt) -> ast.FunctionDef | None:
     return made
 
 
+def keyword_annotations(function: ast.FunctionDef) -> dict[str, tuple[str, Any]]:
+    """The keyword-only arguments of a function: name -> (annotation as text, default), as `registry.keywords` gives
+    them of one that was imported. A default that is no plain value is None."""
+    found = {}
+    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+        value = default.value if isinstance(default, ast.Constant) else None
+        found[argument.arg] = (ast.unparse(argument.annotation) if argument.annotation else "", value)
+    return found
+
+
 def strange_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> dict[str, UserError]:
     """Key -> what is wrong, for every key of `given` that is no keyword-only argument of a component, or has a value of
     another type. Under `use` what it must be given and is not."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, mo
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
-from posttrain.options import Channel, Gate
+from posttrain.options import Channel, Column, Gate, PartialColumn
 from posttrain.places import split_function
 from posttrain.recipe.limits import MOST, of_argument
 
@@ -185,7 +185,7 @@ _NAMES = (
     {t.__name__: t for t in (int, float, str, bool, list, dict, tuple)}
     | {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
     | {"Mapping": Mapping, "Sequence": Sequence, "None": None}
-    | {"Gate": Gate, "Channel": Channel}
+    | {"Gate": Gate, "Channel": Channel, "Column": Column, "PartialColumn": PartialColumn}
 )
 
 

@@ -199,7 +199,7 @@ class TurnEngine:
             else:
                 row.segments.append(Segment("tool", ids))
                 shown = "\n".join(str(m["content"]) for m in reply.messages)
-        row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward))
+        row.turns.append(Turn(drawn.text, reply.calls, shown, reply.reward, seconds=reply.seconds))
 
     def _drawing(
         self, step: Step, calls: queue.SimpleQueue[Callable[[], object]]

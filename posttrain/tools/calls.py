@@ -110,7 +110,8 @@ class Caller:
                 taken.clear()
                 one.abandoned = False
             self._free.append(one)
-        return ToolCall(call.name, dict(call.arguments), *self._answer(result, self.tools[call.name]))
+        answer = self._answer(result, self.tools[call.name])
+        return ToolCall(call.name, dict(call.arguments), *answer, seconds=result.seconds)
 
     def _problem(self, call: Call) -> tuple[str, CallKind] | None:
         if call.problem:

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -29,12 +30,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes back for a turn. messages: what the model is shown, none = the rollout is over; ended: then why."""
+    """What comes back for a turn. messages: what the model is shown, none = the rollout is over; ended: then why.
+    seconds: that the slowest call took, or the environment's step."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
     calls: tuple[ToolCall, ...] = ()
     reward: float | None = None
     ended: str = ""
+    seconds: float | None = None
 
 
 class Episode(Protocol):
@@ -115,7 +118,8 @@ def _answered(calls: Sequence[ToolCall]) -> Reply:
     if not calls:
         return Reply(ended="answer")
     messages = tuple({"role": "tool", "name": call.name or "unknown", "content": call.result} for call in calls)
-    return Reply(messages, tuple(calls))
+    seconds = max((call.seconds for call in calls if call.seconds is not None), default=None)
+    return Reply(messages, tuple(calls), seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -197,13 +201,21 @@ class Play:
 
     async def reply(self, turn: str) -> Reply:
         """One step; what it raises, or its time, ends the rollout."""
+        begun = time.monotonic()
+
+        def step() -> Any:
+            nonlocal begun
+            begun = time.monotonic()
+            return self.environment.step(turn)
+
         try:
-            return _stepped(await self.world.run(lambda: self.environment.step(turn), self.world.timeout_s))
+            found = _stepped(await self.world.run(step, self.world.timeout_s))
         except ToolError:
             raise
         except Exception as error:
             self.broken = True
-            return Reply(ended="time" if isinstance(error, TimeoutError) else "error")
+            found = Reply(ended="time" if isinstance(error, TimeoutError) else "error")
+        return dataclasses.replace(found, seconds=time.monotonic() - begun)
 
     async def score(self) -> float | None:
         """None if a step broke it, or if its score raises, is late or does not apply."""

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from posttrain import registry
 from posttrain.batch import Prompt
+from posttrain.data import columns
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.data.sampler import PromptSampler
@@ -79,12 +81,22 @@ def prepared(recipe: RlRecipe) -> Work:
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)
+    columns.refuse_missing([prompt.row for prompt in prompts], columns_of(recipe), acts=recipe.acts)
     rehearse(objective, recipe, prompts)
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     held_out = prepare_held_out(recipe, tokenizer, offer)
     return Work(prompts, left_out(data), steps, objective, controls, offer, stored, held_out)
+
+
+def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
+    """The data columns that the components of a recipe read by name."""
+    found: list[columns.Wanted] = []
+    for key, section in recipe.components():
+        takes = registry.resolve(section.kinds, section.use, recipe.base_dir).params
+        found += columns.named_columns(key, section.use, takes, section.params)
+    return found
 
 
 def left_out(data: Prepared[Prompt]) -> str:

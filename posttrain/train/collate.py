@@ -169,12 +169,15 @@ def _answers(rollouts: Sequence[Rollout], order: Sequence[Extractor]) -> Tensor:
 
 
 def _numbers(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
-    """The columns of the data rows that hold numbers (or nothing), for components that name one."""
-    rows = [r.prompt.row for r in rollouts]
+    """The columns of the data rows that hold numbers (or nothing), for components that name one; `tool_seconds` are the
+    rollouts' own where the data has no such column."""
+    rows = [{"tool_seconds": r.tool_seconds, **r.prompt.row} for r in rollouts]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     numeric = {n: c for n, c in columns.items() if all(x is None or isinstance(x, int | float) for x in c)}
-    return {name: _column(column) for name, column in numeric.items() if any(x is not None for x in column)}
+    acting = any(r.turns for r in rollouts)  # their times are there, also where none called anything
+    kept = {n: c for n, c in numeric.items() if any(x is not None for x in c) or (acting and n == "tool_seconds")}
+    return {name: _column(column) for name, column in kept.items()}
 
 
 def _column(values: Sequence[float | bool | None]) -> Tensor:

@@ -174,7 +174,7 @@ def sort_golds(reward: LoadedReward, rows: Sequence[Row]) -> Golds:
         gold = row.get(column)
         why = why_unusable(gold) or ("" if takes_lists or not isinstance(gold, list | tuple) else "a list")
         if not why and own is not None and own(row) is None:
-            why = "GOLD(row) of the script is None"
+            why = refused_gold(reward, row) or "GOLD(row) of the script is None"
         if not why or not needed:
             usable.append(row)
         else:
@@ -264,6 +264,15 @@ def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
     row = next((row for row in rows if write(row) is not None), {})
     column = next((name for name in columns if name in row and _follows(write, row, name)), "answer")
     return Writer(write, column)
+
+
+def refused_gold(reward: LoadedReward, row: Row) -> str:
+    """What `GOLD` of the script raises on a row whose gold is of another kind, or ''."""
+    try:
+        _of_script(reward, "GOLD")(row)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _follows(write: Callable[[Row], str | None], row: Row, column: str) -> bool:

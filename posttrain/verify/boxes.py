@@ -66,7 +66,7 @@ def gold_box(entry: Any) -> Box:
     """Four numbers as a box, of a list or of {"Position": list}. Raises ValueError for anything else."""
     numbers = entry["Position"] if isinstance(entry, Mapping) else entry
     if not isinstance(numbers, list | tuple) or len(numbers) != 4:
-        raise ValueError(f"a box has 4 numbers, not {numbers!r}")
+        raise ValueError(f"a box must be [x1, y1, x2, y2], not {numbers!r:.80}")
     x1, y1, x2, y2 = (float(n) for n in numbers)
     if not all(map(math.isfinite, (x1, y1, x2, y2))):
         raise ValueError(f"a box has 4 finite numbers, not {numbers!r}")

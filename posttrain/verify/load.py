@@ -24,6 +24,7 @@ from posttrain.places import find, known_files, split_function
 from posttrain.recipe.reward_sections import Reward
 from posttrain.registry import load_function, load_module, shown_value, types_of, wrong_type
 from posttrain.verify import trl_form
+from posttrain.verify.kwargs_read import keys_read
 from posttrain.verify.made import made
 
 # prompt: the text the model saw. messages: the row's, or its prompt as one user message. finish_reason: stop | length.
@@ -226,6 +227,9 @@ def describe(function: Callable[..., Any], target: str, params: dict[str, Any], 
     groups = _sort_arguments(
         [a for a in arguments if a.name not in ("completions", "prompts") or not batched], params, batched
     )
+    if rest_name := next((a.name for a in arguments if a.kind is inspect.Parameter.VAR_KEYWORD), ""):
+        known = {*(a.name for a in arguments), *params, *BUILT_INS, *trl_form.BUILT_INS, "prompts", "completions"}
+        groups["columns"] += [one for one in keys_read(function, rest_name) if one not in known]
     rest, in_trl_form = bool(groups["rest"]), batched and not hasattr(function, "posttrain_batch_size")
     _check_params(function, target, params, groups)
     by_turn = hasattr(function, "posttrain_per_turn")

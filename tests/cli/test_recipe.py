@@ -222,6 +222,7 @@ def test_keys_say_type_and_default(call: Call) -> None:
     assert call("recipe", "keys", "reward-model").exit_code == 0
 
 
+_FACTORS = "rewards: [{use: math.accuracy}]\nfactors: ["
 COLUMNS_WRONG = [  # stage and its sections, a row, what is told
     ("dpo", "", {"question": "1+1", "good": "2", "bad": "3"}, "data.source: d.jsonl:1: no shape that is known"),
     ("dpo", "", {"prompt": "1+1", "completion": "2"}, "data.source: d.jsonl:1 .*: no `chosen` and `rejected`"),
@@ -233,6 +234,28 @@ COLUMNS_WRONG = [  # stage and its sections, a row, what is told
     ("rl", "rewards: [{use: math.accuracy}]", {"prompt": "1+1", "solution": "2"}, "no column `answer`"),
     ("rl", "rewards: [{use: math.accuracy}]", {"prompt": "1+1", "answer": "2"}, ""),
     ("eval", "rewards: [{use: math.accuracy}]", {"text": "1+1", "answer": "2"}, "the prompt is empty"),
+    ("rl", "rewards: [{use: qa.reseek}]", {"prompt": "1+1", "answer": "2"}, ""),
+    ("rl", "rewards: [{use: boxes.visual_rft_iou}]", {"prompt": "1+1", "answer": 7}, "d.jsonl:1: .* a list of .x1, y1"),
+    (
+        "rl",
+        "rewards: [{use: boxes.visual_rft_iou}]",
+        {"prompt": "1+1", "answer": [1, 2, 3, 4]},
+        "a box must be .x1",
+    ),
+    ("rl", f"{_FACTORS}{{use: duration}}]", {"prompt": "1+1", "answer": "2"}, "`duration` reads .* `tools` or an `env"),
+    ("rl", f"tools: [{{use: calculator}}]\n{_FACTORS}{{use: duration}}]", {"prompt": "1+1", "answer": "2"}, ""),
+    (
+        "rl",
+        f"{_FACTORS}{{use: inverse_easiness}}]",
+        {"prompt": "1+1", "answer": "2", "easiness": "x"},
+        "first.yaml:6:[0-9]+ factors.0.use: d.jsonl:1: `inverse_easiness` .* as a number, which 'x' is not",
+    ),
+    (
+        "rl",
+        f"{_FACTORS}{{use: inverse_easiness, column: easines}}]",
+        {"prompt": "1+1", "answer": "2", "easiness": 1.0},
+        "the column `easines`, and the data has none .* map it: data.columns: {easines: easiness}",
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 from posttrain.advantage.steps import REWARD, gigpo, steps_of
 from posttrain.advantage.tokens import token_rewards
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, ToolCall, Turn
-from posttrain.errors import RewardError
+from posttrain.errors import RewardError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.rollout.told import told
 from posttrain.run.metrics import read_metrics
+from posttrain.tools.worlds import _answered
 from posttrain.train import rl
 from posttrain.train.collate import rollout_batch, turn_of_each
 from posttrain.train.scoring import ends_of_parts
@@ -263,3 +265,52 @@ def test_steps_of_a_single_turn_are_credited(advantage: str, toy: Any, opened: O
 def test_rewards_by_turn_that_nobody_gives(changes: Any, told: str, toy: Any, opened: Opened) -> None:
     with pytest.raises((RewardError, ValueError), match=told), opened("run") as directory:
         rl.run(toy(**changes), directory)
+
+
+TIMED = """
+import time
+from posttrain.options import Column
+
+class Slow:
+    def reset(self, row): self.turn = 0
+    def step(self, text):
+        self.turn += 1
+        time.sleep(0.02)
+        return "again", self.turn == 2
+    def score(self): return 0.0
+    def close(self): pass
+
+def told(batch, *, column: Column = "tool_seconds"):
+    with open(__file__ + ".log", "a") as log:
+        log.write(f"{batch.columns[column].nan_to_num().max():.3f}\\n")
+    return batch.mask.sum(-1) * 0.0 + 1
+"""
+
+
+def test_what_tools_and_environments_take_is_measured(toy: Any, opened: Opened, tmp_path: Path) -> None:
+    """In the loop: two steps of 0.02 s are 0.04 s of a row and more; the rehearsal before has none."""
+    (tmp_path / "timed.py").write_text(TIMED)
+    recipe = toy(
+        environment={"use": "timed.py:Slow"},
+        rollout={"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 60, "turn_tokens": 8, "max_turns": 2,
+                 "stop": ["e", "a", "o", "1", "2", "7", " "]},
+        rewards=[{"use": "environment.score", "correct": True}],
+        factors=[{"use": "timed.py:told"}, {"use": "duration", "cap": 5.0}],
+        run={"steps": 1},
+    )  # fmt: skip
+    with opened("run") as directory, contextlib.suppress(RunError):  # no reward: nothing is learnt
+        rl.run(recipe, directory)
+    rehearsed, measured = (tmp_path / "timed.py.log").read_text().split()
+    assert rehearsed == "0.000" and 0.02 <= float(measured) < 5
+
+
+def test_a_turn_takes_as_long_as_its_slowest_call() -> None:
+    calls = [ToolCall("a", {}, "x", seconds=0.5), ToolCall("b", {}, "y", "error", seconds=2.0)]
+    reply = _answered(calls)
+    assert reply.seconds == 2.0
+    r = rollout(("a", "b"), ("c", None), reward=0.0, given=())
+    assert r.tool_seconds is None, "nothing was called"
+    r.turns = (Turn("a", tuple(calls), "b", seconds=2.0), Turn("c", seconds=0.25))
+    assert r.tool_seconds == 2.25
+    assert rollout_batch([r], ("last_number",)).columns["tool_seconds"].tolist() == [2.25]
+    assert r.turns[0] == Turn("a", tuple(calls), "b", seconds=9.0), "a clock makes no other rollout"

@@ -218,3 +218,31 @@ def test_locate_makes_targets_that_a_worker_can_load(script: Script, tmp_path: P
 
 def test_shipped_function() -> None:
     assert shipped_function("length.soft_overlong")("", 90, max_length=100, buffer=20) == -0.5
+
+
+def test_keys_of_kwargs_that_every_call_reads_are_columns(tmp_path: Path) -> None:
+    """What is behind a condition, caught, or looked for first may be missing."""
+    (tmp_path / "kw.py").write_text("""
+def always(completion, **columns):
+    found = [x for x in columns["gold"]]
+    return float(columns["size"] + len(found) + columns["prompt"] + columns["size"])
+
+def guarded(completion, **kw):
+    if "gold" not in kw: return None
+    try: return kw["other"]
+    except KeyError: return kw["gold"] if completion else kw["third"]
+
+def changed(completion, **kw):
+    kw = {**kw, "a": 1}
+    return kw["a"]
+
+def batch(completions, **kwargs):
+    kwargs["log_metric"]("a", 1.0)
+    return [0.0 for _ in zip(completions, kwargs["answer"])]
+""")
+    found = {n: load_reward(Reward(use=f"kw.py:{n}"), tmp_path) for n in ("always", "guarded", "changed", "batch")}
+    assert {name: reward.columns for name, reward in found.items()} == {
+        "always": ("gold", "size"), "guarded": (), "changed": (), "batch": ("answer",),
+    }  # fmt: skip
+    with pytest.raises(RewardError, match="reward always  the data has no column `gold`"):
+        check_columns([found["always"]], ["prompt", "size"])
