@@ -92,6 +92,7 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
 _BOUNDS: dict[str, Callable[[Item], str]] = {
     "greater_than": lambda i: f"must be greater than {_limit(i['ctx']['gt'])}, not {shown(i['input'])}",
     "greater_than_equal": lambda i: f"must be at least {_limit(i['ctx']['ge'])}, not {shown(i['input'])}",
+    "steps_or_share": lambda i: f"must be a whole number of steps or a share below 1, not {shown(i['input'])}",
     "less_than": lambda i: f"must be less than {_limit(i['ctx']['lt'])}, not {shown(i['input'])}",
     "less_than_equal": lambda i: f"must be at most {_limit(i['ctx']['le'])}, not {shown(i['input'])}",
     "string_too_short": lambda _: "must not be empty",

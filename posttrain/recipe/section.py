@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    create_model,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
@@ -18,6 +27,16 @@ from posttrain.recipe.limits import MOST, of_argument
 
 Positive = Annotated[int, Field(gt=0, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
+
+
+def check_steps_or_share(value: Any) -> Any:
+    """Refuse a number that is neither whole nor below 1. Raises PydanticCustomError."""
+    if isinstance(value, float) and value >= 1 and not value.is_integer():
+        raise PydanticCustomError("steps_or_share", "must be a whole number of steps or a share below 1")
+    return value
+
+
+StepsOrShare = Annotated[Count | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(check_steps_or_share)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Workers = Annotated[int, Field(gt=0, le=1024)]
 Width = Annotated[int, Field(gt=0, le=65_536)]

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.section import ComponentSection, Count, ModelName, Positive, Rate, Section
+from posttrain.recipe.section import ComponentSection, Count, ModelName, Positive, Rate, Section, StepsOrShare
 
 
 class SftObjective(ComponentSection):
@@ -60,9 +60,7 @@ class Optim(Section):
     min_lr: Annotated[float, Field(ge=0, le=10)] | None = Field(
         None, description="stable_decay: the last learning rate; default lr / 10"
     )
-    warmup_steps: Count | Annotated[float, Field(gt=0, lt=1)] = Field(
-        0, description="steps over which lr rises from 0; below 1: their share of all"
-    )
+    warmup_steps: StepsOrShare = Field(0, description="steps over which lr rises from 0; below 1: their share of all")
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="longer gradients are made this long; null = never"
     )
