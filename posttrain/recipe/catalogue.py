@@ -52,6 +52,8 @@ OTHER_NAMES = {
     "action_aware_sft": "token_weight/action_aware",
     "adhint_adv": "advantage/adhint",
     "batch_norm": "advantage/batch",
+    "bleuberi_select": "reward/bleu.bleuberi",
+    "cm2_checklist": "advantage/per_turn",
     "cosine_length": "reward/length.cosine",
     "dare": "merge/dare_linear",
     "dart_step_entropy": "select/step_entropy",
@@ -63,6 +65,7 @@ OTHER_NAMES = {
     "duration_aware": "factor/duration",
     "duration_weights": "factor/duration",
     "egpo": "preset/online_ipo",
+    "format_reward": "reward/format.structure",
     "four_habits": "reward/countdown.expression",
     "grpo_norm": "advantage/group",
     "hybrid_reward": "group_reward/hybrid",
@@ -70,17 +73,23 @@ OTHER_NAMES = {
     "kl_estimators": "kl/k3",
     "linear_merge": "merge/linear",
     "loss_aggregation": "loss/clip",
+    "math_verify": "reward/math.accuracy",
     "ngram_repetition": "reward/length.ngram_repetition",
     "on_policy_distill": "kl/k1_straight_through",
+    "otc_reward": "group_reward/optimal_tool_calls",
     "proact_mc_critic": "advantage/mc_critic",
     "ram_merge": "merge/ram",
     "random_calculation": "reward/numeric.distance",
     "reinforce_pp_adv": "advantage/reinforce_pp",
+    "repetition_penalty": "reward/length.ngram_repetition",
     "rloo_adv": "advantage/rloo",
+    "rlvmr": "advantage/meta_reasoning",
+    "scaling_inter": "controller/equal_stages",
     "scma": "reward/efficiency.segment_importance",
     "sft_completion_only": "token_weight/ce",
     "soft_overlong": "reward/length.soft_overlong",
     "thurstone_rank": "group_reward/thurstone",
+    "toolrl_scale": "reward/tools.toolrl",
     "update_selective_merge": "merge/update_selective",
     "vl_dac": "advantage/step_gae",
 }
@@ -97,9 +106,10 @@ def entries() -> list[Entry]:
 
 
 def named(name: str, among: list[Entry]) -> list[Entry]:
-    """The entries of a name: `group`, `advantage/group`, or a name of the literature."""
+    """The entries of a name: `group`, `advantage/group`, a name of the literature, or a reward's without its script."""
     wanted = OTHER_NAMES.get(name, name)
-    return [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
+    found = [entry for entry in among if wanted in (entry["name"], f"{entry['kind']}/{entry['name']}")]
+    return found or [entry for entry in among if entry["kind"] == "reward" and entry["name"].endswith(f".{name}")]
 
 
 def _preset(preset: presets.Preset) -> Entry:

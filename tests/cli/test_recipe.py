@@ -15,7 +15,7 @@ from posttrain.cli import doctor, methods
 from posttrain.errors import RecipeError
 from posttrain.models.places import GET_SMOLLM2
 from posttrain.places import shipped
-from posttrain.recipe import catalogue, keys, presets
+from posttrain.recipe import catalogue, elsewhere, keys, presets
 from posttrain.recipe.load import load, load_dict
 from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
@@ -125,6 +125,25 @@ def test_methods_show(call: Call) -> None:
     assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
     assert "not beside: " in call("methods", "show", "correction/tis").stdout
     assert "rollouts of several agents" in call("methods", "show", "dr_mas").stdout, "a name of the literature"
+
+
+def test_methods_are_found_by_the_names_of_the_literature(call: Call) -> None:
+    """A reward without its script; what a key does; a formula that no key reaches."""
+    assert "tools.toolrl  (reward of a row" in call("methods", "show", "toolrl").stdout
+    assert "eval: {samples: 16, k: [1, 16]}" in call("methods", "show", "pass_at_k").stdout
+    assert json.loads(call("methods", "show", "urpo", "--json").stdout)[0]["text"].endswith("no recipe key reaches it")
+    assert call("methods", "show", "nothing_of_the_kind").exit_code == 2
+
+
+def test_formulas_elsewhere_are_there_and_uncalled() -> None:
+    """One that a recipe reaches one day is no formula of this list any more."""
+    from tests.test_uncalled import FORMULAS
+
+    for place in {function for _, function in elsewhere.FORMULAS.values()}:
+        module, _, name = place.partition(":")
+        assert name in FORMULAS[f"{module.replace('.', '/')}.py"], place
+    assert not {*elsewhere.KEYS, *elsewhere.FORMULAS} & {*catalogue.OTHER_NAMES}
+    assert not any(catalogue.named(name, catalogue.entries()) for name in (*elsewhere.KEYS, *elsewhere.FORMULAS))
 
 
 def test_other_names_are_names_of_something() -> None:

@@ -1,0 +1,67 @@
+"""Methods of the literature that nothing registered is named after: the key, command or function for them."""
+
+from __future__ import annotations
+
+# Name -> (what it is, recipe lines or a command).
+KEYS = {
+    "accel_po": (
+        "Nesterov's extrapolation between rounds",
+        "reference: extrapolated  # of `rounds`",
+    ),
+    "accuracy_capability": ("where gains of accuracy come from, by difficulty", "eval: {baseline: runs/before}"),
+    "avg_at_k": ("mean accuracy over k samples a problem", "eval: {samples: 16}  # `accuracy`"),
+    "bootstrap_ci": ("intervals over problems", "eval: {bootstrap: 10000, level: 0.95}"),
+    "cons_at_k": ("majority vote", "eval: {samples: 16, k: [1, 16]}  # `cons@16`"),
+    "contamination_check": ("were the problems seen in training?", "eval: {contamination: {}}"),
+    "efficiency_metrics": ("accuracy for tokens, against a baseline", "eval: {baseline: runs/before, aes: [1, 3, 5]}"),
+    "lora_merge": ("fold an adapter into its model", "posttrain merge adapter.yaml  # docs/merging.md"),
+    "neftune": ("noise on the input embeddings", "objective: {neftune: 5}"),
+    "octothinker": ("a constant learning rate, then down", "optim: {schedule: stable_decay}"),
+    "packing": ("many examples in one row", "batch: {packing: true}"),
+    "pass_at_k": ("unbiased pass@k", "eval: {samples: 16, k: [1, 16]}"),
+    "preference_separability": (
+        "does style alone tell the sides of pairs apart?",
+        "separability: 0.9  # stage pairs",
+    ),
+    "rejection_sampling_ft": ("SFT on the right completions of an evaluation", "data: {source: accepted:runs/eval}"),
+    "rm_ensemble": ("several reward models as one reward", "rewards: [{use: reward_model}]  # docs/reward_models.md"),
+    "self_rewarding": ("the best judged answer over the worst", "builder: best_worst  # stage pairs"),
+    "temporal_self_rewarding": (
+        "the best of now over the worst of the past",
+        "builder: temporal  # stage pairs",
+    ),
+    "thought_dropout": ("some thoughts of the demonstrations are emptied", "data: {thought_dropout: 0.5}"),
+    "tool_loop_mask": ("what a tool wrote is no target", "tools: [{use: calculator}]  # always so"),
+    "veripo": (
+        "pairs of good answers over lucky and repetitive ones",
+        "builder: after_verification  # stage pairs",
+    ),
+}
+
+# Formulas that no recipe key reaches: name -> (what it is, its function).
+FORMULAS = {
+    "acre": ("consistency under shuffled options", "verify.reasoning:shuffled_consistency"),
+    "apc": ("persona faithfulness", "verify.agents:persona_faithfulness"),
+    "arm_consensus": ("consensus of ARM's modes", "evaluate.consensus:arm_consensus"),
+    "cm2_turn_score": ("the score of a turn by its checklist", "verify.agents:turn_score"),
+    "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
+    "drqa": ("labels for concise answers", "data.pairs:concise_labels"),
+    "mle_partial_credit": ("milestone credit for programs", "verify.agents:submission_reward"),
+    "model_soup": ("greedy and uniform soups", "merge.states:model_soup"),
+    "partial_credit": ("milestone credit for programs", "verify.agents:submission_reward"),
+    "policy_cliff": ("stability of rewards", "verify.stability:stability"),
+    "pra": ("labels of search steps", "rollout.search:step_labels"),
+    "spo_winrate": ("win rates of a pairwise judge as rewards", "data.pairs:win_rate_rewards"),
+    "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
+}
+
+
+def lines(name: str) -> list[str]:
+    """What `posttrain methods show` says of such a name, [] if it is none."""
+    if name in KEYS:
+        what, written = KEYS[name]
+        return [f"{name}  ({what})", "", "in a recipe or on the command line:", f"  {written}"]
+    if name in FORMULAS:
+        what, function = FORMULAS[name]
+        return [f"{name}  ({what})", "", f"a formula: posttrain.{function}; no recipe key reaches it"]
+    return []
