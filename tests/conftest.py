@@ -32,11 +32,12 @@ def _frozen() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked slow run where they are asked for."""
+    """Tests marked slow run where they are asked for. The marker may say why: `slow(reason="...")`."""
     if os.environ.get("POSTTRAIN_SLOW") != "1":
         for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="minutes: make test-slow"))
+            if marker := item.get_closest_marker("slow"):
+                reason = marker.kwargs.get("reason", "minutes")
+                item.add_marker(pytest.mark.skip(reason=f"{reason}: make test-slow"))
 
 
 @pytest.fixture(scope="session")

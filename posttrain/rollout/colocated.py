@@ -24,6 +24,7 @@ from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.scratch import Scratch
 
 T = TypeVar("T")
 CLEAN_UP_S = 2.0
@@ -36,9 +37,9 @@ class ColocatedClient:
     name = "the engine beside the trainer"
     workers = 1
 
-    def __init__(self, llm: Any, spec: EngineSpec, log: Path) -> None:
-        """Of a started AsyncLLM, see `start`."""
-        self.llm, self.spec, self.log = llm, spec, log
+    def __init__(self, llm: Any, spec: EngineSpec, log: Path, home: Scratch) -> None:
+        """Of a started AsyncLLM, see `start`. home: the folder of its socket files, which is taken over."""
+        self.llm, self.spec, self.log, self.home = llm, spec, log, home
         self.adapter: Any = None  # vLLM's LoRARequest of the newest version
         self.numbers = itertools.count()
         self.adding = self.asked = 0  # requests on their way to vLLM; those that it has not answered
@@ -54,7 +55,12 @@ class ColocatedClient:
         the folder has the weights, on which adapters are put. log: the file that gets what the process says.
         Raises RecipeError or EngineError with what to change.
         """
-        client = cls(vllm_start.start(spec, folder, log), spec, log)
+        home = Scratch("engine")
+        try:
+            client = cls(vllm_start.start(spec, folder, log, home.path), spec, log, home)
+        except BaseException:
+            home.close()
+            raise
         try:
             loop.run(client._all_workers("posttrain_leave_terminal"))
             (measured,) = loop.run(client._call(client.llm.collective_rpc("posttrain_kv_bytes")))
@@ -221,6 +227,11 @@ class ColocatedClient:
             process.kill()
             process.join()
         llm.shutdown()
+        llm.shutdown = _nothing  # vLLM calls it again when Python drops the object, maybe at its exit, where it fails
+        self.home.close()
+
+
+def _nothing() -> None: ...
 
 
 async def _cancel(task: asyncio.Task[Any] | None) -> None:

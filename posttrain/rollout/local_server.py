@@ -42,7 +42,8 @@ class LocalServer:
     place: str  # for people: GPU 1
     process: subprocess.Popen[bytes]
     log: Path | None
-    home: Scratch | None  # the folder of its socket file, which no other user can enter
+    home: Scratch  # the folder of its socket files, which no other user can enter
+    uds: Path | None  # the socket file that it listens on, if it does
 
     @classmethod
     def start(
@@ -60,11 +61,9 @@ class LocalServer:
         writes; else our stderr does. listen: (host, port); without it, on a socket file.
         """
         root = str(Path(__file__).resolve().parents[2])
-        if listen is None:
-            home = Scratch("server")
-            address = ["--uds", str(home.path / SOCKET)]
-        else:
-            home, address = None, ["--host", listen[0], "--port", str(listen[1])]
+        home = Scratch("server")
+        uds = home.path / SOCKET if listen is None else None
+        address = ["--host", listen[0], "--port", str(listen[1])] if listen else ["--uds", str(uds)]
         command = [
             sys.executable,
             "-P",
@@ -75,6 +74,7 @@ class LocalServer:
             *address,
         ]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+        env.setdefault(vllm_start.SOCKETS, str(home.path))
         env |= _OF_A_SERVER | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         with contextlib.ExitStack() as stack:
             output: Any = 2
@@ -84,12 +84,7 @@ class LocalServer:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
             )
-        return cls(f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home)
-
-    @property
-    def uds(self) -> Path | None:
-        """Its socket file, if it listens on one."""
-        return self.home.path / SOCKET if self.home else None
+        return cls(f"GPU {' and '.join(devices)}" if devices else "the CPU", process, log, home, uds)
 
     def fate(self, wait_s: float = 0.0) -> str:
         """What became of the process, with its last words; empty while it runs.
@@ -129,8 +124,7 @@ class LocalServer:
         self.process.wait()
         for path in left:
             path.unlink(missing_ok=True)
-        if self.home is not None:
-            self.home.close()
+        self.home.close()
 
 
 def named_memory(group: int) -> set[Path]:

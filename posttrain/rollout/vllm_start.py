@@ -32,6 +32,7 @@ EXTENSION = "posttrain.rollout.worker.Extension"
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
 CPU_EXPERTS = 32  # hidden units of an expert that vLLM's kernel on a CPU takes at a time
 _TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
+SOCKETS = "VLLM_RPC_BASE_PATH"  # names the folder of the socket files that vLLM makes and does not remove
 _ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
 _starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
 
@@ -76,11 +77,11 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
-def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
+def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
     """A vLLM AsyncLLM on the model in `folder`, whose engine core writes what it says to `log`. From any thread.
 
-    Without `lora_rank` weights are left random, to be sent by the first sync. Raises RecipeError or EngineError with
-    what to change.
+    Without `lora_rank` weights are left random, to be sent by the first sync. sockets: the folder of its socket files.
+    Raises RecipeError or EngineError with what to change.
     """
     require_vllm()
     check_settings(spec.section)
@@ -98,7 +99,8 @@ def start(spec: EngineSpec, folder: Path, log: Path) -> Any:
 
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
-            with compile_cache.same_path(folder, cache_folder(), process) as path, _environment_of_core(log):
+            here = _environment_of_core(log, sockets)
+            with compile_cache.same_path(folder, cache_folder(), process) as path, here:
                 given = arguments(spec, path)
                 known = kv_size.setting(given, folder, cache_folder())
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **known), usage_context=many)
@@ -137,15 +139,18 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _environment_of_core(log: Path) -> Iterator[None]:
+def _environment_of_core(log: Path, sockets: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
-    store = os.environ.pop(_TORCHRUN, None)
+    store, given = os.environ.pop(_TORCHRUN, None), os.environ.get(SOCKETS)
+    os.environ.setdefault(SOCKETS, str(sockets))
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
         os.environ[engine_process.LOG] = str(log.absolute())
     try:
         yield
     finally:
         os.environ.pop(engine_process.LOG, None)
+        if given is None:
+            os.environ.pop(SOCKETS, None)
         if store is not None:
             os.environ[_TORCHRUN] = store
 

@@ -17,6 +17,7 @@ import multiprocessing.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from posttrain.rollout import engine_process
 from posttrain.rollout.nccl_group import NcclGroup
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND, sizes_of, unpack
+
+RENDEZVOUS_FILE = "file://"
 
 
 @dataclass
@@ -167,8 +170,12 @@ class Extension:
         os.setsid()
 
     def posttrain_clean_up(self) -> None:
-        """Remove named semaphores and the like, of which a process that is killed leaves a warning behind."""
+        """Remove what a process that is killed leaves behind: named semaphores and the like, and the file by which
+        workers of one engine find each other (vLLM behind 0.23)."""
         multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # what it does at a process's end
+        worker: Any = self
+        if worker.distributed_init_method.startswith(RENDEZVOUS_FILE):
+            Path(worker.distributed_init_method.removeprefix(RENDEZVOUS_FILE)).unlink(missing_ok=True)
 
     def posttrain_kv_bytes(self) -> int | None:
         """Bytes that were found to be left for the KV cache; None where that was not measured."""

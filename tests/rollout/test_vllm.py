@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -257,9 +258,19 @@ def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
     engine.sync(loaded.model, 2)
 
 
-def test_lora(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> None:
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder for temporary files, also of processes that are started. Its path is short, as those of socket
+    files must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_lora(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path, temporary: Path) -> None:
     """Two engines at once, after each other started in one process: one is sent the adapter only, one the sums of base
-    and adapter. The 4-bit base is held dequantised by both."""
+    and adapter. The 4-bit base is held dequantised by both. Closed, they leave no temporary file."""
     from peft import LoraConfig, get_peft_model
 
     quantise(loaded.model)
@@ -284,6 +295,8 @@ def test_lora(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path) -> Non
             assert largest_gap(model, rollouts, 0.7) < 5e-3
             assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != start
             assert not list(tmp_path.rglob("*.safetensors")), f"weights are left on the disk, {merged=}"
+        assert any(path.is_socket() for path in temporary.rglob("*")), "vLLM puts its files elsewhere"
+    assert not list(temporary.iterdir())
     after = model.get_base_model().state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in base.items() if "lora_" not in name)
 

@@ -145,12 +145,12 @@ def said(server: LocalServer, lines: int = 1) -> list[str]:
 def test_what_a_process_is_given(started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch) -> None:
     """The key by the environment, never on the command line; its GPUs and no other; nothing of a training rank."""
     monkeypatch.setenv("RANK", "1")
-    names = ("VLLM_API_KEY", "CUDA_VISIBLE_DEVICES", "RANK", "VLLM_SERVER_DEV_MODE")
+    names = ("VLLM_API_KEY", "CUDA_VISIBLE_DEVICES", "RANK", "VLLM_SERVER_DEV_MODE", "VLLM_RPC_BASE_PATH")
     program = f"import os, json; print(json.dumps([sys.argv[1:], [os.environ.get(n) for n in {names}]]), flush=True)"
     server = started(program, ("6", "7"))
     arguments, environment = json.loads(said(server)[0])
     assert arguments == ["serve", "m", "--uds", str(server.uds)] and KEY not in " ".join(server.process.args)  # type: ignore[arg-type]
-    assert environment == [KEY, "6,7", None, "1"] and server.place == "GPU 6 and 7"
+    assert environment == [KEY, "6,7", None, "1", str(server.home.path)] and server.place == "GPU 6 and 7"
     assert server.uds is not None and server.uds.parent.stat().st_mode & 0o777 == 0o700, "no other user's"
     server.close()
     assert not server.uds.parent.exists()

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from posttrain.cli.app import app
 from posttrain.models import tiny
 from posttrain.run.metrics import read_metrics
 
@@ -24,9 +26,19 @@ pytestmark = [
 ]
 
 
-SERVER = ("rollout.vllm.server.devices=[1]", "rollout.vllm.enforce_eager=true", "model.lora.rank=4")
+EAGER = ("rollout.vllm.enforce_eager=true",)
+SERVER = (*EAGER, "rollout.vllm.server.devices=[1]", "model.lora.rank=4")
 EVALUATED = ("eval={every: 1, n: 2, max_new_tokens: 20, data: {source: ../quickstart_data.py:problems, size: 5}}",)
-PLACES = {"here": EVALUATED, "server": SERVER, "adding server": (*SERVER, "rollout.vllm.merge_adapter=true")}
+PLACES = {
+    "here": (*EAGER, *EVALUATED),
+    "compiled": EVALUATED,
+    "server": SERVER,
+    "adding server": (*SERVER, "rollout.vllm.merge_adapter=true"),
+}
+SLOW = {
+    "compiled": pytest.mark.slow(reason="torch.compile; `here` is the same run without"),
+    "adding server": pytest.mark.slow(reason="test_vllm.py sends such sums, and `server` is the same run without them"),
+}
 
 
 @pytest.fixture
@@ -46,7 +58,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param(place, marks=SLOW.get(place, ())) for place in PLACES])
 def test_three_steps(small: Path, place: str) -> None:
     """Every sync is probed by the engine itself: a stale engine would end the run."""
     output = small.parent / "run"
@@ -63,7 +75,7 @@ def test_three_steps(small: Path, place: str) -> None:
     steps = [row for row in rows if row["step"]]
     assert all(row["grad_norm"] > 0 for row in steps)
     assert all(row["mismatch/max"] < 1e-3 for row in steps), "float32 on both sides, after large updates"
-    if PLACES[place] == EVALUATED:
+    if EVALUATED[0] in PLACES[place]:
         assert [row["step"] for row in rows if row["eval/mean_length"] <= 20] == [0, 1, 2, 3]
 
 
@@ -89,17 +101,14 @@ def test_a_mixture_of_experts(kind: str, tmp_path: Path) -> None:
     assert len(rows) == 2 and all(row["grad_norm"] > 0 and row["mismatch/max"] < 1e-2 for row in rows)
 
 
-def test_heads_that_vllm_has_no_kernel_for_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_heads_that_vllm_has_no_kernel_for_are_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of `tiny` have a size of 16. vLLM says which it knows."""
     if torch.cuda.is_available():
         pytest.skip("vLLM has kernels for them on a GPU")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "posttrain", "rl", "debug/rl", "rollout.engine=vllm"),
-            *("--output", str(tmp_path / "run")),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr[-3000:]
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["rl", "debug/rl", "rollout.engine=vllm", "--output", str(tmp_path / "run")])
+    assert done.exit_code == 2, done.stderr[-3000:]
     assert "head size on a CPU: 16" in done.stderr and " 32, 64, " in done.stderr
     assert "starting vLLM" not in done.stderr and not (tmp_path / "run").exists()
