@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime import cache_dir_utils
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import DataError, EngineError
@@ -261,7 +262,9 @@ def check_sync(engine: Any, loaded: LoadedModel, prompts: list[Prompt]) -> None:
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for temporary files, also of processes that are started. Its path is short, as those of socket
-    files must be."""
+    files must be. What torch has compiled stays where it is."""
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_dir_utils.default_cache_dir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
