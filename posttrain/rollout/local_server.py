@@ -74,7 +74,7 @@ class LocalServer:
             *address,
         ]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-        env.setdefault(vllm_start.SOCKETS, str(home.path))
+        env |= vllm_start.sockets_in(home.path)
         env |= _OF_A_SERVER | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         with contextlib.ExitStack() as stack:
             output: Any = 2

@@ -33,6 +33,8 @@ GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 
 CPU_EXPERTS = 32  # hidden units of an expert that vLLM's kernel on a CPU takes at a time
 _TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
 SOCKETS = "VLLM_RPC_BASE_PATH"  # names the folder of the socket files that vLLM makes and does not remove
+SOCKET_NAME = 36  # characters that vLLM calls one by
+LONGEST_SOCKET = 107  # bytes of a socket file's path, as Linux has it
 _ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception)): (.+)")
 _starting = threading.Lock()  # vLLM measures free memory when it starts, and gets its settings by the environment
 
@@ -141,18 +143,25 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 @contextlib.contextmanager
 def _environment_of_core(log: Path, sockets: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
-    store, given = os.environ.pop(_TORCHRUN, None), os.environ.get(SOCKETS)
-    os.environ.setdefault(SOCKETS, str(sockets))
+    store, ours = os.environ.pop(_TORCHRUN, None), sockets_in(sockets)
+    os.environ.update(ours)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
         os.environ[engine_process.LOG] = str(log.absolute())
     try:
         yield
     finally:
         os.environ.pop(engine_process.LOG, None)
-        if given is None:
-            os.environ.pop(SOCKETS, None)
+        for name in ours:
+            del os.environ[name]
         if store is not None:
             os.environ[_TORCHRUN] = store
+
+
+def sockets_in(folder: Path) -> dict[str, str]:
+    """What of the environment has vLLM put its socket files into `folder`; {} where the user has said where, or where
+    their paths would be too long."""
+    fits = len(os.fsencode(folder)) + 1 + SOCKET_NAME <= LONGEST_SOCKET
+    return {SOCKETS: str(folder)} if fits and SOCKETS not in os.environ else {}
 
 
 def check_settings(section: Vllm) -> None:

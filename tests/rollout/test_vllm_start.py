@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import types
+import uuid
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_lora_slots() -> None:
     assert [vllm_start.lora_slot(r) for r in (1, 8, 9, 100, 512)] == [8, 8, 16, 128, 512]
     with pytest.raises(RecipeError, match="at most 512"):
         vllm_start.lora_slot(513)
+
+
+def test_socket_files_are_put_where_their_paths_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls them by a UUID; Linux takes paths of 107 bytes. The user's own folder stays."""
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    longest = Path("/" + "f" * (107 - len(f"//{uuid.uuid4()}")))
+    assert vllm_start.sockets_in(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
+    assert vllm_start.sockets_in(Path(f"{longest}f")) == {}
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
+    assert vllm_start.sockets_in(longest) == {}
 
 
 def test_vllm_says_nothing_about_itself(
