@@ -27,6 +27,7 @@ from posttrain.tools.calls import Caller
 from posttrain.tools.formats import parse
 from posttrain.tools.offer import Offer, offer_of
 
+WHOLE_TURNS = 8  # a conversation of so many longest turns fits vLLM's window, unless vllm.max_model_len says its size
 CHUNK = 16  # tokens that an engine without a stream of its own samples at once
 Message = dict[str, Any]
 Emit = Callable[[Sequence[int]], None]
@@ -103,10 +104,14 @@ class Conversation:
         """Stream one turn of the model; returns its Answer, with the calls that it makes run."""
         prompt, tokenizer = self.prompt(), self.loaded.tokenizer
         (ids,) = encode_prompts([prompt], tokenizer, self.recipe.data)
-        room = (self.loaded.window or len(ids) + self.recipe.sampling.max_new_tokens) - len(ids)
+        windows = [self.loaded.window, self.engine and self.engine.window]
+        window = min((w for w in windows if w), default=len(ids) + self.recipe.sampling.max_new_tokens)
+        room = window - len(ids)
         if room < 1:
-            hint = "begin anew with /reset"
-            raise DataError(f"the conversation has {len(ids)} tokens and fills the model's window", hint=hint)
+            raise DataError(
+                f"the conversation has {len(ids)} tokens and fills the window of {window}",
+                hint="begin anew with /reset",
+            )
         sampling = self.recipe.sampling.model_copy(
             update={"max_new_tokens": min(room, self.recipe.sampling.max_new_tokens)}
         )
@@ -267,7 +272,8 @@ def opened(recipe: GenerateRecipe, scratch: Path, note: Callable[[str], None]) -
         if recipe.engine.engine == "vllm":
             if started := start_note(recipe.engine):
                 note(started)
-            longest = loaded.window or recipe.sampling.max_new_tokens * 4
+            longest = recipe.engine.vllm.max_model_len or WHOLE_TURNS * recipe.sampling.max_new_tokens
+            longest = min(longest, loaded.window or longest)
             engine = make_engine(recipe.engine, loaded, scratch=scratch, max_len=longest)
             stack.callback(engine.close)
         caller = stack.enter_context(Caller(offer.tools, 1, None, offer.memory_mb)) if offer and offer.tools else None

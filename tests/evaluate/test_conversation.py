@@ -105,9 +105,13 @@ def test_tools_answer_and_the_model_goes_on(loaded: LoadedModel) -> None:
 
 def test_a_full_window_and_errors_of_the_engine_are_told(loaded: LoadedModel) -> None:
     one = talk(loaded, ["1"])
-    with pytest.raises(DataError, match="fills the model's window"):
+    with pytest.raises(DataError, match="fills the window of 2048"):
         list(one.ask("9" * 3000))
     assert one.messages == []
+    one.engine.window = 20
+    with pytest.raises(DataError, match="fills the window of 20"):
+        list(one.ask("9" * 30))
+    assert list(one.ask("9" * 10))[-1].finish == "stop"
 
     def broken() -> None:
         raise EngineError("gone")
