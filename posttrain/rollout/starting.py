@@ -38,27 +38,30 @@ class StartingEngine(Generic[T]):
         self._engine: Any = None
         self._closed = False
         self._others = set(multiprocessing.active_children())
-        self._thread = threading.Thread(target=self._run, name="engine-start", daemon=True)
-        self._thread.start()
+        self._over = (
+            threading.Event()
+        )  # after a Ctrl-C in `Thread.join` Python 3.11 says that a running thread has ended
+        threading.Thread(target=self._run, name="engine-start", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._started.append(self._start())
         except BaseException as error:
             self._error = error
+        finally:
+            self._over.set()
 
     def wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
         """Block until the engine is there, or something is `enough`; returns which it was. Raises what the start
         raised."""
-        while self._thread.is_alive():
+        while not self._over.wait(POLL_S):
             if enough():
                 return False
-            self._thread.join(POLL_S)
         self._ready()
         return True
 
     def _ready(self) -> Any:
-        self._thread.join()
+        self._over.wait()
         if self._closed:
             raise EngineError("the engine is closed")
         if self._engine is None:
@@ -85,14 +88,28 @@ class StartingEngine(Generic[T]):
         if self._engine is not None:
             self._engine.close()
             return
-        while self._thread.is_alive():
+        while not self._over.wait(POLL_S):
             for process in set(multiprocessing.active_children()) - self._others:
                 if process.name.startswith(CORE):
                     process.kill()
                     process.join()
-            self._thread.join(POLL_S)
         while self._started:
             self._give_up(self._started.pop())
+
+
+def start_and_wait(start: Callable[[], T], finish: Callable[[T], Any], give_up: Callable[[T], None]) -> Any:
+    """The engine that `finish` makes of what `start` returns, see `StartingEngine`.
+
+    Ctrl-C ends the start, whatever that does with it: vLLM, called in this thread, takes one for a reason to go on
+    waiting for the process that it has ended.
+    """
+    starting = StartingEngine(start, finish, give_up)
+    try:
+        starting.wait()
+        return starting._ready()
+    except BaseException:
+        starting.close()
+        raise
 
 
 def wait_for(engine: Any, enough: Callable[[], bool]) -> None:

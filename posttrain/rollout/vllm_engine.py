@@ -29,7 +29,7 @@ from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import EngineClient
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
-from posttrain.rollout.starting import StartingEngine
+from posttrain.rollout.starting import StartingEngine, start_and_wait
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender, WeightSender
 from posttrain.seeds import derive
@@ -75,7 +75,8 @@ def make_colocated(
 
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
     if not vllm_start.starts_beside(spec, folder):
-        return finish(started())
+        engine: VllmEngine = start_and_wait(started, finish, ColocatedClient.close)
+        return engine
 
     def finished(client: ColocatedClient) -> VllmEngine:
         shutil.rmtree(folder, ignore_errors=True)

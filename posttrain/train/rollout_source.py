@@ -223,10 +223,13 @@ class RolloutTask:
         self.generated = threading.Event()
         self.error: BaseException | None = None
         self._work, self._batch = work, list[StepRollouts]()
-        self._thread = threading.Thread(target=self.run, name="rollouts of a step", daemon=True)
+        # Not the thread's own state: after a Ctrl-C in `Thread.join` Python 3.11 says that a running thread has ended.
+        self._over = threading.Event()
+        self._begun = False
 
     def start(self) -> None:
-        self._thread.start()
+        self._begun = True
+        threading.Thread(target=self.run, name="rollouts of a step", daemon=True).start()
 
     def run(self) -> None:
         """Do the work; `result` raises what it raised."""
@@ -236,10 +239,11 @@ class RolloutTask:
             self.error = error
         finally:
             self.generated.set()
+            self._over.set()
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return self._begun and not self._over.is_set()
 
     @property
     def finished(self) -> bool:
@@ -249,7 +253,7 @@ class RolloutTask:
     def wait(self, seconds: float | None = None) -> None:
         """Wait for the end, at most so long."""
         if self.running:
-            self._thread.join(seconds)
+            self._over.wait(seconds)
 
     def result(self) -> StepRollouts:
         """The rollouts, once they are there. Raises what the work raised."""

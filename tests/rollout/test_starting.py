@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import EngineError
-from posttrain.rollout.starting import StartingEngine, wait_for
+from posttrain.rollout.starting import StartingEngine, start_and_wait, wait_for
 
 
 class Engine:
@@ -137,3 +139,36 @@ def test_closing_gives_up_what_was_started_and_never_used() -> None:
     engine.close()
     engine.close()
     assert given_up == ["client"]
+
+
+def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
+    """vLLM leaves its wait for the process at a KeyboardInterrupt without an error, and then waits for its answer."""
+
+    def start() -> str:
+        core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
+        core.start()
+        started.append(core)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while core.exitcode is None:
+            try:
+                core.join()
+            except KeyboardInterrupt:
+                continue
+        raise EngineError("its process was killed")
+
+    started: list[Any] = []
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        start_and_wait(start, Engine, never)
+    assert time.monotonic() - began < 30 and not started[0].is_alive()
+
+
+def test_a_start_that_is_waited_for() -> None:
+    engine = start_and_wait(lambda: "client", Engine, never)
+    assert isinstance(engine, Engine) and engine.thread is threading.current_thread() and not engine.closed
+    with pytest.raises(EngineError, match="no memory"):
+        start_and_wait(lambda: raised(EngineError("no memory")), Engine, never)
+
+
+def raised(error: Exception) -> str:
+    raise error

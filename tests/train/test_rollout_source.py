@@ -678,3 +678,26 @@ def test_what_old_rollouts_need(recipe: Make, changes: Values, told: str | None)
         return
     with pytest.raises(RecipeError, match=told):
         recipe(**changes)
+
+
+def test_a_ctrl_c_while_rollouts_are_waited_for_leaves_them_running() -> None:
+    """So that `close` ends them: Python 3.11 calls a thread ended whose `join` a signal has left."""
+    go, began = threading.Event(), threading.Event()
+
+    def work(_: Callable[[], object]) -> Any:
+        began.set()
+        go.wait()
+        raise EngineError("the engine is closed")
+
+    task = rollout_source.RolloutTask(0, work)
+    assert not task.running
+    task.start()
+    began.wait()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        task.wait()
+    assert task.running
+    go.set()
+    with pytest.raises(EngineError, match="closed"):
+        task.result()
+    assert not task.running and not task.finished
