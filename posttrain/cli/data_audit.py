@@ -97,8 +97,8 @@ def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]
     """The evaluation data of the recipe and of `--against` (a recipe with data, or a source), each with its folder."""
     from posttrain.cli import preflight
     from posttrain.places import known_files
+    from posttrain.recipe.eval_sections import held_out_data
     from posttrain.recipe.sections import Data
-    from posttrain.train.evaluation import held_out_data
 
     if getattr(recipe, "eval", None) is not None and hasattr(recipe.eval, "data"):
         yield held_out_data(recipe.data, recipe.eval.data), recipe.base_dir

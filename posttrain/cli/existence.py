@@ -31,12 +31,13 @@ def find_model(name: str, base_dir: Path) -> str:
     """The base that an adapter names, "" for other models. Raises ModelError if there is no such model."""
     from posttrain import hub
     from posttrain.models import adapters
-    from posttrain.models.places import locate
+    from posttrain.models.places import hint_for, locate
 
     place = locate(name, base_dir)
     if place.kind == "hub" and (why := hub.why_absent(name, "model")):
         tried = candidates(name, base_dir)
-        raise ModelError(f"model not found: {name}; {why}", allowed=f"no directory {tried[0]}", hint=meant(name, tried))
+        hint = hint_for(name) or meant(name, tried)
+        raise ModelError(f"model not found: {name}; {why}", allowed=f"no directory {tried[0]}", hint=hint)
     if place.kind != "adapter" or place.path is None:
         return ""
     base = adapters.base_of(place.path)
@@ -54,6 +55,8 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
 
     section: the keys that the recipe gives, without defaults.
     """
+    from pydantic import ValidationError
+
     from posttrain.models import adapters
     from posttrain.models.places import locate
     from posttrain.recipe.sections import Lora
@@ -62,8 +65,11 @@ def check_adapter(name: str, section: Mapping[str, Any], base_dir: Path) -> None
         return
     given = {key: value for key, value in section.items() if key in ("continue", "rank", "alpha", "dropout")}
     place = locate(name, base_dir)
-    lora = Lora.model_validate(given)
-    adapters.check_start(place.path if place.kind == "adapter" else None, lora, name)
+    try:
+        lora = Lora.model_validate(given)
+    except ValidationError:  # a value that the schema refuses, which says so itself
+        return
+    adapters.check_start(place.path, lora, name)
 
 
 DEVICES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/nvhost*", "/dev/nvmap")  # of GPUs, without asking a library
@@ -80,17 +86,22 @@ def find_device(device: str) -> None:
         raise ModelError(f"cuda, but {why}", hint="write `auto` or `cpu`; `posttrain doctor` tells what there is")
 
 
+ALL_LINEAR = "all-linear"  # as `lora.targets`: every linear layer but the head
+
+
 def check_targets(name: str, targets: object, base_dir: Path) -> None:
     """Raises ModelError for names in `lora.targets` that no module of a model on this machine has."""
     from posttrain.models.places import locate
     from posttrain.models.stored_names import modules_of
 
+    if isinstance(targets, str) and targets != ALL_LINEAR and (hint := did_you_mean(targets, [ALL_LINEAR])):
+        raise ModelError(f"`{targets}` names no module", allowed=f"{ALL_LINEAR}, or a list of names", hint=hint)
     known = modules_of(locate(name, base_dir)) if isinstance(targets, list) else ()
     for target in targets if isinstance(targets, list) and known else ():
         last = str(target).rpartition(".")[2]
         if last not in known:
             there = ", ".join(sorted(known))
-            hint = did_you_mean(last, known) or "all-linear suits every model"
+            hint = did_you_mean(last, known) or f"{ALL_LINEAR} suits every model"
             raise ModelError(f"no module of {name} is called `{target}`", allowed=f"there are: {there}", hint=hint)
 
 

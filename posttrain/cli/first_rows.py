@@ -53,9 +53,12 @@ def checks(
     for place, source in sources:
         if _is_local(source, base_dir):
             yield place, lambda source=source: _read(section, source, data, base_dir, seen)  # type: ignore[misc]
+    if section["stage"] != "eval" and section.get("eval"):
+        yield from _held_out(section, data, base_dir, rewards)
     if all(_is_local(source, base_dir) for _, source in sources):
         for place, reward in zip(together.reward_places(section), rewards, strict=False):  # some may not be loaded
-            yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
+            if place[0] != "eval":
+                yield (*place, "use"), lambda reward=reward: _reward(reward, seen)  # type: ignore[misc]
         if section["stage"] == "rl":
             recipe = RlRecipe.model_validate(section)
             for one in _named_columns(recipe, base_dir):
@@ -68,6 +71,24 @@ def checks(
                 ("rewards", number, "use"),
                 lambda: _golds(sections[number], rewards, number, base_dir, seen, section["scoring"]["max_bad_gold"]),
             )
+
+
+def _held_out(
+    section: Mapping[str, Any], data: Data, base_dir: Path, rewards: Sequence[LoadedReward]
+) -> Iterator[tuple[Path_, Check]]:
+    """As `checks`, of the rows in `eval.data`, which the rewards of the evaluation read: its own, or those of rl."""
+    from posttrain.recipe.eval_sections import HeldOut, held_out_data
+
+    held_out = held_out_data(data, HeldOut.model_validate(section["eval"]["data"]))
+    if not _is_local(held_out, base_dir):
+        return
+    seen = _Seen()
+    yield ("eval", "data", "source"), lambda: _read(section, held_out, held_out, base_dir, seen)
+    pairs = list(zip(together.reward_places(section), rewards, strict=False))
+    own = [(place, reward) for place, reward in pairs if place[0] == "eval"]
+    for place, reward in own or [(place, reward) for place, reward in pairs if place[0] == "rewards"]:
+        key: Path_ = (*place, "use") if own else ("eval", "data", "source")
+        yield key, lambda reward=reward: _reward(reward, seen, "eval.data")  # type: ignore[misc]
 
 
 def _is_local(source: Source, base_dir: Path) -> bool:
@@ -192,11 +213,11 @@ def _numbers(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         pair_columns.refuse_twice({column for row in rows for column in row}, anchors)
 
 
-def _reward(reward: LoadedReward, seen: _Seen) -> list[str]:
+def _reward(reward: LoadedReward, seen: _Seen, key: str = "data") -> list[str]:
     from posttrain.verify.load import check_columns
 
     if seen.rows:  # else the data could not be read, which is told already
-        check_columns([reward], seen.columns)
+        check_columns([reward], seen.columns, key)
     return []
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from posttrain.run.children import Child
 
 NUMBERS = ("accuracy", "reward_last", "loss_last", "mean_tokens")  # of summaries, for the table
-CAVEAT = "the best of a table was chosen on what it is measured on: measure it on other data before it is quoted"
+CAVEAT = "the best row was picked by the numbers shown, which flatters it: measure it on other data before quoting it"
 
 
 def register(app: typer.Typer) -> None:

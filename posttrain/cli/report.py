@@ -217,7 +217,8 @@ def diff(
         terminal.say("the recipes and their files are the same\n")
     if found.metrics:
         _print_table(
-            ["mean of the last 10 rows", *head, "difference"], [_metric(n, row) for n, row in found.metrics.items()]
+            ["mean of the last 10 rows (eval/: the last)", *head, "difference"],
+            [_metric(n, row) for n, row in found.metrics.items()],
         )
     for prompt, mine, theirs in found.samples:
         terminal.say(f"prompt: {prompt.strip()[-SHOWN_TEXT:]}")

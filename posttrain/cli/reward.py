@@ -152,7 +152,7 @@ def _test_script(script: tuple[Path, str | None], timeout: float, quiet: bool) -
     for own in own_rows(*script):
         found["rows"].append(_try(own.function, own.rows, own.rewards, Scoring(workers=2), None, quiet))
     if not found["rows"]:
-        say("no ROWS in the script: right answers and tricks are tried with a recipe, or rows of its own")
+        say("right answers and tricks were not tried: that needs rows (name a recipe, or write ROWS in the script)")
     return found
 
 

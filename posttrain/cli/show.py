@@ -95,6 +95,8 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
         print_table(rows, summary.get("findings", []))
         return
     plain = {key: text for key, value in summary.items() if (text := _cell(value)) is not None}
+    if (best := summary.get("best_checkpoint")) and best["model"]:
+        plain["best"] = f"{best['model']}  ({best['metric']} {best['value']:.4g} after step {best['step']})"
     width = max((len(key) for key in plain), default=0)
     for key, text in plain.items():
         terminal.say(f"{key:<{width}}  {text}")

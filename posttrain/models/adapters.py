@@ -237,13 +237,19 @@ def need_peft() -> None:
 
 
 def check_start(folder: Path | None, lora: Lora, name: str) -> None:
-    """Raises ModelError for `lora.continue` where the model is no adapter, or has another shape than the recipe's."""
+    """Raises ModelError for `lora.continue` where the model is no adapter, or has another shape than the recipe's.
+
+    folder: where the model is, None for `tiny` and ids of the hub.
+    """
     if not lora.continue_:
         return
-    if folder is None:
+    if folder is None or not is_adapter(folder):
+        merged = folder is not None and is_adapter(folder / "adapter")
         raise ModelError(
             f"model.lora.continue: {name} is no adapter to train on",
-            hint="name the adapter's directory in model.path, or remove `continue` for a fresh adapter",
+            hint="it is a base with its adapter merged in: remove `continue` for a fresh adapter on both"
+            if merged
+            else "name the adapter's directory in model.path, or remove `continue` for a fresh adapter",
         )
     check_same_shape(folder, lora)
 

@@ -197,7 +197,7 @@ def _checked(section: Model, place: Place, base_dir: Path) -> Place:
     if place.kind == "adapter" and place.path is not None and not section.quantize:
         adapters.check_mergeable(place.path)
     if section.lora:
-        adapters.check_start(place.path if place.kind == "adapter" else None, section.lora, section.path)
+        adapters.check_start(place.path, section.lora, section.path)
     if section.quantize and importlib.util.find_spec("bitsandbytes") is None:
         raise MissingExtra("bitsandbytes", "model.quantize: nf4", "quant")
     if place.kind == "gguf" and importlib.util.find_spec("gguf") is None:

@@ -53,7 +53,7 @@ def locate(name: str, base_dir: Path | None) -> Place:
     searched = ", ".join(str(p) for p in dict.fromkeys(tried))
     if hub.only_a_path(name, (".gguf",)):
         raise ModelError(
-            f"model not found: {name}", allowed=f"searched: {searched}", hint=_hint(name) or meant(name, tried)
+            f"model not found: {name}", allowed=f"searched: {searched}", hint=hint_for(name) or meant(name, tried)
         )
     return Place("hub", name)
 
@@ -67,14 +67,15 @@ def not_found(place: Place, base_dir: Path | None, cause: Exception) -> ModelErr
     return ModelError(
         f"model not found: {place.name}",
         allowed=f"no directory {searched}; {where}",
-        hint=_hint(place.name) or meant(place.name, candidates(place.name, base_dir)) or hub.way_out(),
+        hint=hint_for(place.name) or meant(place.name, candidates(place.name, base_dir)) or hub.way_out(),
     )
 
 
 _MODEL_FILES = ("config.json", "adapter_config.json")  # the first file that tells a model, or an adapter
 
 
-def _hint(name: str) -> str:
+def hint_for(name: str) -> str:
+    """What is likely meant by the name of a model that was not found, apart from files beside it; "" if unknown."""
     if "@" in name:  # mergekit's NAME@REVISION
         return "download that revision, and name its folder"
     if "+" in name:  # mergekit's BASE+ADAPTER

@@ -9,7 +9,7 @@ from pydantic import Field
 from posttrain.recipe.reward_sections import Reward, Scoring
 from posttrain.recipe.rollout_sections import Temperature
 from posttrain.recipe.section import Count, DataName, EvalName, NonNegative, Positive, Section, Share
-from posttrain.recipe.sections import Rows
+from posttrain.recipe.sections import Data, Rows
 
 
 class Contamination(Section):
@@ -58,6 +58,12 @@ class HeldOut(Rows):
     """Rows that are not trained on. How they are rendered is said in `data`."""
 
     source: DataName = Field(description="as `data.source`")
+
+
+def held_out_data(data: Data, rows: HeldOut) -> Data:
+    """`data` with the rows of an evaluation: rendered like those of training, and each as it is."""
+    places = {key: getattr(rows, key) for key in HeldOut.model_fields}
+    return data.model_copy(update={**places, "mix": None, "thought_dropout": 0.0})
 
 
 class TrainingEval(Section):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.errors import Problem, RecipeError, did_you_mean
-from posttrain.places import known_files, refuse_special, refuse_strange_name
+from posttrain.places import known_files, meant, refuse_special, refuse_strange_name
 from posttrain.recipe import idle, keys, layers, pipeline, presets
 from posttrain.recipe.foreign.source import tool_of
 from posttrain.recipe.foreign.words import sentence
@@ -70,7 +70,8 @@ def locate(path_or_name: str) -> Path:
     raise RecipeError(
         f"no recipe `{path_or_name}`: it is neither a file nor the name of a shipped recipe",
         allowed=f"looked for {Path.cwd() / path}; `posttrain recipe list` shows the shipped ones",
-        hint=did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
+        hint=(path.suffix and meant(path_or_name, [path.absolute()]))
+        or did_you_mean(path_or_name.removesuffix(".yaml"), shipped),
     )
 
 

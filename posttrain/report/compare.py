@@ -23,7 +23,7 @@ def compared(views: Sequence[RunView]) -> list[dict[str, Any]]:
     ]
     tables = {
         "What differs": (["key", *names], values),
-        f"What they came to (mean of the last {RECENT} rows)": (["metric", *names], metrics),
+        f"What they came to (mean of the last {RECENT} rows; of eval/ the last)": (["metric", *names], metrics),
     }
     return [
         {"title": title, "says": [], "bars": [], "tables": [{"title": "", "head": head, "rows": rows}]}
@@ -64,7 +64,8 @@ def final_metrics(views: Sequence[RunView], *, every: bool) -> dict[str, list[fl
             found[key] = row
     first, rest = shown_first(list(dict.fromkeys(name for view in views for name in view.curves.points)))
     for name in [*first, *(rest if every else [])]:
-        found[name] = [view.curves.recent(name, RECENT) for view in views]
+        steps = 1 if name.startswith("eval/") else RECENT  # evaluations are far apart: their mean lags behind
+        found[name] = [view.curves.recent(name, steps) for view in views]
     return found
 
 

@@ -57,9 +57,8 @@ def describe(run: Path) -> RunRow:
     curves = Curves(run / "metrics.jsonl")
     curves.read_more()
     found = status.read(run)
-    headline = next(
-        ((name, value) for name in HEADLINES if (value := summary.get(name, curves.recent(name))) is not None), None
-    )
+    newest = ((name, summary.get(name, curves.recent(name, steps=1))) for name in HEADLINES)
+    headline = next(((name, value) for name, value in newest if value is not None), None)
     signs = (run / name for name in ("summary.json", "metrics.jsonl", "status.json", "resolved.json"))
     return RunRow(
         path=run,

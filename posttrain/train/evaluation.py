@@ -20,9 +20,8 @@ from posttrain.evaluate.estimators import bootstrap_ci, mean, pass_contributions
 from posttrain.evaluate.run import grade
 from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
-from posttrain.recipe.eval_sections import HeldOut, TrainingEval
+from posttrain.recipe.eval_sections import TrainingEval
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.recipe.sections import Data
 from posttrain.rollout.engine import Engine
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_json
@@ -42,12 +41,6 @@ Record = dict[str, Any]
 Measure = Callable[[int], tuple[Values, list[Record]]]  # step -> metrics without `eval/`, and samples
 
 
-def held_out_data(data: Data, rows: HeldOut) -> Data:
-    """`data` with the rows of an evaluation: rendered like those of training, and each as it is."""
-    places = {key: getattr(rows, key) for key in HeldOut.model_fields}
-    return data.model_copy(update={**places, "mix": None, "thought_dropout": 0.0})
-
-
 class Evaluation:
     """The evaluations of one run. Every rank calls it after the same steps.
 
@@ -55,16 +48,15 @@ class Evaluation:
     """
 
     watchdog: Watchdog
-    note: Callable[[str], None]  # says a line to people
 
     def __init__(
         self, settings: TrainingEval, directory: RunDirectory, loaded: LoadedModel, measures: Sequence[Measure]
     ) -> None:
         self.settings, self.directory, self.loaded, self.measures = settings, directory, loaded, measures
 
-    def attach(self, watchdog: Watchdog, note: Callable[[str], None]) -> None:
+    def attach(self, watchdog: Watchdog) -> None:
         """Give it what the loop has. Call this before the first evaluation."""
-        self.watchdog, self.note = watchdog, note
+        self.watchdog = watchdog
 
     def is_due(self, state: State, *, last: bool = False) -> bool:
         """Whether the steps that are done call for an evaluation that was not made. last: no step follows.
@@ -91,7 +83,6 @@ class Evaluation:
             self._keep_best(state)
         if self.settings.patience and state.step and state.since_best >= self.settings.patience:
             state.stopped_early = given_up(state)
-            self.note(state.stopped_early)
         state.evaluated = state.step
         values["time/eval"] = distributed.from_main(time.perf_counter() - started)
         state.eval_seconds += values["time/eval"]
@@ -124,17 +115,17 @@ def judge(state: State, metric: str, value: float | None) -> bool:
     return True
 
 
-def evaluation_note(step: int, values: Mapping[str, Any]) -> str:
-    """The line of an evaluation on the terminal."""
+def evaluation_notes(state: State, values: Mapping[str, Any]) -> list[str]:
+    """The lines of an evaluation on the terminal: its numbers, and that it ends the run, if it does."""
     interval = ""
     if values.get("eval/accuracy/low") is not None:
         interval = f" [{values['eval/accuracy/low']:.3f}, {values['eval/accuracy/high']:.3f}]"
     names = ("accuracy", "reward", "loss", "clipped_ratio")
     told = [(name, values.get(f"eval/{name}")) for name in names]
     parts = [f"{name} {value:.3f}{interval if name == 'accuracy' else ''}" for name, value in told if value is not None]
-    return (
-        f"evaluation after step {step}: {', '.join(parts) or 'nothing could be judged'} ({values['time/eval']:.1f} s)"
-    )
+    numbers = ", ".join(parts) or "nothing could be judged"
+    line = f"evaluation after step {state.step}: {numbers} ({values['time/eval']:.1f} s)"
+    return [line, state.stopped_early] if state.stopped_early else [line]
 
 
 def given_up(state: State) -> str:

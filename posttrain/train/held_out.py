@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.batch import Prompt
 from posttrain.data.prepare import Prepared, prepare_prompts
 from posttrain.models.load import LoadedModel
-from posttrain.recipe.eval_sections import RlEval, RowsEval
+from posttrain.recipe.eval_sections import RlEval, RowsEval, held_out_data
 from posttrain.recipe.reward_sections import Scoring
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.stages import DpoRecipe, RlRecipe, SftRecipe
@@ -27,7 +27,6 @@ from posttrain.train.evaluation import (
     Measure,
     Record,
     Values,
-    held_out_data,
     left_out,
     syncing,
 )
@@ -52,7 +51,7 @@ def prepare_held_out(
     alike.check_rows([prompt.uid for prompt in prepared.items])
     sections = settings.rewards or (recipe.rewards if isinstance(recipe, RlRecipe) else [])
     rewards = [load_reward(section, recipe.base_dir) for section in sections]
-    check_columns(rewards, {column for row in prepared.rows for column in row})
+    check_columns(rewards, {column for row in prepared.rows for column in row}, "eval.data")
     return prepared
 
 
@@ -86,7 +85,7 @@ def rl_evaluation(
         seed = p.recipe.run.seed
         completions = Completions(held_out.items, settings.n, sampling, seed, engine, sync, scorer)
         evaluation = Evaluation(settings, directory, p.loaded, [completions.measure])
-        evaluation.attach(p.watchdog, note)
+        evaluation.attach(p.watchdog)
         yield evaluation
 
 

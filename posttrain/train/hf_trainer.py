@@ -43,7 +43,7 @@ from posttrain.seeds import derive
 from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained, trl_model
 from posttrain.train.dealing import StepOrder
 from posttrain.train.emergency_checkpoint import save_before_raising
-from posttrain.train.evaluation import Evaluation, evaluation_note
+from posttrain.train.evaluation import Evaluation, evaluation_notes
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
 
@@ -165,7 +165,7 @@ class RunLoop(abc.ABC):
             metrics, samples, progress, stop, watchdog,
         )  # fmt: skip
         if self.job.evaluation is not None:
-            self.job.evaluation.attach(watchdog, progress.note)
+            self.job.evaluation.attach(watchdog)
 
     def evaluate_due(self) -> dict[str, Any]:
         """The metrics of an evaluation, if one is due after the steps that are done. Writes its samples."""
@@ -174,7 +174,8 @@ class RunLoop(abc.ABC):
             return {}
         values, samples = job.evaluation.evaluate(job.state)
         self.samples.write(job.state.step, samples)
-        self.progress.note(evaluation_note(job.state.step, values))
+        for line in evaluation_notes(job.state, values):
+            self.progress.note(line)
         return values
 
     @abc.abstractmethod

@@ -32,6 +32,7 @@ from posttrain.loss.pair_labels import kl_baseline
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
+from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.rollout.hf import evaluating
 from posttrain.run.directory import RunDirectory
@@ -52,7 +53,7 @@ from posttrain.train import (
 )
 from posttrain.train.anchors import SIDES
 from posttrain.train.attention import PADDED
-from posttrain.train.evaluation import Measure, held_out_data
+from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.online_kl import Answers, OnlinePolicy, pairs_of

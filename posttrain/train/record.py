@@ -14,7 +14,7 @@ from posttrain.train import saved_rollouts
 from posttrain.train.canary import canaries_of
 from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
-from posttrain.train.evaluation import evaluation_note
+from posttrain.train.evaluation import evaluation_notes
 from posttrain.train.rl_metrics import sample_records, signal_note
 from posttrain.train.trained import idle_note
 from posttrain.verify.failures import Calls
@@ -57,7 +57,8 @@ class Record:
         if values and (state.step or self.metrics.last < 0):
             self.metrics.write(state.step, values)
             self.samples.write(state.step, samples)
-            self.progress.note(evaluation_note(state.step, values))
+            for line in evaluation_notes(state, values):
+                self.progress.note(line)
 
     @contextmanager
     def add(
@@ -75,7 +76,8 @@ class Record:
         if warning := idle_note(values, signal) or signal:
             self.progress.note(warning)
         if "time/eval" in values:
-            self.progress.note(evaluation_note(state.step, values))
+            for line in evaluation_notes(state, values):
+                self.progress.note(line)
         for line in [*self._first_failures(state), *alarms]:
             self.progress.note(line)
         try:

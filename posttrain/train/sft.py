@@ -24,11 +24,12 @@ from posttrain.errors import ModelError
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
 from posttrain.models.load import LoadedModel
+from posttrain.recipe.eval_sections import held_out_data
 from posttrain.recipe.stages import SftRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.train import alike, dealing, hf_trainer, machine, sharding, trl_model, validation
 from posttrain.train.attention import Packed, short_windows, use_packed_attention
-from posttrain.train.evaluation import Measure, held_out_data
+from posttrain.train.evaluation import Measure
 from posttrain.train.held_out import prepare_held_out, rows_evaluation
 from posttrain.train.hf_trainer import Job, RunLoop
 from posttrain.train.logprobs import PROBE, Sequences, label_scores, prove_head

@@ -299,11 +299,14 @@ def why_failed(result: Result) -> str:
     return f": {lines[-1].strip()}" if lines else ""
 
 
+NO_SCORE = "gold has no score"
+
+
 def what_is_wrong(scores: Mapping[str, float | None], correct_at: float) -> str:
     """Why gold does not score best, or ''. A variant without a score (None, error, time-out) is no rival."""
     gold = scores["gold"]
     if gold is None:
-        return "gold has no score"
+        return NO_SCORE
     if gold < correct_at:
         return f"gold scores {gold:g}, right is {correct_at:g}"
     rivals = [name for name, score in scores.items() if name != "gold" and score is not None and score >= gold]
@@ -326,6 +329,8 @@ def _refusal(audit: Audit, name: str, column: str, limit: float) -> RewardError:
             f"say which column holds the answers, `data.columns: {{{column}: COLUMN}}`, or remove these rows; to train"
             " on the others all the same, raise `scoring.max_bad_gold`"
         )
+    elif len(audit.bad) == audit.checked and set(audit.bad.values()) == {NO_SCORE}:
+        hint = f"{name} returned None for every gold: is a `return` missing in the script? Else {hint}"
     what = f"gold does not score best on {len(audit.bad)} of {counted(audit.checked, 'row')}"
     return RewardError(
         f"{what} (scoring.max_bad_gold {limit:g})",

@@ -329,8 +329,8 @@ def _check_params(
         raise RewardError.of(problems)
 
 
-def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str]) -> None:
-    """Raise RewardError if a reward reads a column that the data does not have; all missing ones are told at once."""
+def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str], key: str = "data") -> None:
+    """Raise RewardError if a reward reads a column that the data lacks; all missing ones at once. key: of the data."""
     known = sorted(set(known_columns))
     problems = []
     for reward in rewards:
@@ -340,11 +340,11 @@ def check_columns(rewards: Iterable[LoadedReward], known_columns: Iterable[str])
                 problems.append(
                     Problem(
                         f"reward {reward.name}",
-                        f"the data has no column `{column}`",
+                        f"{'the data' if key == 'data' else key} has no column `{column}`",
                         f"columns: {', '.join(known)}; always there: {', '.join(BUILT_INS)}",
-                        f"did you mean `{near}`? map it: data.columns: {{{column}: {near}}}"
+                        f"did you mean `{near}`? map it: {key}.columns: {{{column}: {near}}}"
                         if near
-                        else f"say which column holds it: data.columns: {{{column}: COLUMN}}"
+                        else f"say which column holds it: {key}.columns: {{{column}: COLUMN}}"
                         if column in (*MEANT, *_GOLD)
                         else f"if `{column}` is a setting, write it under params",
                     )

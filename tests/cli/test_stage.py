@@ -38,6 +38,28 @@ def test_a_run(call: Call, stage: Stage, folder: Path) -> None:
     assert (folder / "out" / "recipe.yaml").read_text() == (folder / "r.yaml").read_text()
 
 
+def test_the_model_that_was_kept_as_the_best_is_named(call: Call, stage: Stage) -> None:
+    best = {"step": 20, "metric": "eval/loss", "value": 1.45372, "model": "out/best"}
+    stage(lambda *_: {"steps": 30, "best_checkpoint": best})
+    assert "best   out/best  (eval/loss 1.454 after step 20)\n" in call("sft", "r.yaml", "--output", "out").stdout
+    stage(lambda *_: {"steps": 30, "best_checkpoint": {**best, "step": 0, "model": None}})
+    assert call("sft", "r.yaml", "--output", "none").stdout == "steps  30\n"
+
+
+@pytest.mark.parametrize(
+    "value, hint",
+    [
+        ("model.path=tinny", "did you mean `tiny`?"),
+        ("model.lora={targets: all_linear}", "did you mean `all-linear`?"),
+    ],
+)
+def test_a_near_name_of_a_model_or_of_targets_is_offered(
+    value: str, hint: str, call: Call, hub: dict[str, str]
+) -> None:
+    hub["tinny"] = "the hub knows no such model"
+    assert hint in call("recipe", "validate", "r.yaml", value).stderr
+
+
 def test_json_is_the_whole_summary(call: Call, stage: Stage) -> None:
     stage(lambda *_: {"a": [1, {"b": None}]})
     assert json.loads(call("sft", "r.yaml", "--output", "out", "--json").stdout) == {"a": [1, {"b": None}]}
@@ -331,6 +353,13 @@ def test_an_adapter_is_trained_on_only_if_it_is_one_of_the_same_shape(call: Call
     (folder / "old" / "adapter_config.json").write_text(json.dumps(config))
     wrong = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: 8}", "--dry-run")
     assert "model.lora.rank is 8, but the adapter" in wrong.stderr and "has 4" in wrong.stderr
+    null = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: null}", "--dry-run")
+    assert null.exit_code == 2 and "model.lora.rank: must be a whole number, not null" in null.stderr
+    (folder / "both" / "adapter").mkdir(parents=True)
+    (folder / "both" / "config.json").write_text("{}")
+    (folder / "both" / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    both = call("sft", "r.yaml", "model.path=both", "model.lora={continue: true}", "--dry-run")
+    assert "both is no adapter" in both.stderr and "a base with its adapter merged in" in both.stderr
     right = call("sft", "r.yaml", "model.path=old", "model.lora={continue: true, rank: 4}", "--dry-run")
     assert right.exit_code == 0, right.stderr
 

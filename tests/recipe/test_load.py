@@ -247,6 +247,13 @@ def test_a_recipe_that_is_not_there() -> None:
     assert "hint: did you mean `quickstart`?" in str(caught.value)
 
 
+def test_the_file_beside_is_meant_by_a_wrong_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sft.yaml").write_text("stage: sft\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"did you mean `sft\.yaml`\?"):
+        load("sft.yml")
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_bytes(b"a: \xff\n")
     with pytest.raises(RecipeError, match=r"^r.yaml  the file is not UTF-8 text"):

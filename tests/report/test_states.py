@@ -75,7 +75,7 @@ def test_runs_are_listed_filtered_and_noted(make_run: Any, tmp_path: Path) -> No
     b, _ = make_run("inner/b", "killed", 1e-2)
     assert invoke("runs", b, "--note", "too fast\nI think").exit_code == 0
     table = invoke("runs", tmp_path).stdout
-    assert "killed" in table and "5/9" in table and "reward 0.3" in table and "too fast I think" in table
+    assert "killed" in table and "5/9" in table and "reward 0.5" in table and "too fast I think" in table
     rows = {row["path"]: row for row in json.loads(invoke("runs", tmp_path, "--json").stdout)}
     assert set(rows) == {str(a), str(b)}
     assert rows[str(a)]["state"] == "finished" and rows[str(b)]["step"] == 5
@@ -180,3 +180,15 @@ def test_the_server_answers_this_machine_alone_and_tells_what_is_new(make_run: A
         with pytest.raises(UserError, match="cannot be used"):
             make_server([run], server.server_address[1])
         server.shutdown()
+
+
+def test_a_list_has_the_newest_number_and_a_comparison_the_last_evaluation(tmp_path: Path) -> None:
+    """A mean over evaluations, which are far apart, would lag behind."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "resolved.json").write_text(json.dumps({"stage": "sft", "run": {"steps": 3}}))
+        rows = [{"step": step, "loss": 4.0 - step, "eval/loss": 5.0 - step} for step in (1, 2, 3)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "loss 1 " in invoke("runs", tmp_path / "a").stdout
+    metrics = json.loads(invoke("diff", tmp_path / "a", tmp_path / "b", "--json").stdout)["metrics"]
+    assert metrics["loss"] == [2.0, 2.0] and metrics["eval/loss"] == [2.0, 2.0]

@@ -151,7 +151,8 @@ def test_evaluations_that_do_not_rise_stop_the_run(
         summary = rl.run(rl_recipe(**changes), directory)
     assert summary["steps"] == 2 and summary["stopped_early"].startswith("stopped after step 2: 2 evaluations in a row")
     assert summary["best_checkpoint"]["step"] == 0
-    assert "eval.patience" in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.index("evaluation after step 2:") < told.index("(eval.patience)"), "first the number, then what follows"
     assert (tmp_path / "run" / "final").is_dir()
     with opened("run", resume=True) as directory:
         assert rl.run(rl_recipe(**changes), directory)["steps"] == 2

@@ -345,3 +345,13 @@ def test_gold_that_is_late_stops_the_audit_early(script: Callable[..., Path], sc
     ):
         audit_gold(s, [{"uid": "a", "answer": "1"}] * 64)
     assert time.monotonic() - started < 20
+
+
+def test_a_reward_that_returns_nothing_is_asked_for_its_return(script: Callable[..., Path], scorer: Scorers) -> None:
+    path = script("def score(completion, answer):\n    answer in completion\n")
+    with scorer(f"{path}:score") as s, pytest.raises(RewardError, match="score returned None for every gold: is a"):
+        audit_gold(s, rows("1", "2"))
+    half = script("def score(completion, answer):\n    if answer == '1': return float(answer in completion)\n")
+    with scorer(f"{half}:score") as s, pytest.raises(RewardError) as caught:
+        audit_gold(s, rows("1", "2"))
+    assert "returned None for every" not in str(caught.value)

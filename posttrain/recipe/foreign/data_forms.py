@@ -85,13 +85,20 @@ def _listed(draft: Draft, given: Given, entries: Sequence[Mapping[str, Any]], *,
 
 
 def _axolotl(draft: Draft, given: Given, _: str) -> None:
+    entries = [entry for entry in given.value if isinstance(entry, Mapping)] if isinstance(given.value, list) else []
+    chats = [str(entry.get("type") or "").startswith(_CHATS) for entry in entries]
     sources = []
-    for number, entry in enumerate(given.value if isinstance(given.value, list) else []):
-        if isinstance(entry, Mapping):
-            sources.append(_axolotl_source(draft, given, entry, number))
+    for number, entry in enumerate(entries):
+        sources.append(_axolotl_source(draft, given, entry, number))
+        if any(chats) and not chats[number] and draft.stage == "sft":
+            kind = Given(f"{given.key}.{number}.type", entry.get("type"), given.line)
+            draft.leave(kind, "one recipe renders all rows alike: these get the chat template, as the conversations do")
+        else:
+            _axolotl_type(draft, given, entry.get("type"), number)
     put_sources(draft, sources, draft.origin(given.key))
 
 
+_CHATS = ("chat_template", "sharegpt")  # types whose rows are conversations
 _AXOLOTL_READ = {"path", "name", "split", "type", "ds_type", "data_files", "revision", "conversation", "train_on_split"}
 
 
@@ -104,10 +111,8 @@ def _axolotl_source(draft: Draft, given: Given, entry: Mapping[str, Any], number
     _split(source, entry.get("split") or entry.get("train_on_split"))
     source |= _renaming({ours: str(entry[theirs]) for theirs, ours in _AXOLOTL_COLUMNS.items() if entry.get(theirs)})
     for key in sorted(entry.keys() - _AXOLOTL_READ - set(_AXOLOTL_COLUMNS)):
-        known = "ShareGPT's and OpenAI's names of roles and texts are known"
-        why = known if key in _ROLES else "a source has no such key"
+        why = _AXOLOTL_TURNS.get(key, "a source has no such key")
         draft.leave(Given(f"{given.key}.{number}.{key}", entry[key], given.line), why)
-    _axolotl_type(draft, given, entry.get("type"), number)
     return source
 
 
@@ -119,8 +124,15 @@ def _renaming(columns: Mapping[str, str]) -> dict[str, dict[str, str]]:
     return {"columns": renamed} if renamed else {}
 
 
-_ROLES = ("roles", "message_property_mappings", "message_field_role", "message_field_content", "roles_to_train",
-          "message_field_training", "train_on_eos", "train_on_eot")  # fmt: skip
+_NAMES = "ShareGPT's and OpenAI's names of roles and texts are known"
+_ENDS = "the token that ends a turn is trained on with the turn"
+_AXOLOTL_TURNS = {
+    **dict.fromkeys(("roles", "message_property_mappings", "message_field_role", "message_field_content"), _NAMES),
+    "roles_to_train": "`data.train_on: assistant` trains on every turn of the assistant, and on no other role",
+    "message_field_training": "the key is `train`: `train: false` in a message leaves its turn out",
+    "train_on_eos": _ENDS,
+    "train_on_eot": _ENDS,
+}
 _AXOLOTL_COLUMNS = {
     "field_messages": "messages",
     "field_chosen": "chosen",
@@ -148,7 +160,7 @@ def _axolotl_type(draft: Draft, given: Given, kind: Any, number: int) -> None:
     elif draft.stage != "sft":
         if not text.startswith("chat_template"):
             draft.leave(whole, f"{_PAIRS}: `data.columns` renames others")
-    elif text.startswith(("chat_template", "sharegpt")):
+    elif text.startswith(_CHATS):
         draft.put("data.train_on", "assistant", origin)
     elif text == "completion":
         draft.put("data.train_on", "all", origin)
