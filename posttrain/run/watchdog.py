@@ -6,6 +6,7 @@ A loop enters a phase with `with watchdog.phase("sync"):`. The same clock gives 
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import statistics
 import sys
@@ -40,10 +41,10 @@ class Watchdog:
         minutes: float | None,
         *,
         poll_s: float = POLL_S,
-        stop: Callable[[], None] = lambda: os._exit(1),
+        stop: Callable[[], None] | None = None,
     ) -> None:
-        """minutes: the floor; None: phases are timed, and nothing is watched."""
-        self.folder, self.poll_s, self.stop = folder, poll_s, stop
+        """minutes: the floor; None: phases are timed, and nothing is watched. stop: default `end_process`."""
+        self.folder, self.poll_s, self.stop = folder, poll_s, stop or end_process
         self.floor_s = None if minutes is None else 60 * minutes
         self.rank = int(os.environ.get("RANK", "0"))  # torchrun's name for it
         self.step = 0  # the loop's, for the message
@@ -128,3 +129,13 @@ class Watchdog:
                 flush=True,
             )
         self.stop()
+
+
+def end_process() -> None:
+    """End this process with code 1, and the processes that it has started by multiprocessing, such as vLLM's.
+
+    They end by themselves when their parent is gone, but not one that hangs: it would keep its memory on the GPU.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)

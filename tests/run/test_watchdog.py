@@ -2,6 +2,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,25 @@ with Watchdog(Path({str(tmp_path)!r}), {MINUTES}, poll_s=0.01) as watchdog, watc
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "`save`" in done.stderr
     assert (tmp_path / "hang-rank0.txt").is_file()
+
+
+def test_a_process_that_was_started_ends_too_even_if_it_hangs(tmp_path):
+    """A stopped process sees nothing of its parent's end."""
+    code = f"""
+import multiprocessing, os, signal, time
+from pathlib import Path
+from posttrain.run.watchdog import Watchdog
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    os.kill(child.pid, signal.SIGSTOP)
+    print(child.pid, flush=True)
+    with Watchdog(Path({str(tmp_path)!r}), {MINUTES}, poll_s=0.01) as watchdog, watchdog.phase("rollout"):
+        time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "`rollout`" in done.stderr
+    child, deadline = Path("/proc") / done.stdout.strip(), time.monotonic() + 10
+    while child.exists() and "State:\tZ" not in (child / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.exists() or "State:\tZ" in (child / "status").read_text()
