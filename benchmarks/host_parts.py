@@ -115,6 +115,7 @@ def batch_of(rollouts: list[Rollout]) -> RolloutBatch:
         opponent_rewards=torch.rand(rows, 4, dtype=torch.float64),
         prompt_mask=torch.ones(rows, width, dtype=torch.bool),
         hidden=torch.randn(rows, width, HIDDEN),
+        router_loss=torch.rand(rows),
         topk_logp=torch.randn(rows, width, TOP).log_softmax(-1).sort(-1, descending=True).values,
         topk_chosen=torch.nn.functional.one_hot(torch.randint(0, TOP, (rows, width)), TOP).bool(),
         agent_ids=torch.randint(0, 3, (rows,)),

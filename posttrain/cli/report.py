@@ -255,7 +255,7 @@ def track(
         say(line)
         if problems is not None:
             with problems.open("a", encoding="utf-8") as file:
-                print(line, file=file)
+                file.write(f"{line}\n")
 
     follow(run, trackers, note, attempt=attempt)
 
