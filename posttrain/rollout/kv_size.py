@@ -11,11 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from posttrain.run.environment import package_version
 
 FOLDER = "posttrain-kv"  # in vLLM's cache
 
@@ -60,14 +61,7 @@ def file_of(arguments: Mapping[str, Any], folder: Path, cache: Path) -> Path:
         "arguments": {key: value for key, value in arguments.items() if key != "model"},
         "config": (folder / "config.json").read_text(),
         "gpu": [gpu.name, gpu.total_memory],
-        "versions": [torch.__version__, _version("vllm")],
+        "versions": [torch.__version__, package_version("vllm")],
         "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
     }
     return cache / FOLDER / hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

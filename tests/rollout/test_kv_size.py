@@ -48,7 +48,7 @@ def test_a_size_is_found_again_by_an_equal_engine_alone(
     gpu.total_memory -= 1
     assert kv_size.setting(given(again), again, tmp_path / "cache") == {}
     gpu.total_memory += 1
-    monkeypatch.setattr(kv_size, "_version", lambda _: "0.99")
+    monkeypatch.setattr(kv_size, "package_version", lambda _: "0.99")
     assert kv_size.setting(given(again), again, tmp_path / "cache") == {}
 
 
