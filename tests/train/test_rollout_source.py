@@ -551,10 +551,12 @@ class SecondTurnLater(VersionedEngine):
 
     async def complete(self, request: Any, sampling: Any) -> Any:
         step, turn = self.steps[request.seed - request.number]
-        first = self.first.setdefault((step, request.number), self.version)
-        while turn and self.version == first < step and not self.closed:
+        rollout = (step, request.number)
+        while turn and self.version == self.first[rollout] < step and not self.closed:
             await asyncio.sleep(0.001)
-        return await super().complete(request, sampling)
+        found = await super().complete(request, sampling)
+        self.first.setdefault(rollout, found[0].versions[0])
+        return found
 
 
 def test_turns_of_different_versions(
