@@ -79,11 +79,12 @@ def test_three_steps(small: Path, place: str) -> None:
         assert [row["step"] for row in rows if row["eval/mean_length"] <= 20] == [0, 1, 2, 3]
 
 
-MIXTURES = {"mixtral": (), "qwen3_moe": ("model.lora.rank=4", "rollout.vllm.merge_adapter=true")}
+MERGED = ("model.lora.rank=4", "rollout.vllm.merge_adapter=true")
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_a_mixture_of_experts(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [(), MERGED], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_mixture_of_experts(kind: str, adapter: tuple[str, ...], tmp_path: Path) -> None:
     """Experts have other names in checkpoints than in the model, and on a CPU vLLM computes with repacked ones."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
     width = {"intermediate_size": 64, "moe_intermediate_size": 64}
@@ -91,7 +92,7 @@ def test_a_mixture_of_experts(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "posttrain", "rl", "debug/rl", f"model.path={base}", "rollout.engine=vllm"),
-            *("optim.lr=1e-2", "run.steps=2", "rollout.vllm.enforce_eager=true", *MIXTURES[kind]),
+            *("optim.lr=1e-2", "run.steps=2", "rollout.vllm.enforce_eager=true", *adapter),
             *("--output", str(output), "--json"),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, cwd=tmp_path,
