@@ -48,12 +48,12 @@ test-gpu: ## tests that need a CUDA device
 check: lint type test ## lint + type + test
 
 lint: install ## ruff: rules and formatting
-	$(BIN)/ruff check posttrain recipes rewards tools tests benchmarks docs
-	$(BIN)/ruff format --check posttrain recipes rewards tools tests benchmarks docs
+	$(BIN)/ruff check posttrain recipes rewards tools tests benchmarks docs examples
+	$(BIN)/ruff format --check posttrain recipes rewards tools tests benchmarks docs examples
 
 format: install ## rewrite files as ruff likes them
-	$(BIN)/ruff check --fix posttrain recipes rewards tools tests benchmarks docs
-	$(BIN)/ruff format posttrain recipes rewards tools tests benchmarks docs
+	$(BIN)/ruff check --fix posttrain recipes rewards tools tests benchmarks docs examples
+	$(BIN)/ruff format posttrain recipes rewards tools tests benchmarks docs examples
 
 type: install ## mypy
 	$(BIN)/mypy

@@ -1,0 +1,72 @@
+"""The scripts of examples/: what they print, that they learn, and that they stay short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from posttrain.models.load import load
+from posttrain.recipe.sections import Model
+from posttrain.registry import load_module
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "grpo_minimal.py"
+
+
+def test_it_is_one_short_file() -> None:
+    assert len(SCRIPT.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_its_steps_raise_a_reward_from_random_weights(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Reward: the share of digits in the completion, about a tenth of the tokens at first. Three steps raise it."""
+    script = load_module(SCRIPT)
+
+    def by_digits(rollouts):
+        return [replace(r, reward=sum(c.isdigit() for c in r.text) / max(len(r.text), 1)) for r in rollouts]
+
+    monkeypatch.setattr(script, "score", by_digits)
+    monkeypatch.setattr(script, "SAMPLING", script.SAMPLING.model_copy(update={"max_new_tokens": 12}))
+    loaded = load(Model(path="tiny"), Path.cwd(), training=True)
+    gained = script.train(loaded, 6, prompts_per_step=4, lr=3e-3, tested=32)
+    steps = re.findall(r"step +\d+  reward ([\d.]+)  with signal ([\d.]+)", capsys.readouterr().out)
+    assert len(steps) == 6 and all(float(signal) > 0.5 for _, signal in steps)
+    assert gained > 0.1
+
+
+def test_equal_rewards_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rewards 0: every advantage and every gradient is 0, and AdamW without weight decay leaves the weights."""
+    script = load_module(SCRIPT)
+    monkeypatch.setattr(script, "SAMPLING", script.SAMPLING.model_copy(update={"max_new_tokens": 4}))
+    loaded = load(Model(path="tiny"), Path.cwd(), training=True)
+    before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
+    script.train(loaded, 1, prompts_per_step=2, tested=2)
+    assert all(bool((before[name] == p).all()) for name, p in loaded.model.named_parameters())
+
+
+def test_its_warm_up_and_options_work() -> None:
+    lines = run("--sft-steps", "2", "--steps", "1", "--tested", "4")
+    assert [line.split()[0] for line in lines[:3]] == ["accuracy", "step", "accuracy"]
+    assert re.fullmatch(r"\d+ s", lines[3]) and len(lines) == 4
+
+
+@pytest.mark.slow
+def test_the_whole_script_learns_the_quickstart_task() -> None:
+    lines = run()
+    before, after = (float(re.search(r"[\d.]+", line)[0]) for line in (lines[0], lines[-2]))  # type: ignore[index]
+    assert 0.35 < before < 0.6 and after > 0.85
+    assert int(lines[-1].split()[0]) < 240, "two minutes on two free cores, and this one may be busy"
+
+
+def run(*options: str) -> list[str]:
+    """The lines that the script prints."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
