@@ -9,7 +9,7 @@ EXTRAS ?= train,quant,dev
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index clean
+.PHONY: help install smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,14 @@ type: install ## mypy
 index: install ## rewrite components.json and recipes/schema.json after a component or section changed
 	$(BIN)/python -m posttrain.registry
 	$(BIN)/python -m posttrain.recipe.schema
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs ## the documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
