@@ -21,16 +21,17 @@ from posttrain.recipe.yaml import parse
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PATHS = {path for stage in STAGES.values() for path in keys.all_paths(stage)}
 ROOTS = {path.partition(".")[0] for path in PATHS}
 ARGUMENTS = {key for kind in registry.index().values() for found in kind.values() for key in found.get("params", ())}
 KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?=$|[:= ])")
 FILE = re.compile(r"[\w./-]*/[\w./-]+\.(?:py|yaml|md|json|svg)\b")
-MADE = ("runs/", "./", "/", "recipe/presets/NAME", "data/", "path/")  # what a run or its reader makes
+MADE = ("runs/", "./", "/", "recipe/presets/NAME", "data/", "path/", "rewards/brief")  # what a run or its reader makes
 
 
 def _code(page: Path) -> list[str]:

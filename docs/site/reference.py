@@ -81,7 +81,7 @@ def below(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def help_text(command: Any, path: str) -> str:
     """What `--help` prints of a command."""
-    context = command.make_context(path, [], resilient_parsing=True, terminal_width=100, max_content_width=100)
+    context = command.make_context(path, [], resilient_parsing=True, terminal_width=84, max_content_width=84)
     with context:
         return str(command.get_help(context))
 

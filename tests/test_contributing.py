@@ -1,0 +1,89 @@
+"""CONTRIBUTING.md: what it names is there, in the order in which a step calls it, and its examples run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from posttrain.batch import RolloutBatch
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+WAY = re.findall(r"^\| `([\w/]+\.py)` \| `(\w+)` \|", TEXT, re.MULTILINE)
+
+
+def section(title: str) -> str:
+    return TEXT.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_minimal_example_is_what_it_names_first() -> None:
+    assert re.findall(r"\]\(([^)]+)\)", TEXT)[0] == "examples/grpo_minimal.py"
+
+
+def test_functions_of_the_way_through_a_step_are_in_their_files() -> None:
+    assert len(WAY) > 15
+    assert [(file, name) for file, name in WAY if name not in functions(ROOT / "posttrain" / file)] == []
+
+
+def test_step_calls_them_in_that_order() -> None:
+    """Those that `step` itself calls stand in the table in the order of the function's body."""
+    tree = ast.parse((ROOT / "posttrain" / "train" / "rl.py").read_text(encoding="utf-8"))
+    step = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "step")
+    calls = [node.func for node in ast.walk(step) if isinstance(node, ast.Call)]
+    called = {getattr(f, "attr", getattr(f, "id", "")): f.lineno for f in calls}
+    lines = [called[name] for _, name in WAY if name in called]
+    assert len(lines) >= 5 and lines == sorted(lines)
+
+
+def test_functions_and_fields_that_sections_name_are_there() -> None:
+    named = re.findall(r"`posttrain/([\w/]+\.py)` \(`(\w+)`\)|`(\w+)` in `posttrain/([\w/]+\.py)`", TEXT)
+    places = [(a or d, b or c) for a, b, c, d in named]
+    assert len(places) > 5
+    sources = {file: (ROOT / "posttrain" / file).read_text(encoding="utf-8") for file, _ in places}
+    missing = [
+        (f, n) for f, n in places if not re.search(rf"^\s*(def {n}\(|class {n}\b|{n}\b.*= )", sources[f], re.MULTILINE)
+    ]
+    assert missing == []
+    tensors = re.findall(r"^\| `(\w+)` \[N,T\]", section("Words"), re.MULTILINE)
+    assert {"old_logp", "ref_logp", "mask"} <= set(tensors)
+    assert [name for name in tensors if name != "logp" and name not in RolloutBatch.__dataclass_fields__] == []
+
+
+def test_targets_of_make_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make ([a-z-]+)", TEXT))
+    assert len(targets) > 6
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_the_reward_of_the_page_passes_its_examples(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", section("Add a reward"), re.DOTALL)
+    assert code
+    (tmp_path / "brief.py").write_text(re.sub(r"^   ", "", code[1], flags=re.MULTILINE))
+    command = [sys.executable, "-m", "posttrain", "reward", "test", "brief.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "brief" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "place"),
+    [
+        ("Add a loss", "posttrain/loss/"),
+        ("Add a reward", "posttrain/verify/endpoint.py"),
+        ("A prompt's way through one RL step", "posttrain/train/rl_metrics.py"),
+        ("Map", "posttrain/advantage/keep.py"),
+        ("Add a recipe key", "rollout_sections.py"),
+    ],
+)
+def test_tasks_have_a_place(task: str, place: str) -> None:
+    assert place in section(task)
