@@ -102,11 +102,17 @@ class MergeError(UserError):
     """Models that cannot be merged as asked."""
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra of posttrain, and what the machine must have for it."""
+    needs = " (pip compiles a part of it: gcc and Python's headers must be there)" if extra == "gym" else ""
+    return f"pip install 'posttrain[{extra}]'{needs}"
+
+
 class MissingExtra(UserError):
     """A command needs a package that is not installed."""
 
     def __init__(self, package: str, why: str, extra: str) -> None:
-        super().__init__(f"{why} needs {package}, which is not installed", hint=f"pip install 'posttrain[{extra}]'")
+        super().__init__(f"{why} needs {package}, which is not installed", hint=install_command(extra))
 
 
 class RunError(PosttrainError, RuntimeError):

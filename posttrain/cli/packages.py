@@ -93,7 +93,7 @@ def _trainer(stage: str) -> tuple[str, ...]:
 
 def _of_source(source: str, key: str) -> Iterator[Need]:
     if source.startswith("gym:"):
-        yield "reasoning_gym", f"data {source}", "train", key
+        yield "reasoning_gym", f"data {source}", "gym", key
     elif source.endswith(".parquet"):
         yield "pyarrow", f"data {source}", "train", key
     elif source and ":" not in source and not source.endswith(PLAIN_FILES):

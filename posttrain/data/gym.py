@@ -51,7 +51,7 @@ def _dataset(task: str, size: int, seed: int, params: dict[str, Any]) -> Any:
 def check(task: str, params: Mapping[str, Any]) -> None:
     """Raises DataError where there is no such task, or it does not take these parameters."""
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise MissingExtra("reasoning-gym", f"data gym:{task}", "train")
+        raise MissingExtra("reasoning-gym", f"data gym:{task}", "gym")
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
