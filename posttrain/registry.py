@@ -49,6 +49,7 @@ PACKAGES = {
     "pair_loss": "posttrain.loss",
     "token_weight": "posttrain.loss",
     "merge": "posttrain.merge",
+    "task": "posttrain.data.tasks",
 }
 
 Kind = Literal[
@@ -68,6 +69,7 @@ Kind = Literal[
     "pair_loss",
     "token_weight",
     "merge",
+    "task",
 ]
 
 
@@ -92,7 +94,7 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = ("pair_loss", "token_weight", "merge")  # kinds whose `needs` speak of something else than a batch
+OWN_WORDS = ("pair_loss", "token_weight", "merge", "task")  # kinds whose `needs` speak of something else than a batch
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "selected", "step", "total_steps",
     "truncated", "turn_rewards", "versions",

@@ -120,6 +120,27 @@ def ansf1(
     return None if found["reward"] is None else found
 
 
+def asearcher(
+    completion: str,
+    answer: str | Sequence[str] | None,
+    transcript: Sequence[Message] = (),
+    *,
+    tags: Sequence[str] = ("think", "search", "access", "answer"),
+    actions: Sequence[str] = ("search", "access", "answer"),
+    scale: float = 1.0,
+    shift: float = 0.0,
+) -> dict[str, float | None] | None:
+    """F1 of the sets of words of the last answer, 0 if a turn breaks the form: ASearcher (2508.07976).
+
+    The form, in each turn of the model: `tags` open as often as they close, and at most one of `actions` opens. The
+    paper's trainer takes scale * (score - shift) with 10 and 0.5. Logged parts: f1, format.
+    """
+    turns = [message.text for message in transcript if message.role == "model"] or [completion]
+    found = qa.asearcher_reward(turns, answer, tags=tags, actions=actions)
+    reward = found["reward"]
+    return None if reward is None else {**found, "reward": scale * (reward - shift)}
+
+
 def craft_qa(
     completion: str,
     answer: str | Sequence[str] | None,
@@ -216,6 +237,14 @@ EXAMPLES = {
         ("", {"answer": "Paris"}, 0.0),
         ("<answer>Paris</answer>", {"answer": []}, None),
     ],
+    "asearcher": [
+        (*_searched("Oslo is it", "<think>b</think><answer>Oslo Norway</answer>"), 2 / 3),
+        ("<search>q</search><search>r</search><answer>Oslo</answer>", {"answer": "Oslo"}, 0.0),
+        ("<answer>Oslo</answer>", {"answer": ["Rome", "Oslo"]}, 5.0, {"scale": 10.0, "shift": 0.5}),
+        ("<answer>Oslo</answer><think>", {"answer": "Oslo"}, 0.0),
+        ("", {"answer": "Oslo"}, 0.0),
+        ("<answer>Oslo</answer>", {"answer": None}, None),
+    ],
     "craft_qa": [
         (_CITED % 3, {"answer": "Oslo", "gold_docs": [1, 3]}, 1.0),
         (_CITED % 2, {"answer": "Oslo", "gold_docs": [1, 3]}, 2.5 / 3),
@@ -249,6 +278,7 @@ GOLD = {
     "search_r2": _answered,
     "reseek": _answered,
     "ansf1": _every_answer,
+    "asearcher": _answered,
     "craft_qa": _cited,
 }
 
@@ -256,4 +286,4 @@ _CITIES = [
     {"prompt": "Which city is the capital?", "answer": city, "gold_docs": [1, 3]}
     for city in ("Paris", "Lisbon", "Nairobi", "Ottawa")
 ]
-ROWS = dict.fromkeys(("search_r1", "search_r2", "reseek", "ansf1", "craft_qa"), _CITIES)
+ROWS = dict.fromkeys(("search_r1", "search_r2", "reseek", "ansf1", "asearcher", "craft_qa"), _CITIES)

@@ -16,7 +16,6 @@ FOR_TESTS = {
     "rollout/scripted.py": {"ScriptedEngine"},
     "run/samples.py": {"read_samples"},
     "train/objective.py": {"from_preset"},
-    "verify/load.py": {"shipped_function"},
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
     "advantage/gate.py": {"open_groups"},

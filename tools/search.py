@@ -60,10 +60,15 @@ def words(text: str) -> list[str]:
 
 @functools.cache
 def _index(folder: str) -> Index:
-    passages = [passage for path in sorted(Path(folder).rglob("*.*")) if path.is_file() for passage in _passages(path)]
-    if not passages:
+    return Index(read_passages(Path(folder)))
+
+
+def read_passages(folder: Path) -> list[str]:
+    """All passages of the files in a folder, in the order of their paths. Raises ValueError where there are none."""
+    found = [passage for path in sorted(folder.rglob("*.*")) if path.is_file() for passage in _passages(path)]
+    if not found:
         raise ValueError(f"no .txt, .md or .jsonl file with text in {folder}")
-    return Index(passages)
+    return found
 
 
 def _passages(path: Path) -> list[str]:

@@ -108,7 +108,7 @@ def held_out(recipe: Any, against: Sequence[str]) -> Iterator[tuple[Data, Path]]
             other: Any = preflight.load(name, without=["model", "run"]).recipe
             yield other.data, other.base_dir
         else:
-            made = name.startswith("gym:") or ".py:" in name  # as many rows as are asked for
+            made = name.startswith(("gym:", "task:")) or ".py:" in name  # as many rows as are asked for
             yield Data.model_validate({"source": name, **({"size": MADE_ROWS} if made else {})}), Path.cwd()
 
 

@@ -121,7 +121,7 @@ def find_data(name: str, base_dir: Path, source: Source | None) -> None:
 
     if name.startswith(ACCEPTED):
         find_run(name.removeprefix(ACCEPTED), EVALUATION, base_dir)
-    elif hub.only_a_path(name, ROW_FILES) and not name.startswith("gym:"):
+    elif hub.only_a_path(name, ROW_FILES) and not name.startswith(("gym:", "task:")):
         find(name, base_dir, "data", DataError)
     elif _elsewhere(name, base_dir) and (why := hub.why_absent(name, "dataset")):
         tried = candidates(name, base_dir)
@@ -133,7 +133,7 @@ def find_data(name: str, base_dir: Path, source: Source | None) -> None:
 
 def _elsewhere(name: str, base_dir: Path) -> bool:
     """Whether a name of data can only be one of the hub."""
-    made = name.startswith("gym:") or split_function(name) is not None
+    made = name.startswith(("gym:", "task:")) or split_function(name) is not None
     return not made and may_be_of_the_hub(name) and not any(map(is_there, candidates(name, base_dir)))
 
 

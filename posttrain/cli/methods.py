@@ -92,6 +92,7 @@ def _where(kind: str) -> str:
     _, place, shape = catalogue.KINDS[kind]
     shapes = {
         "name": f"`{place}: NAME`",
+        "source": f"`{place}: {{source: task:NAME, size: N, params: {{levels: [0, 1]}}}}`",
         "one": f"`{place}: {{use: NAME}}`",
         "list": f"`{place}: [{{use: NAME}}]`",
         "named": f"`{place}: {{KEY.OF.A.NUMBER: {{use: NAME}}}}`",

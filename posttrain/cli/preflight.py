@@ -193,12 +193,12 @@ class _Look:
         if names.kind in self.without:
             return
         source = as_far_as_right(Source, part.values) if names.kind == "data" else None
-        if names.kind == "data" and split_function(name) and not name.startswith(("gym:", existence.ACCEPTED)):
+        if names.kind == "data" and split_function(name) and not name.startswith(("gym:", "task:", existence.ACCEPTED)):
             self._data_function(path, name, part)
             return
         with self.collected(path):
             places = candidates(name.removeprefix(existence.ACCEPTED), self.base_dir)
-            here = names.kind == "file" or name.startswith("gym:") or any(map(existence.is_there, places))
+            here = names.kind == "file" or name.startswith(("gym:", "task:")) or any(map(existence.is_there, places))
             base = ""
             with self.collected(path, self.problems if here else self.absent, about):
                 if names.kind == "model":

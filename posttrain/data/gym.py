@@ -1,13 +1,19 @@
-"""`gym:TASK`: rows of a reasoning-gym task, made on the spot from a seed."""
+"""`gym:TASK`: rows of a reasoning-gym task, made on the spot from a seed.
+
+With `params: {levels: [0, 1, 2]}` the task's own curriculum sets its parameters by level (every attribute at that
+level, or at its last), and rows have columns `task` and `level` as those of `task:NAME` do.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain import typed_json
+from posttrain.data.tasks.make import spread
 from posttrain.errors import DataError, MissingExtra, did_you_mean
 from posttrain.seeds import derive
 
@@ -19,9 +25,52 @@ def rows(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[s
     reasoning-gym draws item i from seed + i, so neighbouring seeds share nearly all items. The seed given to it is a
     hash of ours and the task's name (31 bits: numpy takes 32). Raises DataError naming near tasks or parameters.
     """
+    if "levels" in params:
+        return _by_level(task, size, seed, params)
     dataset = _dataset(task, size, derive(seed, "gym", task) >> 32, params)
     own = {"gym_params": json.dumps(params)} if params else {}
     return [{**_row(task, dataset[i]), **own} for i in range(size)]
+
+
+def _by_level(task: str, size: int, seed: int, params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of several levels, each level a stream of its own; `shares` are their proportions."""
+    check(task, params)
+    levels = list(params["levels"])
+    order = spread(size, levels, params.get("shares") or [1.0] * len(levels))
+    streams: dict[int, Iterator[dict[str, Any]]] = {}
+    for level in dict.fromkeys(levels):
+        own = level_params(task, level, params)
+        streams[level] = iter(rows(task, order.count(level), derive(seed, "level", level), own))
+    return [{**next(streams[level]), "task": f"gym:{task}", "level": level} for level in order]
+
+
+def level_params(task: str, level: int, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a level of the task's curriculum; `params` may set those that the curriculum leaves alone.
+
+    Raises DataError where there is no curriculum, or the level is above the highest, which changes nothing.
+    """
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(task):
+        raise DataError(f"gym:{task} has no curriculum", hint="write its own parameters instead of `levels`")
+    curriculum = create_curriculum(task)
+    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if not 0 <= level <= highest:
+        raise DataError(f"gym:{task} has no level {level}", allowed=f"levels 0 to {highest}")
+    before = dataclasses.asdict(curriculum.generate_configuration())
+    curriculum.set_global_level(level)
+    made = dataclasses.asdict(curriculum.generate_configuration())
+    fields = {name for a in curriculum.attributes.values() for name in _fields_of(a)}
+    own = {key: value for key, value in params.items() if key not in ("levels", "shares")}
+    if set_twice := sorted(fields & own.keys()):
+        raise DataError(f"gym:{task}: {set_twice[0]} is set by `levels`", hint="leave one of the two out")
+    return {**{key: made[key] for key in before if key in fields}, **own}
+
+
+def _fields_of(attribute: Any) -> list[str]:
+    """The parameters that an attribute of a curriculum sets."""
+    names = ("field_name", "lower_field_name", "upper_field_name")
+    return [value for name in names if (value := getattr(attribute, name, None))]
 
 
 def _row(task: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +111,10 @@ def check(task: str, params: Mapping[str, Any]) -> None:
         )
     if task == "composite":
         raise DataError("gym:composite is a mixture of tasks", hint="write the tasks as sources of data.mix")
+    if "levels" in params:
+        for level in _checked_levels(task, params):
+            check(task, level_params(task, level, params))
+        return
     known = set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"}
     for key in params:
         if key not in known:
@@ -76,6 +129,15 @@ def check(task: str, params: Mapping[str, Any]) -> None:
             validate()
     except (AssertionError, TypeError, ValueError) as cause:
         raise refused(task, params, cause) from cause
+
+
+def _checked_levels(task: str, params: Mapping[str, Any]) -> list[int]:
+    levels, shares = params["levels"], params.get("shares")
+    if not isinstance(levels, list) or not levels or not all(type(level) is int for level in levels):
+        raise DataError(f"gym:{task}: levels {levels!r}", allowed="whole numbers from 0 on, e.g. [0, 1, 2]")
+    if shares is not None and len(shares) != len(levels):
+        raise DataError(f"gym:{task}: {len(shares)} shares for {len(levels)} levels")
+    return list(dict.fromkeys(levels))
 
 
 def refused(task: str, params: Mapping[str, Any], cause: Exception) -> DataError:

@@ -61,7 +61,7 @@ def source_rows(source: Source, section: Data, base_dir: Path) -> list[Row]:
 
 def _stable_name(source: str) -> str:
     """A file's name without its folder, so that ids survive a move of the project."""
-    return source if source.startswith("gym:") else source.rpartition("/")[2]
+    return source if source.startswith(("gym:", "task:")) else source.rpartition("/")[2]
 
 
 def _renamed(record: Row, columns: dict[str, str], where: str) -> Row:

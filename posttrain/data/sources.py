@@ -1,4 +1,4 @@
-"""Unchanged records from files, directories, the hub, reasoning-gym and functions."""
+"""Unchanged records from files, directories, the hub, reasoning-gym, task generators and functions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from posttrain import hub
 from posttrain.data import accepted, files, gym
 from posttrain.data.files import Record, refuse_halves, without_nulls
+from posttrain.data.tasks import make
 from posttrain.errors import DataError, MissingExtra, counted, did_you_mean
 from posttrain.places import ROW_FILES, candidates, meant, split_function
 from posttrain.recipe.sections import Source
@@ -29,6 +30,8 @@ def records(section: Source, base_dir: Path) -> list[Record]:
     check(section, base_dir)
     if name.startswith("gym:"):
         found = _made(name, gym.rows(name[4:], _needed(section), section.seed, section.params))
+    elif name.startswith("task:"):
+        found = _made(name, make.rows(name[5:], _needed(section), section.seed, section.params, base_dir))
     elif name.startswith("accepted:"):
         found = _made(name, accepted.rows(name[9:], base_dir, section.params))
     elif split_function(name) is not None:
@@ -51,11 +54,14 @@ def check(section: Source, base_dir: Path) -> None:
         _needed(section)
         if importlib.util.find_spec("reasoning_gym"):
             gym.check(name[4:], section.params)
+    elif name.startswith("task:"):
+        _needed(section)
+        make.check(name[5:], section.params, base_dir)
     elif name.startswith("accepted:"):
         accepted.check(section.params)
     elif split_function(name) is None:
         if section.params:
-            raise DataError(f"{name} takes no `params`; only gym:, accepted: and file.py:function do")
+            raise DataError(f"{name} takes no `params`; only gym:, task:, accepted: and file.py:function do")
         path = next((p.resolve() for p in candidates(name, base_dir) if p.exists()), None)
         if path is not None and path.is_dir():
             _check_directory(path, section.split)
@@ -94,11 +100,14 @@ def _made(name: str, rows: list[dict[str, Any]]) -> list[Record]:
 
 
 def _call(section: Source, name: str, base_dir: Path) -> list[dict[str, Any]]:
-    """Rows of `file.py:function`, called with size, seed and the recipe's params.
+    """Rows of `file.py:function`, called with size, seed and the recipe's params; or of a generator of single problems,
+    which takes a `level` and a `draw` (`tasks.make`).
 
     If the recipe names no size and the function's `size` has a default, the function returns all its rows.
     """
     function = load_function(name, base_dir, what="data function", error=DataError)
+    if list(inspect.signature(function).parameters)[:2] == ["level", "draw"]:
+        return make.rows(name, _needed(section), section.seed, section.params, base_dir)
     own = inspect.signature(function).parameters.get("size")
     all_of_it = section.size is None and own is not None and own.default is not own.empty
     size = {} if all_of_it else {"size": _needed(section)}

@@ -45,6 +45,7 @@ KINDS = {
     "pair_loss": ("preference loss", "loss", "one"),
     "token_weight": ("weights of supervised tokens", "objective", "one"),
     "merge": ("merge method", "merge_method", "name"),
+    "task": ("generator of problems", "data", "source"),
 }
 
 # Names of papers and of the field for what has a plainer name here.
@@ -183,7 +184,7 @@ def _component(kind: str, name: str, described: Entry) -> Entry:
         "keys": keys,
         "needs": [need for need in described["needs"] if need not in _INTERNAL],
         "conflicts": list(_conflicts(kind, name, described)),
-        "unusable": _unusable(described["needs"]) if kind not in ("pair_loss", "merge", "token_weight") else "",
+        "unusable": "" if kind in registry.OWN_WORDS else _unusable(described["needs"]),
         "not_stated": described["note"],
         "presets": _users().get((kind, name), []),
         "recipe": _recipe(kind, name, keys, described["needs"]),
@@ -240,6 +241,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
     _, place, shape = KINDS[kind]
     if kind == "merge":
         return {place: name, **_inputs_of_merge(keys, needs)}
+    if shape == "source":
+        required = {key: _PATHS[name] for key, known in keys.items() if "default" not in known}
+        params = {"levels": [0, 1], **required}
+        return {"data": {"source": f"task:{name}", "size": 1000, "params": params}, **_BESIDE_TASK.get(name, {})}
     if shape == "name":
         return {place: name}
     section: dict[str, Any] = {"use": name, **(_KL.get(name, {"coef": 0.1}) if kind == "kl" else {})}
@@ -295,6 +300,18 @@ def _read_by(kind: str, section: Any) -> list[str]:
 
 _REWARDS_BY_TURN = {
     "meta_reasoning": [{"use": "turns.meta_tag", "weight": 0}, {"use": "turns.meta_reward", "weight": 0}],
+}
+_PATHS = {"asearcher": "path/of/documents"}
+_BESIDE_TASK: dict[str, dict[str, Any]] = {  # the reward of a task's answers, and the tool that its world has
+    "saturn": {"rewards": [{"use": "sat.assignment"}]},
+    "ariadne": {"rewards": [{"use": "maze.path"}]},
+    "countdown": {"rewards": [{"use": "countdown.expression"}]},
+    "random_calculation": {"rewards": [{"use": "numeric.distance"}]},
+    "searchgym": {"tools": [{"use": "search_world"}], "rewards": [{"use": "qa.search_r1"}]},
+    "asearcher": {
+        "tools": [{"use": "search", "params": {"folder": "path/of/documents"}}],
+        "rewards": [{"use": "qa.asearcher"}],
+    },
 }
 _KL = {"k1": {"coef": 0.1, "where": "reward"}}  # k1 has no useful gradient of its own
 

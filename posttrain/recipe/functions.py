@@ -86,8 +86,12 @@ def strange_arguments(function: ast.FunctionDef, given: Mapping[str, Any]) -> di
 def strange_data_arguments(
     function: ast.FunctionDef, given: Mapping[str, Any], size: int | None
 ) -> dict[str, UserError]:
-    """The same of a data function, which is called with `size`, `seed` and the recipe's params. Under `source` what it
-    lacks itself. size: the recipe's."""
+    """The same of a data function, which is called with `size`, `seed` and the recipe's params; or, if its first
+    arguments are `level` and `draw`, with these for each problem (`data/tasks/make.py`). Under `source` what it lacks
+    itself. size: the recipe's."""
+    if [argument.arg for argument in function.args.args[:2]] == ["level", "draw"]:
+        own = {key: value for key, value in given.items() if key not in ("levels", "shares", "distinct")}
+        return _unknown(function, function.args.kwonlyargs, own)
     arguments = [*function.args.posonlyargs, *function.args.args]
     optional = {a.arg for a in arguments[len(arguments) - len(function.args.defaults) :]}
     keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)

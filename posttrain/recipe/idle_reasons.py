@@ -15,7 +15,7 @@ from posttrain.recipe.objective_checks import BY_REFERENCE, used
 from posttrain.recipe.rollout_sections import VLLM_CHUNK
 
 PATHS = (".", "/", "~")
-MADE = ("gym:", "accepted:")
+MADE = ("gym:", "task:", "accepted:")
 BY_CRITIC = {"values", "new_values", "frozen_critic"}
 
 
@@ -34,13 +34,13 @@ def takes_no_params(recipe: Any, source: Any) -> str:
     name = source.source
     if name is None or _made(name) or _function(name):
         return ""
-    return f"with {name}: only gym:, accepted: and file.py:function take `params`"
+    return f"with {name}: only gym:, task:, accepted: and file.py:function take `params`"
 
 
 def made_of_nothing(recipe: Any, source: Any) -> str:
     """Rows that are there need no seed; emptied thoughts are drawn with it."""
     name = source.source
-    if name is None or name.startswith("gym:") or _function(name) or getattr(source, "thought_dropout", 0):
+    if name is None or name.startswith(("gym:", "task:")) or _function(name) or getattr(source, "thought_dropout", 0):
         return ""
     return f"with {name}: its rows are read, not made (`run.seed` decides their order)"
 

@@ -191,7 +191,7 @@ def _missing(item: Item, node: Node, path: Sequence[str | int], stage: type[Stag
 # What to write where a section is missing or empty: the shortest lines that are right.
 ADDITIONS = {
     "model": ("model:", "  path: tiny  # or a directory, a hub id, a .gguf file"),
-    "data": ("data:", "  source: rows.jsonl  # or a hub id, gym:TASK, file.py:function"),
+    "data": ("data:", "  source: rows.jsonl  # or a hub id, gym:TASK, task:NAME, file.py:function"),
     "rewards": ("rewards:", "  - use: math.accuracy  # a shipped one; your own: path/file.py:function"),
     "models": ("models:", "  - model: path/of/the/first", "  - model: path/of/the/second"),
     "merge_method": ("merge_method: linear  # others: `posttrain methods list`",),

@@ -80,15 +80,15 @@ class Rows(Section):
 
     source: DataName | None = Field(
         None,
-        description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, file.py:function, or "
-        "accepted:EVAL_RUN (its right completions)",
+        description="a .jsonl/.json/.csv/.parquet file, a datasets directory, a hub id, gym:TASK, task:NAME, "
+        "file.py:function, or accepted:EVAL_RUN (its right completions)",
     )
     split: str = Field("train", description="of a hub id or a datasets directory")
     config: str | None = Field(None, description="hub configuration name")
-    size: Positive | None = Field(None, description="rows to take (gym and functions: rows to make)")
+    size: Positive | None = Field(None, description="rows to take (gym, tasks and functions: rows to make)")
     skip: Count = Field(0, description="rows to leave out first, e.g. those trained on elsewhere")
-    seed: Seed = Field(0, description="seed of generated rows (gym and functions)")
-    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the gym task or function")
+    seed: Seed = Field(0, description="seed of generated rows (gym, tasks and functions)")
+    params: dict[str, Any] = Field(default_factory=dict, description="arguments of the gym task, task or function")
     columns: dict[str, str] = Field(default_factory=dict, description="our column name: the file's column name")
 
 

@@ -263,7 +263,7 @@ def own_writer(reward: LoadedReward, rows: Sequence[Row]) -> Writer | None:
     columns = ("answer", *reward.columns, *reward.optional_columns)
     row = next((row for row in rows if write(row) is not None), {})
     column = next((name for name in columns if name in row and _follows(write, row, name)), "answer")
-    return Writer(write, column)
+    return Writer(write, column, _of_script(reward, "NEAR_MISS"))
 
 
 def refused_gold(reward: LoadedReward, row: Row) -> str:

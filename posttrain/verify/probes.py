@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from posttrain.verify.golds import gold_text
 from posttrain.verify.score import Sample
-from posttrain.verify.variants import Row, Writer, near_miss
+from posttrain.verify.variants import Row, Writer
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _TUPLE = re.compile(r"\(([^(),]+),([^(),]+)\)")
@@ -70,7 +70,7 @@ def probes(row: Row, write: Writer) -> dict[str, Probe]:
     if gold is None:
         return {}
     answer = row.get(write.column)
-    miss = write.with_answer(row, near_miss(answer))
+    miss = write.miss(row)
     changed = {name: write.with_answer(row, text) for name, text in mutations(answer).items()} if miss else {}
     found = {f"wrong {name}": Probe(text) for name, text in changed.items()}
     bare = gold.rpartition("</think>")[2]
@@ -114,7 +114,7 @@ def by_name(row: Row, write: Writer, names: Sequence[str]) -> dict[str, str]:
     """
     texts = [form.format(name) for form in _FORMS for name in (_NO_NAME, *names)]
     try:
-        miss = write.with_answer(row, near_miss(row.get(write.column)))
+        miss = write.miss(row)
         found = {text: completion for text in texts if (completion := write.with_answer(row, text))}
     except Exception:  # the script's GOLD writes other answers only: a box, a list of calls
         return {}
@@ -160,7 +160,7 @@ def injections(row: Row, write: Writer) -> dict[str, Probe]:
     gold = write(row)
     if gold is None:
         return {}
-    wrong = write.with_answer(row, near_miss(row.get(write.column)))
+    wrong = write.miss(row)
     return {"gold": Probe(gold), "wrong": Probe(wrong), **{n: Probe(wrong + text) for n, text in INJECTIONS.items()}}
 
 

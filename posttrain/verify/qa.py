@@ -172,6 +172,37 @@ def _judge_term(word: str, right: bool, useful: bool, positive: float, negative:
     return 0.0
 
 
+def asearcher_reward(
+    generations: Sequence[str],
+    answer: str | Sequence[str] | None,
+    *,
+    tags: Sequence[str] = ("think", "search", "access", "answer"),
+    actions: Sequence[str] = ("search", "access", "answer"),
+) -> dict[str, float | None]:
+    """{"reward": f1 * format, "f1", "format"} of the texts of a rollout's turns; None without a gold (ASearcher).
+
+    f1: of the sets of words of the last answer block and a gold after `qa_norm`, the best over the golds; 0 without a
+    block. format: 1 if in every turn each of `tags` opens as often as it closes, and at most one of `actions` opens.
+    """
+    golds = golds_of(answer)
+    if not golds:
+        return {"reward": None, "f1": None, "format": None}
+    found = last_tag("\n".join(generations), "answer")
+    f1 = 0.0 if found is None else max(set_f1(qa_norm(found).split(), qa_norm(gold).split()) for gold in golds)
+    well = bool(generations) and all(
+        all(text.count(f"<{tag}>") == text.count(f"</{tag}>") for tag in tags)
+        and sum(text.count(f"<{action}>") for action in actions) <= 1
+        for text in generations
+    )
+    return {"reward": f1 * well, "f1": f1, "format": float(well)}
+
+
+def set_f1(found: Sequence[str], wanted: Sequence[str]) -> float:
+    """F1 of two sets of words."""
+    ours, theirs = set(found), set(wanted)
+    return 2 * len(ours & theirs) / (len(ours) + len(theirs)) if ours & theirs else 0.0
+
+
 def answer_items(text: str) -> list[str]:
     """The normalised items of an answer block, no blanks, no doubles: a JSON list, else split at `;` and lines."""
     items: list[Any] = re.split(r"[;\n]", text)

@@ -20,10 +20,12 @@ OPPOSITES = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the completion that earns full marks on a row, or None if the row has no gold. column: where gold is."""
+    """Writes the completion that earns full marks on a row, or None if the row has no gold. column: where gold is.
+    wrong: writes one that is almost right, where a change of the answer may be right too."""
 
     gold: Callable[[Row], str | None]
     column: str = "answer"
+    wrong: Callable[[Row], str] | None = None
 
     def __call__(self, row: Row) -> str | None:
         return self.gold(row)
@@ -32,6 +34,10 @@ class Writer:
         """Gold if the answer were this one; "" where gold does not follow the column, as a stored text."""
         text = self.gold({**row, self.column: answer}) or ""
         return text if text != self.gold(row) else ""
+
+    def miss(self, row: Row) -> str:
+        """A completion that is almost right; "" where gold does not follow the answer."""
+        return self.wrong(row) if self.wrong else self.with_answer(row, near_miss(row.get(self.column)))
 
 
 def _wrapped(before: str, after: str, read: Callable[[str], str | None] = gold_text) -> Writer:
@@ -121,7 +127,7 @@ def variants(row: Row, write: Writer, group: int = 0) -> dict[str, Sample] | Non
         return None
     texts = {
         "gold": gold,
-        "near miss": write.with_answer(row, near_miss(row.get(write.column))),
+        "near miss": write.miss(row),
         "empty": "",
         "truncated": gold[: len(gold) // 2],
         "very long": THOUGHT + "Wait, let me think about that again. " * 1000,

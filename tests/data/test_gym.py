@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,46 @@ def test_an_unknown_task_suggests() -> None:
 def test_a_mixture_is_written_as_one() -> None:
     with pytest.raises(DataError, match="mixture of tasks"):
         load_rows(Data(source="gym:composite", size=2), Path.cwd())  # type: ignore[arg-type]
+
+
+def test_levels_are_those_of_the_tasks_own_curriculum() -> None:
+    found = rows(source="gym:chain_sum", size=30, params={"levels": [0, 3], "shares": [2, 1]})
+    assert [row["level"] for row in found].count(0) == 20
+    assert {row["task"] for row in found} == {"gym:chain_sum"}
+    terms: dict[Any, set[int]] = {0: set(), 3: set()}
+    for row in found:
+        terms[row["level"]].add(str(row["prompt"]).count(" + ") + str(row["prompt"]).count(" - "))
+    assert terms[0] == {1}
+    assert max(terms[3]) == 4
+    assert {row["gym_params"] for row in found if row["level"] == 3} == {
+        '{"min_terms": 2, "max_terms": 5, "min_digits": 1, "max_digits": 4}'
+    }
+    assert len({row["prompt"] for row in found}) > 25
+
+
+def test_levels_that_a_curriculum_has_not_are_told() -> None:
+    with pytest.raises(DataError, match="no level 11"):
+        rows(source="gym:chain_sum", params={"levels": [11]})
+    with pytest.raises(DataError, match="no curriculum"):
+        rows(source="gym:list_functions", params={"levels": [0]})
+    with pytest.raises(DataError, match="min_terms is set by `levels`"):
+        rows(source="gym:chain_sum", params={"levels": [0], "min_terms": 2})
+
+
+def test_every_curriculum_of_reasoning_gym_has_levels_that_its_task_takes() -> None:
+    """A level that the task itself refuses is said to be; no curriculum is out of reach."""
+    from reasoning_gym.factory import CURRICULA
+
+    from posttrain.data import gym
+
+    refused: dict[str, list[int]] = {}
+    for task in CURRICULA:
+        for level in range(3):
+            try:
+                gym.check(task, {"levels": [level]})
+            except DataError as error:
+                assert "refuses its parameters" in str(error) or "has no level" in str(error)
+                refused.setdefault(task, []).append(level)
+    assert len(CURRICULA) > 90
+    broken = [task for task, levels in refused.items() if len(levels) == 3]
+    assert set(broken) <= {"knight_swap"}  # whose curriculum begins with 4 nodes where its task wants 6

@@ -18,7 +18,7 @@ FILES = sorted(shipped("tools").glob("*.py"))
 
 
 def test_there_are_tools() -> None:
-    assert [path.stem for path in FILES] == ["calculator", "python", "search", "sql"]
+    assert [path.stem for path in FILES] == ["calculator", "python", "search", "search_world", "sql"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

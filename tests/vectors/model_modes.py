@@ -84,6 +84,16 @@ def listed(function: Callable[..., Any], output: str, names: Names) -> Adapter:
     return adapter
 
 
+def records(function: Callable[..., Any], outputs: Names, names: Names) -> Adapter:
+    """One call an item, as `listed`, whose results have several parts: output -> list of that key of each."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        made = listed(function, "made", names)(case)["made"]
+        return {output: [result[key] for result in made] for output, key in outputs.items()}
+
+    return adapter
+
+
 def token_loss(weigh: Callable[..., Tensor], loss: Callable[..., Tensor], rows: Callable[..., Any]) -> Adapter:
     """A supervised objective: weights of token rows, their loss, and its gradient by `logp`.
 

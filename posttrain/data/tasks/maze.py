@@ -1,0 +1,111 @@
+"""Ariadne (arXiv 2511.00710): mazes whose path has a given number of moves and of turns. Text only."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+from posttrain.errors import DataError
+from posttrain.registry import register
+
+MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+Cell = tuple[int, int]
+
+_PROMPT = (
+    "A maze has {width} by {height} cells; (0,0) is at the top left, (column,row). Each line is a cell with the sides "
+    "that are open.\n{cells}\nWrite the moves from the origin to the target as <|up|>, <|down|>, <|left|> and "
+    "<|right|>, without anything between them."
+)
+
+
+@register("task", "ariadne", paper="2511.00710", note="Pictures of the mazes are not made.")
+def ariadne(
+    level: int,
+    draw: random.Random,
+    *,
+    max_turns: int = 2,
+    min_turns: int = 0,
+    margin: int = 0,
+    template: str = _PROMPT,
+) -> dict[str, Any]:
+    """A maze with one path from origin to target, of level + 1 moves. Score it with `maze.path`.
+
+    max_turns, min_turns: how often the path changes its direction, the second axis of difficulty. margin: cells around
+    the path's box, which hold dead ends. template: the prompt, with {width}, {height} and {cells}. Columns: answer (the
+    moves), steps, turns.
+    """
+    steps = level + 1
+    most = min(max_turns, steps - 1)
+    if not 0 <= min_turns <= most:
+        raise DataError(
+            f"task:ariadne: {min_turns} to {max_turns} turns in {steps} moves", allowed=f"0 to {steps - 1} turns"
+        )
+    path, moves = walk(steps, draw.randint(min_turns, most), draw)
+    columns, lines = [x for x, _ in path], [y for _, y in path]
+    left, top = min(columns) - margin, min(lines) - margin
+    width, height = max(columns) - left + 1 + margin, max(lines) - top + 1 + margin
+    path = [(x - left, y - top) for x, y in path]
+    open_sides = carve(path, width, height, draw)
+    listed = [
+        f"({x},{y}) {' '.join(open_sides[x, y])}{_content((x, y), path)}" for y in range(height) for x in range(width)
+    ]
+    return {
+        "prompt": template.format(width=width, height=height, cells="\n".join(listed)),
+        "answer": "".join(f"<|{move}|>" for move in moves),
+        "steps": steps,
+        "turns": count_turns(moves),
+    }
+
+
+def _content(cell: Cell, path: list[Cell]) -> str:
+    return " origin" if cell == path[0] else " target" if cell == path[-1] else ""
+
+
+def walk(steps: int, turns: int, draw: random.Random) -> tuple[list[Cell], list[str]]:
+    """A path of so many moves and changes of direction that never meets itself: (cells, moves)."""
+    while True:
+        bends = set(draw.sample(range(1, steps), turns))
+        moves = [draw.choice(list(MOVES))]
+        for place in range(1, steps):
+            sideways = ("left", "right") if moves[-1] in ("up", "down") else ("up", "down")
+            moves.append(draw.choice(sideways) if place in bends else moves[-1])
+        path = [(0, 0)]
+        for move in moves:
+            path.append((path[-1][0] + MOVES[move][0], path[-1][1] + MOVES[move][1]))
+        if len(set(path)) == len(path):
+            return path, moves
+
+
+def carve(path: list[Cell], width: int, height: int, draw: random.Random) -> dict[Cell, list[str]]:
+    """The open sides of each cell of a maze without loops in which `path` is the only way between its ends.
+
+    All cells hang on the path, as a tree that grows from it.
+    """
+    joined = set(itertools.pairwise(path))
+    reached = list(path)
+    while len(reached) < width * height:
+        cell = draw.choice(reached)
+        free = [
+            (cell[0] + x, cell[1] + y)
+            for x, y in MOVES.values()
+            if 0 <= cell[0] + x < width and 0 <= cell[1] + y < height and (cell[0] + x, cell[1] + y) not in reached
+        ]
+        if free:
+            reached.append(draw.choice(free))
+            joined.add((cell, reached[-1]))
+    both = joined | {(b, a) for a, b in joined}
+    return {
+        cell: [name for name, (x, y) in MOVES.items() if (cell, (cell[0] + x, cell[1] + y)) in both] for cell in reached
+    }
+
+
+def count_turns(moves: list[str]) -> int:
+    """How many moves have another direction than the one before."""
+    return sum(a != b for a, b in itertools.pairwise(moves))
+
+
+EXAMPLES = [
+    (0, {}, {"steps": 1, "turns": 0}),
+    (3, {"min_turns": 2}, {"steps": 4, "turns": 2}),
+]

@@ -1,0 +1,130 @@
+"""Questions made from documents (after ASearcher, arXiv 2508.07976): a gap in a sentence, behind more and more clues.
+
+The paper's agent lets a language model inject facts into a question and blur its details. Here rules do the first: a
+name in the sentence gives way to a clue, another sentence about it. Nothing is blurred.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from posttrain.errors import DataError
+from posttrain.places import shipped
+from posttrain.registry import load_module, register
+
+GAP = "____"
+TRIES = 2000  # sentences and names drawn for a question that has one answer
+
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+_NAME = re.compile(r"\b[A-Z]\w*(?:[ -][A-Z]\w*)*")
+_WORD = re.compile(r"\w+")
+
+
+class Corpus(NamedTuple):
+    """sentences of all passages, each once; names: of each sentence, those that stand in it."""
+
+    sentences: list[str]
+    names: list[list[str]]
+
+
+@functools.lru_cache(maxsize=4)
+def read_corpus(folder: Path) -> Corpus:
+    """The sentences of the documents that the tool `search` reads, with their names. Raises DataError."""
+    try:
+        passages = load_module(shipped("tools") / "search.py").read_passages(folder)
+    except (OSError, ValueError) as cause:
+        raise DataError(f"task:asearcher: {cause}") from cause
+    sentences = list(dict.fromkeys(s.strip() for text in passages for s in _SENTENCE.split(text) if s.strip()))
+    common = {word for sentence in sentences for word in _WORD.findall(sentence) if word.islower()}
+    return Corpus(sentences, [names_of(sentence, common) for sentence in sentences])
+
+
+def names_of(sentence: str, common: set[str]) -> list[str]:
+    """The capitalised words and runs of them, without a first word that the documents also write in lower case."""
+    found = []
+    for match in _NAME.finditer(sentence):
+        words = match.group().split(" ")
+        if match.start() == 0 and words[0].lower() in common:
+            words = words[1:]
+        if words:
+            found.append(" ".join(words))
+    return list(dict.fromkeys(found))
+
+
+@register(
+    "task", "asearcher", paper="2508.07976", note="Rules make the questions, no language model; nothing is blurred."
+)
+def asearcher(level: int, draw: random.Random, *, folder: Path) -> dict[str, Any]:
+    """A gap in a sentence of the documents, with `level` other names hidden behind clues. Score with `qa.asearcher`.
+
+    folder: of .txt, .md and .jsonl files, as for the tool `search`, which the recipe offers with the same folder. Only
+    questions with one answer are asked: no other sentence fits the gap, and no other name fits a clue. Columns: answer
+    (the name in the gap), hops (level + 1), facts (the sentences that are needed).
+    """
+    corpus = read_corpus(folder)
+    for _ in range(TRIES):
+        place = draw.randrange(len(corpus.sentences))
+        names = corpus.names[place]
+        if len(names) < 2:
+            continue
+        answer = draw.choice(names)
+        asked = corpus.sentences[place].replace(answer, GAP)
+        if not is_only(asked, GAP, answer, corpus):
+            continue
+        question = hide(level, asked, [name for name in names if name != answer], corpus, {place}, answer, draw)
+        if question is not None:
+            text, used = question
+            return {
+                "prompt": f"{text} Search the documents, then give what stands at {GAP} in <answer> </answer>.",
+                "answer": answer,
+                "hops": level + 1,
+                "facts": [corpus.sentences[number] for number in sorted(used)],
+            }
+    raise DataError(
+        f"task:asearcher finds no question of level {level} in {folder}",
+        hint="a question of level n needs n names of which another sentence says something; add documents or lower it",
+    )
+
+
+def hide(
+    level: int, asked: str, shown: list[str], corpus: Corpus, used: set[int], answer: str, draw: random.Random
+) -> tuple[str, set[int]] | None:
+    """The question with `level` names hidden behind clues, and the sentences that it needs; None where it cannot be.
+
+    A name that a clue shows may be hidden in turn, so that clues form chains; no clue shows what is hidden.
+    """
+    parts, used = [asked], set(used)
+    hidden = {answer}
+    for number in range(1, level + 1):
+        options = [
+            (name, place)
+            for name in shown
+            for place, names in enumerate(corpus.names)
+            if place not in used
+            and name in names
+            and hidden.isdisjoint(names)
+            and is_only(corpus.sentences[place].replace(name, f"X{number}"), f"X{number}", name, corpus)
+        ]
+        if not options:
+            return None
+        name, place = draw.choice(options)
+        used.add(place)
+        hidden.add(name)
+        parts = [part.replace(name, f"X{number}") for part in (*parts, corpus.sentences[place])]
+        shown = [one for one in dict.fromkeys((*shown, *corpus.names[place])) if one != name]
+    gap, *clues = parts
+    return (f"{gap} Here {'; '.join(f'{clue!r}' for clue in clues)}." if clues else gap), used
+
+
+def is_only(pattern: str, mark: str, name: str, corpus: Corpus) -> bool:
+    """Whether only this name, at the mark, makes a sentence of the documents of the pattern."""
+    fits = re.compile(".+?".join(map(re.escape, pattern.split(mark))))
+    found = {sentence for sentence in corpus.sentences if fits.fullmatch(sentence)}
+    return found == {pattern.replace(mark, name)}
+
+
+EXAMPLES = [(0, {"folder": shipped("recipes") / "tools" / "towns"}, {"hops": 1})]

@@ -1,0 +1,233 @@
+"""Task generators: seeded rows of every level, which their rewards pay in full and which have one answer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain import registry
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import make
+from posttrain.data.tasks.maze import MOVES
+from posttrain.data.tasks.search_world import make_world
+from posttrain.errors import DataError
+from posttrain.recipe.sections import Data
+from posttrain.verify.sat import is_satisfied
+
+GENERATOR = '''
+def sums(level, draw, *, largest: int = 9):
+    """A sum of level + 2 numbers."""
+    numbers = [draw.randint(0, largest) for _ in range(level + 2)]
+    return {"prompt": " + ".join(map(str, numbers)), "answer": str(sum(numbers))}
+'''
+
+
+def rows(name: str, size: int = 12, **keys: Any) -> list[dict[str, Any]]:
+    return load_rows(Data(**{"source": name, "size": size, **keys}), Path.cwd())
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    (tmp_path / "world.txt").write_text("\n\n".join(make_world(0, 60).documents.values()))
+    return tmp_path
+
+
+def params_of(name: str, documents: Path) -> dict[str, Any]:
+    return {"levels": [0, 1, 2], **({"folder": str(documents)} if name == "asearcher" else {})}
+
+
+@pytest.mark.parametrize("name", sorted(registry.index()["task"]))
+def test_rows_depend_on_the_seed_and_their_number_alone(name: str, documents: Path) -> None:
+    own = params_of(name, documents)
+    made = rows(f"task:{name}", params=own)
+    assert [row["level"] for row in made] == [0, 1, 2] * 4
+    assert {row["task"] for row in made} == {name}
+    assert rows(f"task:{name}", size=6, params=own) == made[:6]
+    assert rows(f"task:{name}", size=4, skip=8, params=own) == made[8:]
+    assert len({row["prompt"] for row in made}) == len(made)
+    others = {row["prompt"] for row in rows(f"task:{name}", seed=1, params=own)}
+    assert len(others & {row["prompt"] for row in made}) < len(made) / 2
+
+
+@pytest.mark.parametrize("name", sorted(registry.index()["task"]))
+def test_every_generator_has_examples(name: str) -> None:
+    assert make.examples_of(registry.get("task", name).function)
+
+
+def test_an_example_that_is_not_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GENERATOR + '\nEXAMPLES = [(0, {"largest": 0}, {"answer": "3"})]\n')
+    with pytest.raises(DataError, match="EXAMPLES: the answer of 1 is '0', not '3'"):
+        load_rows(Data(source="mine.py:sums", size=2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reward", "text", "best"),
+    [
+        ("saturn", "sat.assignment", r"\boxed{{{answer}}}", 1.0),
+        ("ariadne", "maze.path", "<think>t</think>{answer}", None),
+        ("countdown", "countdown.expression", "<answer>{answer}</answer>", 1.0),
+        ("random_calculation", "numeric.distance", r"\boxed{{{answer}}}", 1.0),
+        ("searchgym", "qa.search_r1", "<answer>{answer}</answer>", 1.0),
+        ("asearcher", "qa.asearcher", "<answer>{answer}</answer>", 1.0),
+    ],
+)
+def test_its_reward_pays_the_answer_in_full(
+    name: str, reward: str, text: str, best: float | None, documents: Path
+) -> None:
+    script, function = reward.split(".")
+    score = registry.load_function(f"rewards/{script}.py:{function}", Path.cwd(), what="reward")
+    takes = set(score.__code__.co_varnames[1 : score.__code__.co_argcount])
+    for row in rows(f"task:{name}", params=params_of(name, documents)):
+        columns = {key: row[key] for key in takes & row.keys()}
+        found = score(text.format(answer=row["answer"]), **columns)
+        earned = found["reward"] if isinstance(found, Mapping) else found
+        wanted = 2 * row["steps"] * (row["turns"] + 1) + 0.2 if best is None else best
+        assert earned == pytest.approx(wanted), row
+
+
+def test_a_hidden_assignment_satisfies_its_formula_and_difficulty_grows_with_clauses() -> None:
+    made = rows("task:saturn", size=40, params={"levels": [0, 1], "stages": [[3, 5, 5], [3, 5, 13]]})
+    assert all(is_satisfied(row["formula"], row["answer"]) for row in made)
+    assert all(len(row["formula"].split(" & ")) == (5, 13)[row["level"]] for row in made)
+    assert all(len(set(row["formula"].split(" & "))) == len(row["formula"].split(" & ")) for row in made)
+    assert made[0]["difficulty"] < made[1]["difficulty"]
+
+
+def test_a_formula_that_one_assignment_cannot_have_is_refused() -> None:
+    with pytest.raises(DataError, match="stage") as error:
+        rows("task:saturn", params={"stages": [[2, 2, 4]]})
+    assert "one assignment satisfies 3 such clauses" in str(error.value)
+    with pytest.raises(DataError, match="no level 4"):
+        rows("task:saturn", params={"levels": [4]})
+
+
+def walk(prompt: str) -> list[str]:
+    """The shortest paths through a maze, read from its text."""
+    cells: dict[tuple[int, int], list[str]] = {}
+    ends: dict[str, tuple[int, int]] = {}
+    for line in prompt.splitlines()[1:-1]:
+        place, *words = line.split()
+        x, y = map(int, place.strip("()").split(","))
+        cells[x, y] = [word for word in words if word in MOVES]
+        ends |= {word: (x, y) for word in words if word in ("origin", "target")}
+    queue, found = deque([(ends["origin"], "", {ends["origin"]})]), list[str]()
+    while queue:
+        (x, y), path, seen = queue.popleft()
+        if (x, y) == ends["target"]:
+            found.append(path)
+            continue
+        for move in cells[x, y]:
+            there = x + MOVES[move][0], y + MOVES[move][1]
+            if there not in seen:
+                queue.append((there, f"{path}<|{move}|>", seen | {there}))
+    return found
+
+
+def test_the_text_of_a_maze_has_one_path_and_it_is_the_answer() -> None:
+    own = {"levels": [2, 5, 9], "max_turns": 4, "min_turns": 1, "margin": 1}
+    for row in rows("task:ariadne", size=30, params=own):
+        assert walk(row["prompt"]) == [row["answer"]]
+        assert row["steps"] == row["level"] + 1
+        assert 1 <= row["turns"] <= 4
+
+
+def test_shares_say_how_often_a_level_occurs() -> None:
+    own = {"levels": [0, 1, 2, 3, 4], "shares": [0.21, 0.18, 0.16, 0.18, 0.21], "distinct": False}
+    levels = [row["level"] for row in rows("task:ariadne", size=94, params=own)]
+    assert [levels.count(level) for level in range(5)] == [21, 18, 16, 18, 21]
+
+
+def test_a_question_has_one_answer_and_the_documents_hold_its_facts() -> None:
+    made = make_world(3, 60)
+    for row in rows("task:searchgym", size=20, params={"levels": [0, 1, 3], "world": 3, "entities": 60}):
+        words = row["prompt"].removeprefix("What is ").split("?")[0].split(" of ")
+        *relations, start = [word.removeprefix("the ") for word in words]
+        entity = start
+        for number, relation in enumerate(reversed(relations)):
+            assert made.facts[entity, relation] in made.documents[row["facts"][number]]
+            entity = made.facts[entity, relation]
+        assert entity == row["answer"]
+        assert len(relations) == row["hops"] == row["level"] + 1
+
+
+def test_worlds_share_no_entity() -> None:
+    worlds = [set(make_world(number, 40).kinds) for number in range(5)]
+    assert all(len(world) == 40 for world in worlds)
+    assert all(one.isdisjoint(other) for one, other in itertools.combinations(worlds, 2))
+    with pytest.raises(DataError, match="world 99999"):
+        make_world(99999, 40)
+
+
+def test_a_synthesised_question_needs_as_many_sentences_as_it_says(documents: Path) -> None:
+    corpus = (documents / "world.txt").read_text()
+    for row in rows("task:asearcher", size=12, params=params_of("asearcher", documents)):
+        assert row["hops"] == len(row["facts"]) == row["level"] + 1
+        assert all(fact in corpus for fact in row["facts"])
+        assert row["answer"] not in row["prompt"]
+        assert row["prompt"].count("X1") > 0 or row["level"] == 0
+
+
+def test_documents_without_a_question_are_told(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("nothing is named here.")
+    with pytest.raises(DataError, match="finds no question of level 0"):
+        rows("task:asearcher", params={"folder": str(tmp_path)})
+    with pytest.raises(DataError, match="folder not found"):
+        rows("task:asearcher", params={"folder": "nowhere"})
+    with pytest.raises(DataError, match="needs folder"):
+        rows("task:asearcher")
+
+
+def test_a_generator_of_the_users_gets_the_dial_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GENERATOR)
+    section = Data(source="mine.py:sums", size=6, params={"levels": [0, 3], "largest": 5})
+    made = load_rows(section, tmp_path)
+    assert [row["level"] for row in made] == [0, 3] * 3
+    assert [row["prompt"].count("+") for row in made] == [1, 4] * 3
+    assert {row["task"] for row in made} == {"mine.py:sums"}
+    with pytest.raises(DataError, match="no parameter biggest"):
+        load_rows(Data(source="mine.py:sums", size=6, params={"biggest": 5}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("params", "wrong"),
+    [
+        ({"level": [0]}, "no parameter level"),
+        ({"levels": [-1]}, "levels"),
+        ({"levels": []}, "levels"),
+        ({"levels": [0, 1], "shares": [1]}, "shares"),
+        ({"max_turns": "two"}, "max_turns"),
+        ({"min_turns": 3, "levels": [1]}, "turns in 2 moves"),
+    ],
+)
+def test_wrong_parameters_are_told(params: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(DataError, match=wrong):
+        rows("task:ariadne", params=params)
+
+
+def test_a_level_that_runs_out_of_problems_is_told() -> None:
+    with pytest.raises(DataError, match="too few problems of level 0") as error:
+        rows("task:ariadne", size=20)
+    assert "distinct: false" in str(error.value)
+    assert len(rows("task:ariadne", size=20, params={"distinct": False})) == 20
+
+
+def test_an_unknown_task_suggests() -> None:
+    with pytest.raises(DataError, match="unknown task: saturm") as error:
+        rows("task:saturm")
+    assert "did you mean" in str(error.value)
+    with pytest.raises(DataError, match="give `size`"):
+        load_rows(Data(source="task:saturn"), Path.cwd())
+
+
+def test_every_problem_of_countdown_can_be_solved() -> None:
+    component = registry.get("task", "countdown").function
+    for level in range(4):
+        row = component(level, random.Random(level))
+        assert len(row["numbers"]) == level + 2
+        assert eval(row["answer"]) == row["target"]
