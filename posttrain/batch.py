@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+TRAINED = ("model", "given")  # kinds of segments that are trained on
 T = TypeVar("T")
 
 
@@ -32,10 +33,40 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A run of tokens of one origin. Only `model` segments are trained on; `logps` are the engine's, or None."""
+class Variant:
+    """What some rollouts of a prompt are sampled from in place of the plain prompt, and what the loss sees of it.
 
-    kind: Literal["model", "tool", "injected"]
+    name: as metrics and samples.jsonl call it. system: the system message, None = the data's own. user: the last user
+    message, in which `{prompt}` stands for what the data has there. prefill: text that the answer begins with and that
+    belongs to the prompt: neither a reward nor the loss sees it. begin: tokens that the answer begins with, such as a
+    part of a solution; rewards read them, and max_new_tokens counts only what is sampled behind them. begin_is:
+    `prompt` = a part of the state, where no row has a loss; `untrained` = a part of the completion that is not trained
+    on; `trained` = one that is. loss_on: the prompt under which the trained pass computes log-probs, the sampled or the
+    plain one; `old_logp` is always under the sampled one. hinted: whether the rows count as hinted. replaces: the
+    earlier rollouts of the prompt leave the step. apart: the rollouts are a group of their own. columns: more columns
+    of the data row, for rewards. note: what the kind's `learn` wants to know again; JSON-able.
+    """
+
+    name: str = "plain"
+    system: str | None = None
+    user: str = "{prompt}"
+    prefill: str = ""
+    begin: tuple[int, ...] = ()
+    begin_is: Literal["prompt", "untrained", "trained"] = "prompt"
+    loss_on: Literal["sampled", "plain"] = "sampled"
+    hinted: bool = False
+    replaces: bool = False
+    apart: bool = False
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of one origin: sampled by the model; a reply of a tool; `injected`, put there and not trained on;
+    `given`, put there and trained on. `logps` are the engine's, or None."""
+
+    kind: Literal["model", "tool", "injected", "given"]
     ids: tuple[int, ...]
     logps: tuple[float, ...] | None = None
     versions: tuple[int, ...] | None = None  # policy version that sampled each token; None = the rollout's
@@ -92,6 +123,8 @@ class Rollout:
     turn_scores: dict[str, tuple[float, ...]] = field(default_factory=dict)
     turn_rewards: tuple[float, ...] = ()
     against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
+    variant: Variant | None = None  # what was sampled from in place of the data's prompt; None = the prompt itself
+    loss_ids: tuple[int, ...] | None = None  # prompt tokens of the trained pass; None = those of `prompt`
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -110,8 +143,8 @@ class Rollout:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Per completion token: sampled by the model (True) or put there by a tool or a hint (False)."""
-        return _joined((s.kind == "model",) * len(s.ids) for s in self.segments)
+        """Per completion token: sampled, or given to be trained on (True), or put there to be read (False)."""
+        return _joined((s.kind in TRAINED,) * len(s.ids) for s in self.segments)
 
     @property
     def logps(self) -> tuple[float, ...]:
@@ -166,7 +199,7 @@ class RolloutBatch:
     edge_ids: Tensor | None = None  # [N,T] int64, turns that do the same in the same state share a number
     dones: Tensor | None = None  # [N] bool, the episode ended with this step
     hinted: Tensor | None = None  # [N] bool, the completion continues a hint
-    hint_mask: Tensor | None = None  # [N,T] bool, trained tokens that are the hint's
+    hint_mask: Tensor | None = None  # [N,T] bool, tokens of the completion that are the hint's, trained on or not
     answer_mask: Tensor | None = None  # [N,T] bool, tokens of the final answer, None = not marked
     external: Tensor | None = None  # [N,T] bool, tokens of a given solution that the policy did not sample
     expert_logp: Tensor | None = None  # [N,T] of an expert answer by the old policy, by position; NaN = past its end

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 
 class DataColumn:
-    """Marks an argument as the name of a data column of numbers; its repr is the name of the type."""
+    """Marks an argument as the name of a data column; its repr is the name of the type."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -21,6 +21,7 @@ class DataColumn:
 
 Column = Annotated[str, DataColumn("Column")]  # every row has a number there
 PartialColumn = Annotated[str, DataColumn("PartialColumn")]  # some rows have one, others null
+TextColumn = Annotated[str, DataColumn("TextColumn")]  # some rows have a text there, others null
 MEASURED = ("tool_seconds",)  # columns that rollouts with tools or an environment fill in where the data has none
 
 CLOSED = ConfigDict(extra="forbid", strict=True)

@@ -33,6 +33,7 @@ INDEX = Path(__file__).with_name("components.json")
 
 # kind -> the package whose modules register components of that kind, in the order in which a step calls them
 PACKAGES = {
+    "prompt_variants": "posttrain.variants",
     "group_reward": "posttrain.advantage",
     "keep": "posttrain.advantage",
     "advantage": "posttrain.advantage",
@@ -53,6 +54,7 @@ PACKAGES = {
 }
 
 Kind = Literal[
+    "prompt_variants",
     "group_reward",
     "keep",
     "advantage",
@@ -94,7 +96,7 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = ("pair_loss", "token_weight", "merge", "task")  # kinds whose `needs` speak of something else than a batch
+OWN_WORDS = ("prompt_variants", "pair_loss", "token_weight", "merge", "task")  # whose `needs` speak of no batch
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
     "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "selected", "step", "total_steps",
     "truncated", "turn_rewards", "versions",
@@ -119,8 +121,10 @@ def register(
     0), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit` (of a loss: it reads rewards or
     correctness and no advantages), `frozen_critic` (its `values` are those of
     `critic.path`), `multiplies` (a controller: the recipe's number must not be 0), `measured_kl` (a controller: it
-    follows the metric `kl`). note: where this reading departs from its source. exclusive: what it does that no second
-    component of a recipe may do, e.g. `correct the ratio to the engine`.
+    follows the metric `kl`). Of prompt variants: `solution` (a data column with solutions), `begins_answer` (tokens
+    before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). note:
+    where this reading departs from its source. exclusive: what it does that no second component of a recipe may do,
+    e.g. `correct the ratio to the engine`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,8 +137,10 @@ def register(
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
-    """The keyword-only arguments of a function: name -> (annotation as text, default or `...`)."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    """The keyword-only arguments of a function, or of what makes a class: name -> (annotation as text, default or
+    `...`)."""
+    made = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    hints = typing.get_type_hints(made, include_extras=True)
     return {
         name: (
             _annotation(hints.get(name, Any)),

@@ -30,6 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "loss": {"batch", "registry", "errors"},
     "advantage": {"batch", "registry", "errors", "options"},
     "control": {"registry", "errors"},
+    "variants": {"batch", "registry", "errors", "options"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
@@ -38,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": FOUNDATION
     | {"callable_module", "chat", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
     "train": FOUNDATION
-    | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"},
+    | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"}
+    | {"variants"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

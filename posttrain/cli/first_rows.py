@@ -224,11 +224,12 @@ def _reward(reward: LoadedReward, seen: _Seen, key: str = "data") -> list[str]:
 def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
     """The data columns that components read by name; a function of the user's is read off its text."""
     from posttrain import registry
-    from posttrain.data.columns import named_columns
+    from posttrain.data.columns import named_columns, solutions
     from posttrain.places import split_function
     from posttrain.recipe import functions
 
-    for key, section in recipe.components():
+    yield from solutions(recipe.prompt_variants)
+    for key, section in recipe.every_component():
         if split_function(section.use) is None:
             described = registry.index()[registry.kind_of(section.kinds, section.use)][section.use]["params"]
             takes = {name: (known[0], known[1] if len(known) > 1 else None) for name, known in described.items()}

@@ -1,4 +1,4 @@
-"""The data columns of numbers that components of a recipe name, checked before a model is loaded."""
+"""The data columns that components of a recipe name, of numbers or texts, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -6,41 +6,52 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain import whereabouts
 from posttrain.errors import DataError, Problem, counted, nearest
 from posttrain.options import MEASURED
+
+if TYPE_CHECKING:
+    from posttrain.recipe.rl_sections import PromptVariants
 
 Row = Mapping[str, Any]
 
 
 class Wanted(NamedTuple):
     """A column that a component reads. key: the argument that names it, e.g. `factors.0.column`. use: the component.
-    every: each row must have a number there, else at least one row."""
+    every: each row must have a number there, else at least one row. text: it holds texts, no numbers."""
 
     key: str
     use: str
     column: str
     every: bool
+    text: bool = False
 
 
 def named_columns(
     key: str, use: str, annotations: Mapping[str, tuple[str, Any]], given: Mapping[str, Any]
 ) -> Iterator[Wanted]:
-    """The columns that the arguments of a component name: those annotated as `options.Column` or `PartialColumn`.
+    """The columns that the arguments of a component name: those annotated as `options.Column`, `PartialColumn` or
+    `TextColumn`.
 
     annotations: argument -> (annotation as text, default), as `registry.keywords` gives them; given: the recipe's.
     """
     for argument, (annotation, default) in annotations.items():
         kinds = set(re.findall(r"\w+", annotation))
         column = given.get(argument, default)
-        if kinds & {"Column", "PartialColumn"} and isinstance(column, str):
-            yield Wanted(f"{key}.{argument}", use, column, every="Column" in kinds)
+        if kinds & {"Column", "PartialColumn", "TextColumn"} and isinstance(column, str):
+            yield Wanted(f"{key}.{argument}", use, column, every="Column" in kinds, text="TextColumn" in kinds)
+
+
+def solutions(variants: PromptVariants | None) -> Iterator[Wanted]:
+    """The column of solutions that a kind of prompt variants reads."""
+    if variants is not None and "solution" in variants.needs:
+        yield Wanted("prompt_variants.solution", variants.use, variants.solution, every=False, text=True)
 
 
 def problems(rows: Sequence[Row], wanted: Iterable[Wanted], *, acts: bool) -> Iterator[tuple[Wanted, Problem]]:
-    """What is wrong with each column: the rows lack it, or hold something else than numbers in it.
+    """What is wrong with each column: the rows lack it, or hold something else than numbers (texts) in it.
 
     acts: whether rollouts have tools or an environment, whose times are measured (`options.MEASURED`).
     """
@@ -48,8 +59,10 @@ def problems(rows: Sequence[Row], wanted: Iterable[Wanted], *, acts: bool) -> It
         lacking = [row for row in rows if _is_missing(row.get(one.column))]
         there = [row for row in rows if not _is_missing(row.get(one.column))]
         reads = f"`{one.use}` reads the column `{one.column}`"
-        if strange := [row for row in there if not isinstance(row[one.column], int | float)]:
-            yield one, _of_rows(strange, f"{reads} as a number, which {strange[0][one.column]!r:.60} is not")
+        kind, what = (str, "text") if one.text else (int | float, "number")
+        if strange := [row for row in there if not isinstance(row[one.column], kind)]:
+            told = f"{reads} as a {what}, which {strange[0][one.column]!r:.60} is not"
+            yield one, _of_rows(strange, told, f"give each row a {what} there, or leave the row out")
         elif not there and not (one.column in MEASURED and acts):
             yield one, _absent(one, rows, f"{reads}, and the data has none")
         elif one.every and there and lacking:
@@ -71,9 +84,11 @@ def _absent(one: Wanted, rows: Sequence[Row], what: str) -> Problem:
     return Problem("", what, f"columns: {', '.join(known)}", hint)
 
 
-def _of_rows(those: Sequence[Row], what: str) -> Problem:
+def _of_rows(
+    those: Sequence[Row], what: str, hint: str = "give each row a number there, or leave the row out"
+) -> Problem:
     where = whereabouts.rows([str(row.get("uid", "?")) for row in those])
-    return Problem(where, what, hint="give each row a number there, or leave the row out")
+    return Problem(where, what, hint=hint)
 
 
 def _is_missing(value: Any) -> bool:

@@ -187,9 +187,10 @@ def _part(
 
 
 def sampled_parts(record: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A rollout of samples.jsonl with every token's fate: what the model wrote carries loss, replies do not."""
+    """A rollout of samples.jsonl with every token's fate: what the model wrote, and what was given to be trained on,
+    carries loss; replies and hints do not."""
     ids = [i for segment in record["segments"] for i in segment["ids"]]
-    trained = [segment["kind"] == "model" for segment in record["segments"] for _ in segment["ids"]]
+    trained = [segment["kind"] in ("model", "given") for segment in record["segments"] for _ in segment["ids"]]
     return {"uid": record["uid"], "parts": {"rollout": _part(ids, trained, tokenizer)}}
 
 

@@ -15,6 +15,7 @@ from posttrain.recipe import presets
 from posttrain.recipe.argument_checks import named_rewards
 from posttrain.recipe.objective_checks import (
     FROM_COMPONENTS,
+    FROM_HINTS,
     FROM_MODEL,
     FROM_OPPONENT,
     FROM_ROLLOUTS,
@@ -28,6 +29,7 @@ Entry = dict[str, Any]
 
 # kind -> (what a reader calls it, its key in a recipe, how it stands there), in the order in which a step calls them
 KINDS = {
+    "prompt_variants": ("what is sampled from in place of the data's prompts", "prompt_variants", "one"),
     "reward": ("reward of a row", "rewards", "list"),
     "group_reward": ("reward of a group", "group_rewards", "list"),
     "keep": ("filter of groups and rows", "keep", "one"),
@@ -231,7 +233,8 @@ _CONFLICTS = {
 
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
-    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | MARKS | {"mc_values"}
+    known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
+    known |= {"mc_values"}
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -264,6 +267,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["rollout"] = {"prompts_per_step": 6 * section["bundle_size"]}
     if "frozen_critic" in needs:
         shaped["critic"] = {"path": "runs/critic/final"}
+    if set(needs) & FROM_HINTS:
+        shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
     if set(needs) & FROM_OPPONENT:
         shaped["opponent"] = {"ema": 0.01}
     if kind == "controller":

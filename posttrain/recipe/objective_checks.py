@@ -23,6 +23,7 @@ FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if
 BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # of FROM_MODEL, those of the reference
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
+FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
@@ -35,7 +36,7 @@ WHY_NOT = {
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
-    **dict.fromkeys(("hinted", "hint_mask"), "rollouts that continue a hint"),
+    **dict.fromkeys(("hinted", "hint_mask"), "rollouts with a hint: `prompt_variants`"),
     **dict.fromkeys(("external", "expert_logp"), "rollouts mixed with given solutions"),
     **dict.fromkeys(("token_rewards", "turn_scores"), "turns, or steps of `scoring.split`, and rewards of them"),
     "answer_mask": "completions whose answer is marked",
@@ -78,8 +79,9 @@ def _needs(recipe: RlRecipe) -> Found:
 
 
 def _given(recipe: RlRecipe) -> set[str]:
-    """What only recipes with turns, steps or an opponent provide."""
-    return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set())
+    """What only recipes with turns, steps, an opponent or hints provide."""
+    hints = FROM_HINTS if recipe.prompt_variants and recipe.prompt_variants.may("hinted") else set()
+    return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set()) | hints
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
@@ -305,6 +307,20 @@ def _generates_between_updates(recipe: RlRecipe) -> str:
     return "rollout.vllm.sleep" if recipe.rollout.vllm.sleep and not recipe.rollout.vllm.server else ""
 
 
+def _prompt_variants(recipe: RlRecipe) -> Found:
+    """Prompt variants need rollouts that are sampled, and a place where they can stand."""
+    variants = recipe.prompt_variants
+    if variants is None:
+        return
+    if recipe.rollout.engine == "stored":
+        yield "prompt_variants", "rollout.engine stored samples nothing", "remove one of them"
+    if recipe.opponent:
+        yield "prompt_variants", "the opponent answers the data's own prompts", "remove one of them"
+    if recipe.acts and "begins_answer" in variants.needs:
+        what = f"`{variants.use}` begins the answer, and with `tools` or an `environment` it is divided into turns"
+        yield "prompt_variants.use", what, "take one that writes into the prompt"
+
+
 def _frozen_critic(recipe: RlRecipe) -> Found:
     """A component that reads a frozen critic needs one, and no other component may train it."""
     for key, section in used(recipe):
@@ -379,6 +395,7 @@ CHECKS = (
     _controlled,
     _stale,
     _partial,
+    _prompt_variants,
     _frozen_critic,
     _opponent,
     _stored,

@@ -9,6 +9,17 @@ from pydantic import Field, model_validator
 from posttrain.recipe.section import ComponentSection, CriticName, ModelName, NonNegative, Positive, Rate, Section
 
 
+class PromptVariants(ComponentSection):
+    """What rollouts are sampled from in place of the data's prompts: hints, templates, instructions."""
+
+    kinds: ClassVar = ("prompt_variants",)
+    solution: str = Field("solution", description="the data column of solutions, for kinds that show a part of one")
+
+    def may(self, word: str) -> bool:
+        """Whether the kind says so in its `needs`; a function of the user's may do everything."""
+        return word in self.needs or ":" in self.use
+
+
 class GroupReward(ComponentSection):
     """A reward of a whole group: it makes new rewards from those of the rows, their components and lengths."""
 

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from posttrain import registry
-from posttrain.options import Channel, Column, Gate, PartialColumn
+from posttrain.options import Channel, Column, Gate, PartialColumn, TextColumn
 from posttrain.places import split_function
 from posttrain.recipe.limits import MOST, of_argument
 
@@ -205,6 +205,7 @@ _NAMES = (
     | {n: getattr(typing, n) for n in ("Literal", "Any", "Optional", "Union")}
     | {"Mapping": Mapping, "Sequence": Sequence, "None": None}
     | {"Gate": Gate, "Channel": Channel, "Column": Column, "PartialColumn": PartialColumn}
+    | {"TextColumn": TextColumn}
 )
 
 

@@ -28,6 +28,7 @@ from posttrain.recipe.rl_sections import (
     Kl,
     Loss,
     Opponent,
+    PromptVariants,
     Regulariser,
     RlBatch,
     Select,
@@ -235,6 +236,9 @@ class RlRecipe(Acting, Tracked):
     model: Model
     data: Data
     rollout: Rollout = Field(default_factory=Rollout)
+    prompt_variants: PromptVariants | None = Field(
+        None, description="what is sampled from in place of the data's prompts, and what the loss sees of it"
+    )
     rewards: list[Reward] = Field(min_length=1)
     scoring: Scoring = Field(default_factory=Scoring)
     group_rewards: list[GroupReward] = Field(
@@ -284,6 +288,11 @@ class RlRecipe(Acting, Tracked):
             elif value is not None:
                 found.append((key, value))
         return found
+
+    def every_component(self) -> list[tuple[str, ComponentSection]]:
+        """`components`, and those that a step calls before it has rewards."""
+        variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
+        return [*variants, *self.components()]
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> RlRecipe:

@@ -42,6 +42,7 @@ from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.scoring import check_turns
+from posttrain.train.variants import PromptVariants
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
@@ -60,7 +61,13 @@ class Work:
     controls: Controls
     offer: Offer | None  # tools or an environment
     stored: Tokens | None  # completions that the data bring, where they are trained on
+    variants: PromptVariants | None  # of the prompts
     held_out: Prepared[Prompt] | None  # prompts of the evaluation while training
+
+    @property
+    def room(self) -> int:
+        """Tokens that prompts may grow by."""
+        return self.variants.room if self.variants else 0
 
 
 def prepared(recipe: RlRecipe) -> Work:
@@ -86,14 +93,15 @@ def prepared(recipe: RlRecipe) -> Work:
     stored = None
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
+    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None)
     held_out = prepare_held_out(recipe, tokenizer, offer)
-    return Work(prompts, left_out(data), steps, objective, controls, offer, stored, held_out)
+    return Work(prompts, left_out(data), steps, objective, controls, offer, stored, variants, held_out)
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
     """The data columns that the components of a recipe read by name."""
-    found: list[columns.Wanted] = []
-    for key, section in recipe.components():
+    found = list(columns.solutions(recipe.prompt_variants))
+    for key, section in recipe.every_component():
         takes = registry.resolve(section.kinds, section.use, recipe.base_dir).params
         found += columns.named_columns(key, section.use, takes, section.params)
     return found
@@ -135,7 +143,7 @@ def assembled(
     learner = critic if recipe.critic.path is None else None
     engine = engine_of(recipe, directory, work, loaded, watchdog, note)
     try:
-        longest = max(len(prompt.ids) for prompt in work.prompts)
+        longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
             lines = packed(loaded, note)  # before the reference is made: a copy of the model, attention and all
             context = TrainContext(
@@ -156,6 +164,7 @@ def assembled(
                 steps=work.steps,
                 reference=reference_for(recipe, work.objective, loaded),
                 critic=critic,
+                variants=work.variants,
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 watchdog=watchdog,
                 dump=directory.path / "failed",
@@ -182,7 +191,7 @@ def engine_of(
     note: Note,
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
-    check_fits(work.prompts, recipe.rollout, loaded.window or sys.maxsize)
+    check_fits(work.prompts, recipe.rollout, (loaded.window or sys.maxsize) - work.room)
     if started := start_note(recipe.rollout):
         note(started)
     with watchdog.phase("engine start"):
@@ -191,7 +200,7 @@ def engine_of(
         if work.stored is not None:
             inner = StoredEngine(loaded, work.stored)
         else:
-            max_len = needed_length(work.prompts, recipe.rollout)
+            max_len = needed_length(work.prompts, recipe.rollout) + work.room
             if recipe.eval and work.held_out:
                 max_len = max(max_len, needed_length(work.held_out.items, rl_sampling(recipe)))
             inner = make_engine(recipe.rollout, sampled_model(recipe, loaded), scratch=scratch, max_len=max_len)

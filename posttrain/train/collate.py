@@ -12,18 +12,27 @@ from torch import Tensor
 
 from posttrain.advantage.steps import state_numbers
 from posttrain.advantage.turns import edge_numbers
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import TRAINED, Rollout, RolloutBatch
 from posttrain.recipe.reward_sections import Reward
 from posttrain.train.logprobs import Sequences
 from posttrain.verify.extract import Extractor, extract
 
 
 def sequences_of(rollouts: Sequence[Rollout]) -> Sequences:
-    """Prompt and completion tokens exactly as the engine saw and gave them; text is never tokenised again."""
-    return Sequences(
-        tuple(np.array(r.prompt.ids + r.ids, np.int64) for r in rollouts),
-        tuple(len(r.prompt.ids) for r in rollouts),
-    )
+    """What the trained pass reads: prompt and completion tokens exactly as the engine saw and gave them, or another
+    prompt (`Rollout.loss_ids`); text is never tokenised again."""
+    prompts = [r.prompt.ids if r.loss_ids is None else r.loss_ids for r in rollouts]
+    return _sequences(prompts, rollouts)
+
+
+def sampled_sequences(rollouts: Sequence[Rollout]) -> Sequences:
+    """What the engine saw and gave, also where the trained pass reads another prompt."""
+    return _sequences([r.prompt.ids for r in rollouts], rollouts)
+
+
+def _sequences(prompts: Sequence[tuple[int, ...]], rollouts: Sequence[Rollout]) -> Sequences:
+    ids = tuple(np.array(prompt + r.ids, np.int64) for prompt, r in zip(prompts, rollouts, strict=True))
+    return Sequences(ids, tuple(map(len, prompts)))
 
 
 def rollout_batch(
@@ -40,7 +49,7 @@ def rollout_batch(
     """
     width = max(map(_length, rollouts))
     names = list(dict.fromkeys(name for r in rollouts for name in r.scores))
-    mask = _rows([_by_segment(r, [s.kind == "model" for s in r.segments]) for r in rollouts], width, False, np.bool_)
+    mask = _rows([_by_segment(r, [s.kind in TRAINED for s in r.segments]) for r in rollouts], width, False, np.bool_)
     batch = RolloutBatch(
         group_ids=torch.tensor([r.group for r in rollouts]),
         mask=mask,
@@ -50,12 +59,14 @@ def rollout_batch(
         correct=_column([r.correct for r in rollouts]),
         truncated=torch.tensor([r.finish == "length" for r in rollouts]),
         opponent_rewards=_against(rollouts),
-        lengths=mask.sum(1),
+        lengths=torch.tensor([sum(len(s.ids) for s in r.segments if s.kind == "model") for r in rollouts]),
         answer_ids=None if answers is None else _answers(rollouts, answers),
         rollout_logp=_rows(list(map(_logps, rollouts)), width, np.nan, np.float32),
         versions=_rows(list(map(_versions, rollouts)), width, 0, np.int32),
     )
     batch = batch.replace(**{name: make(rollouts, width) for name, make in BY_TURN.items() if name in needs})
+    if {"hinted", "hint_mask", "external"} & set(needs) or any(r.variant is not None for r in rollouts):
+        batch = batch.replace(**_put_there(rollouts, width))
     if "turn_states" in needs:
         batch = batch.replace(turn_states=_turn_states(rollouts, width, similarity))
     scored = dict.fromkeys(name for r in rollouts for name in r.turn_scores)
@@ -67,6 +78,19 @@ def rollout_batch(
             name: _at_ends(rollouts, width, [r.turn_scores.get(name, ()) for r in rollouts]) for name in scored
         },
     )
+
+
+def _put_there(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
+    """Which rows and tokens were not the policy's own idea: hinted rows, hints' tokens, tokens of given solutions."""
+    hinted = [r.variant is not None and r.variant.hinted for r in rollouts]
+    hints = [_by_segment(r, [s.kind in ("injected", "given") and h for s in r.segments])
+             for r, h in zip(rollouts, hinted, strict=True)]  # fmt: skip
+    given = [_by_segment(r, [s.kind == "given" for s in r.segments]) for r in rollouts]
+    return {
+        "hinted": torch.tensor(hinted),
+        "hint_mask": _rows(hints, width, False, np.bool_),
+        "external": _rows(given, width, False, np.bool_),
+    }
 
 
 def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:

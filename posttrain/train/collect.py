@@ -12,9 +12,10 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from posttrain.batch import Rollout, RolloutBatch
+from posttrain.batch import Prompt, Rollout, RolloutBatch
 from posttrain.errors import RunError
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.seeds import derive
@@ -25,6 +26,7 @@ from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.opponent import Opponent
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
+from posttrain.train.variants import sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, together
 
 WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
@@ -103,27 +105,70 @@ def sample_share(
     on_generated: Callable[[], object],
 ) -> Share:
     """This rank's scored rollouts of its share of prompts `drawn`. Adds counts to `metrics`; talks to no other rank."""
-    settings = ctx.recipe.rollout
+    prompts, calls = [ctx.prompts[i] for i in drawn], list[Calls]()
     batches = buffer.batches  # how often the step has drawn prompts before
-    first_group = batches * settings.prompts_per_step
-    with ctx.watchdog.phase("rollout"), scoring(ctx, state.step) as scored:
-        fresh = ctx.engine.generate(
-            [ctx.prompts[i] for i in drawn],
-            settings.group_size,
-            settings,
-            seed=derive(ctx.recipe.run.seed, "rollout", state.step, batches),
-            first_group=first_group,
-            logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
-            share=distributed.share(len(drawn)),
-            done=scored.on_complete,
+    first_group = batches * ctx.recipe.rollout.prompts_per_step
+    seed = derive(ctx.recipe.run.seed, "rollout", state.step, batches)
+    share = distributed.share(len(drawn))
+    sample = partial(sample_prompts, ctx, state.step, metrics, calls, first_group=first_group)
+    if ctx.variants is None:
+        fresh = sample(prompts, seed=seed, share=share, on_generated=None if buffer.refills else on_generated)
+    else:
+        memory = state.memory.get(ctx.variants.name)
+        fresh = sample_in_rounds(
+            ctx.variants, prompts, share, sample, step=state.step, seed=seed, memory=memory, first_group=first_group
         )
         if not buffer.refills:
             on_generated()
-    with ctx.watchdog.phase("score"):
-        calls = [scored.finish(fresh, metrics)] if fresh else []  # a rank without a share has none
     if ctx.opponent is not None:
         calls += play(ctx, state, drawn, fresh, ctx.opponent, first_group=first_group)
     return Share(fresh, calls)
+
+
+def sample_prompts(
+    ctx: TrainContext,
+    step: int,
+    metrics: dict[str, Any],
+    calls: list[Calls],
+    prompts: Sequence[Prompt],
+    *,
+    seed: int,
+    share: Sequence[int],
+    first_group: int,
+    finish: Callable[[Rollout, int], None] | None = None,
+    on_generated: Callable[[], object] | None = None,
+) -> list[Rollout]:
+    """Rollouts of prompts[share], scored. Adds counts to `metrics` and the calls of the rewards to `calls`.
+
+    finish: changes a rollout, given its prompt's place in `prompts`, before it is scored.
+    """
+
+    def finished(rollouts: list[Rollout]) -> list[Rollout]:
+        for rollout in rollouts:
+            if finish is not None and rollout.variant is None:  # the engine may have told of it before it returns it
+                finish(rollout, rollout.group - first_group)
+        return rollouts
+
+    settings = ctx.recipe.rollout
+    with ctx.watchdog.phase("rollout"), scoring(ctx, step) as scored:
+        on_complete = scored.on_complete
+        fresh = ctx.engine.generate(
+            prompts,
+            settings.group_size,
+            settings,
+            seed=seed,
+            first_group=first_group,
+            logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
+            share=share,
+            done=None if on_complete is None else lambda rollouts: on_complete(finished(rollouts)),
+        )
+        finished(fresh)
+        if on_generated is not None:
+            on_generated()
+    with ctx.watchdog.phase("score"):
+        if fresh:  # a rank without a share has none
+            calls.append(scored.finish(fresh, metrics))
+    return fresh
 
 
 def count_calls(failures: Failures, calls: Sequence[Calls]) -> list[Calls]:

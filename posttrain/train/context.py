@@ -24,6 +24,7 @@ from posttrain.train.controls import Controls, check_limits
 from posttrain.train.objective import Objective
 from posttrain.train.opponent import Opponent
 from posttrain.train.reference import ReferencePolicy
+from posttrain.train.variants import PromptVariants
 from posttrain.verify.score import Scorer
 
 
@@ -48,6 +49,7 @@ class TrainContext:
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written
+    variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
     compiled: Switch = nullcontext  # opened around the passes of training
     shares: bool = False  # packed rows of one prompt share its pass, where prompts are long
 
@@ -58,8 +60,8 @@ class TrainContext:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(prompt.ids) for prompt in self.prompts)
+        """Tokens of the longest prompt, with all that a variant may add to it."""
+        return max(len(prompt.ids) for prompt in self.prompts) + (self.variants.room if self.variants else 0)
 
     def sync(self, version: int) -> None:
         """Give the engine the trainer's weights, unless it has them. If that of one rank cannot, all raise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +85,7 @@ def check_keys(component: registry.Component, section: ComponentSection) -> None
         raise RecipeError(f"{head} has no argument {unknown[0]}", allowed=takes, hint=hint)
     if missing:
         raise RecipeError(f"{head} needs the argument {missing[0]}", allowed=takes)
-    hints = typing.get_type_hints(component.function)
+    hints = registry.types_of(component.function)
     for key, value in section.params.items():
         if why := registry.wrong_type(hints.get(key), value):
             raise RecipeError(f"{head}: argument {key}: {why}, got {registry.shown_value(value)}")

@@ -35,7 +35,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, trained
 from posttrain.train.assemble import assembled, audited, prepared
-from posttrain.train.collate import sequences_of
+from posttrain.train.collate import sampled_sequences, sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
@@ -53,6 +53,7 @@ from posttrain.train.rl_metrics import age_metrics, drift_metrics, rollout_metri
 from posttrain.train.rollout_source import RolloutSource, rollout_source
 from posttrain.train.start import check_start
 from posttrain.train.update import update
+from posttrain.train.variants import learnt, variant_metrics
 from posttrain.verify import correctness
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
@@ -164,12 +165,20 @@ def step(
     rollouts, gathered = source.next(ctx, state)
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
+    state.memory = learnt(ctx.variants, rollouts, state.memory)
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
+        if any(r.loss_ids is not None for r in rollouts):  # trained under another prompt than they were sampled from
+            scored = measure(ctx, scored, sampled_sequences(rollouts), range(len(scored)), {"old_logp"})
         scored = measure(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
     batch = ctx.objective.assign(scored)
     state.memory = dict(batch.memory)
-    values = {**gathered, **rollout_metrics(rollouts, batch), **ctx.objective.paid_kl_metrics(scored)}
+    values = {
+        **gathered,
+        **rollout_metrics(rollouts, batch),
+        **variant_metrics(rollouts),
+        **ctx.objective.paid_kl_metrics(scored),
+    }
     values["num_tokens"] = state.tokens
 
     with ctx.watchdog.phase("update"), ctx.compiled():

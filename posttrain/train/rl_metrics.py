@@ -254,6 +254,8 @@ def sample_records(rollouts: Sequence[Rollout], count: int) -> list[dict[str, An
             "version": r.version,
             **turn_records(r),
             **({"turn_scores": r.turn_scores} if r.turn_scores else {}),
+            **({"variant": r.variant.name} if r.variant else {}),
+            **({"loss_prompt_ids": list(r.loss_ids)} if r.loss_ids is not None else {}),
             "segments": [{"kind": s.kind, "ids": list(s.ids)} for s in r.segments],
         }
         for r in chosen

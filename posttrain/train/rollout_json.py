@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn
+from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn, Variant
 from posttrain.train.collect import StepRollouts
 from posttrain.verify.failures import Calls
 
@@ -39,6 +39,8 @@ def to_dict(batch: StepRollouts) -> dict[str, Any]:
             "prompt": r.prompt.uid,
             "segments": [dataclasses.asdict(s) for s in r.segments],
             "turns": [dataclasses.asdict(t) for t in r.turns],
+            "variant": None if r.variant is None else dataclasses.asdict(r.variant),
+            "sampled": None if r.variant is None else [r.prompt.text, list(r.prompt.ids)],
         }
     rest = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
     return {"rollouts": rows, **rest}
@@ -48,11 +50,19 @@ def from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepR
     """The inverse of `to_dict`. prompts: by uid."""
     return StepRollouts(
         step=values["step"],
-        rollouts=[_rollout(row, prompts[row["prompt"]]) for row in values["rollouts"]],
+        rollouts=[_rollout(row, _prompt(row, prompts[row["prompt"]])) for row in values["rollouts"]],
         metrics=dict(values["metrics"]),
         calls=[Calls._make(calls) for calls in values["calls"]],
         position=values["position"],
     )
+
+
+def _prompt(row: Mapping[str, Any], plain: Prompt) -> Prompt:
+    """The prompt that was sampled from: the data's, or a variant of it."""
+    if not row.get("sampled"):
+        return plain
+    (text, ids), columns = row["sampled"], row["variant"]["columns"]
+    return dataclasses.replace(plain, row={**plain.row, **columns}, text=text, ids=tuple(ids))
 
 
 def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
@@ -64,7 +74,17 @@ def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
         "turn_rewards": tuple(row["turn_rewards"]),
         "turn_scores": {name: tuple(scores) for name, scores in row["turn_scores"].items()},
     }
-    return Rollout(**{**row, "prompt": prompt, **lists})
+    kept = {name: value for name, value in row.items() if name != "sampled"}
+    return Rollout(**{**kept, "prompt": prompt, **lists, **_varied(row)})
+
+
+def _varied(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a variant has set; a checkpoint that knew none lacks them."""
+    variant, ids = row.get("variant"), row.get("loss_ids")
+    return {
+        "variant": None if variant is None else Variant(**{**variant, "begin": tuple(variant["begin"])}),
+        "loss_ids": None if ids is None else tuple(ids),
+    }
 
 
 def _turn(values: Mapping[str, Any]) -> Turn:

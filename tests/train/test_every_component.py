@@ -102,7 +102,7 @@ def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     """What it needs and no recipe gives."""
     checks = objective_checks
     given = checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
-    return set(entry["needs"]) - given - checks.FROM_OPPONENT - {"mc_values"}
+    return set(entry["needs"]) - given - checks.FROM_OPPONENT - checks.FROM_HINTS - {"mc_values"}
 
 
 def by_preset() -> set[tuple[str, str]]:
@@ -118,7 +118,8 @@ REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.m
 
 
 def test_every_kind_has_its_place() -> None:
-    assert {*PLACES, "pair_loss", "token_weight", "merge"} == registry.index().keys()
+    others = {"pair_loss", "token_weight", "merge", "prompt_variants"}  # the last: test_prompt_variants.py
+    assert {*PLACES, *others} == registry.index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
 
@@ -126,7 +127,6 @@ def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
     """Formulas for rollouts that posttrain does not make yet: refused with the reason."""
     unreached = {key: out_of_reach(entry) for key, entry in ENTRIES.items() if out_of_reach(entry)}
     assert unreached == {
-        ("advantage", "adhint"): {"hinted", "hint_mask"},
         ("advantage", "agent"): {"agent_ids"},
         ("loss", "rl_plus"): {"external"},
         ("regulariser", "calibrl"): {"expert_logp"},
@@ -182,6 +182,8 @@ def base(entry: Mapping[str, Any]) -> Values:
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
         values["rollout"]["staleness"] = 1
         values["regularisers"] = [{"use": "losses.py:nothing", "coef": 0.0}]
+    if needs & objective_checks.FROM_HINTS:
+        values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
     if needs & objective_checks.FROM_OPPONENT:
         values["opponent"] = {"ema": 0.5}
     if "frozen_critic" in needs:
@@ -228,7 +230,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "rows.jsonl").open("w") as file:
         for i in range(24):
             numbers = {name: 1.0 + (i + len(name)) % 5 for name in columns}
-            file.write(json.dumps({**numbers, "prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i)}) + "\n")
+            texts = {"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i), "solution": f"add {i}\nso {2 * i}"}
+            file.write(json.dumps({**numbers, **texts}) + "\n")
     return folder
 
 

@@ -51,12 +51,15 @@ SMALLER: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rewards and rows with the columns of numbers that some presets read."""
+    """Rewards and rows with the columns of numbers and texts that some presets read."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     with (tmp_path / "rows.jsonl").open("w") as file:
         for i in range(24):
             numbers = {"target": 5 + i % 4, "easiness": 1.0 + i % 3, "difficulty": float(i % 5)}
-            file.write(json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i), **numbers}) + "\n")
+            texts = {"solution": f"add {i} and {i}\nso it is {2 * i}", "hint": "carry the ten"}
+            file.write(
+                json.dumps({"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i), **numbers, **texts}) + "\n"
+            )
     return tmp_path
 
 

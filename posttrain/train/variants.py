@@ -1,0 +1,263 @@
+"""Prompt variants in the loop of `rl`: which prompts are sampled in place of the data's, in rounds, and what of the
+rollouts the loss sees. The kinds are in `posttrain/variants/`.
+
+Round by round, each rank asks the kind about each of its prompts, samples what it answers, has it scored, and asks
+again with the outcomes, until the answer is empty. What is drawn follows from (seed, step, round, the prompt's place in
+the step), so it does not depend on the ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from posttrain import registry, whereabouts
+from posttrain.batch import Prompt, Rollout, Segment, Variant
+from posttrain.data import render
+from posttrain.errors import RecipeError, UserError
+from posttrain.recipe.sections import Data
+from posttrain.recipe.stages import RlRecipe
+from posttrain.seeds import derive
+from posttrain.train.parts import check_keys
+from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
+
+APART = 10_000_000  # added to the number of a prompt's group for each further group of the same prompt
+Sample = Callable[..., list[Rollout]]  # (prompts, seed, share, finish) -> scored rollouts
+
+
+@dataclass(frozen=True)
+class PromptVariants:
+    """The recipe's kind, bound to the data. solutions: uid -> tokens of the row's solution, where it has one."""
+
+    name: str  # of its memory in checkpoints
+    planner: Planner
+    section: Data
+    tokenizer: Any
+    shown: Callable[[Any], Any]  # the row as it is rendered, with the tools that the recipe offers
+    solutions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    room: int = 0  # tokens by which a variant may be longer than the longest plain prompt
+
+    @classmethod
+    def from_recipe(
+        cls, recipe: RlRecipe, prompts: Sequence[Prompt], tokenizer: Any, shown: Callable[[Any], Any] | None
+    ) -> PromptVariants | None:
+        """The kind that `prompt_variants` names; None without. Raises UserError for a name or key that is not there."""
+        section = recipe.prompt_variants
+        if section is None:
+            return None
+        component = registry.resolve(section.kinds, section.use, recipe.base_dir)
+        check_keys(component, section)
+        made = inspect.isclass(component.function)
+        planner = component.function(**section.params) if made else Stateless(component.function, section.params)
+        solutions = solution_tokens(prompts, section.solution, tokenizer) if section.may("solution") else {}
+        room = max(map(len, solutions.values()), default=0) + _longest_text(section.params, tokenizer)
+        return cls(component.name, planner, recipe.data, tokenizer, shown or dict, solutions, room)
+
+    def ask(self, prompt: Prompt, rounds: Sequence[Outcome], *, step: int, seed: int, memory: Any) -> list[Variant]:
+        """The variants of a prompt's next round. An error of a user's function says of which row it is."""
+        asked = Asked(
+            uid=prompt.uid,
+            question=self.question(prompt),
+            row=prompt.row,
+            solution=self.solutions.get(prompt.uid, ()),
+            decode=self.decode,
+            encode=self.encode,
+            rounds=tuple(rounds),
+            step=step,
+            seed=seed,
+            memory=memory,
+        )
+        try:
+            found = list(self.planner.plan(asked))
+        except UserError:
+            raise
+        except Exception as error:
+            if not (line := registry.script_line(error)):
+                raise
+            about = f"prompt_variants `{self.name}` of {whereabouts.row(prompt.uid)}"
+            raise RecipeError(f"{about}: {type(error).__name__}: {error}", where=line) from error
+        if strange := [one for one in found if not isinstance(one, Variant)]:
+            raise RecipeError(
+                f"prompt_variants `{self.name}` answered {strange[0]!r:.60} for {whereabouts.row(prompt.uid)}",
+                allowed="a list of posttrain.batch.Variant",
+            )
+        return found
+
+    def apply(self, prompt: Prompt, variant: Variant) -> Prompt:
+        """The prompt that the engine gets: rendered anew where its messages change; the answer may be begun."""
+        text, ids = prompt.text, prompt.ids
+        if variant.system is not None or variant.user != "{prompt}" or variant.prefill:
+            row = self._edited(prompt, variant)
+            text = render.prompt_text(row, self.tokenizer, self._section(variant)).pieces[0].text + variant.prefill
+            ids = render.encode_prompts([text], self.tokenizer, self.section)[0]
+        if variant.begin:
+            text, ids = text + self.decode(variant.begin), ids + tuple(variant.begin)
+        return replace(prompt, row={**prompt.row, **variant.columns}, text=text, ids=ids)
+
+    def _section(self, variant: Variant) -> Data:
+        return self.section if variant.system is None else self.section.model_copy(update={"system": None})
+
+    def _edited(self, prompt: Prompt, variant: Variant) -> dict[str, Any]:
+        """The row with the variant's system message and user message."""
+        row = dict(self.shown(prompt.row))
+        if not self.section.chat:
+            asked = variant.user.replace("{prompt}", str(row["prompt"]))
+            return {**row, "prompt": asked if variant.system is None else f"{variant.system}\n\n{asked}"}
+        messages = [dict(message) for message in render.prompt_messages(row, self._section(variant))]
+        last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is not None:
+            messages[last]["content"] = variant.user.replace("{prompt}", str(messages[last]["content"]))
+        if variant.system is not None:
+            others = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": variant.system}, *others]
+        return {**row, "messages": None, "prompt": messages}
+
+    def question(self, prompt: Prompt) -> str:
+        """The prompt's last user message, or its text."""
+        if not self.section.chat:
+            return str(prompt.row.get("prompt", ""))
+        messages = render.prompt_messages(prompt.row, self.section)
+        return next((str(m["content"]) for m in reversed(messages) if m["role"] == "user"), "")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def finish(self, rollout: Rollout, variant: Variant, plain: Prompt, group: int) -> None:
+        """Make a sampled rollout what the step trains on: its group, what it began with, and the prompt of the loss."""
+        rollout.variant, rollout.group = variant, group
+        if variant.begin:
+            rollout.text = self.decode(variant.begin + rollout.ids)
+        if variant.begin and variant.begin_is != "prompt":
+            begun = Segment("given" if variant.begin_is == "trained" else "injected", tuple(variant.begin))
+            rollout.segments = (begun, *rollout.segments)
+            rollout.prompt = self.apply(plain, replace(variant, begin=()))
+        if variant.loss_on == "plain":
+            rollout.loss_ids = plain.ids
+
+
+def solution_tokens(prompts: Sequence[Prompt], column: str, tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """uid -> the tokens of the text in `column`, for the rows that have one."""
+    having = [prompt for prompt in prompts if isinstance(prompt.row.get(column), str) and prompt.row[column].strip()]
+    if not having:
+        return {}
+    found = tokenizer([prompt.row[column] for prompt in having], add_special_tokens=False)["input_ids"]
+    return {prompt.uid: tuple(ids) for prompt, ids in zip(having, found, strict=True)}
+
+
+def _longest_text(params: Mapping[str, Any], tokenizer: Any) -> int:
+    """Tokens of the longest text among a kind's keys, or of what a key says that it may add (`max_tokens`)."""
+
+    def texts(value: Any) -> list[str]:
+        if isinstance(value, str):
+            return [value]
+        values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        return [text for inner in values for text in texts(inner)]
+
+    longest = max((len(tokenizer(text)["input_ids"]) for text in texts(params)), default=0)
+    return longest + int(params.get("max_tokens", 0) or 0) + 8  # 8: where pieces of text join, tokens may divide anew
+
+
+def sample_in_rounds(
+    variants: PromptVariants,
+    drawn: Sequence[Prompt],
+    share: Sequence[int],
+    sample: Sample,
+    *,
+    step: int,
+    seed: int,
+    memory: Any,
+    first_group: int,
+) -> list[Rollout]:
+    """The scored rollouts of this rank's share of the drawn prompts, by group.
+
+    sample: (prompts, seed=, share=, finish=) samples and scores prompts[share], and calls finish(rollout, its place in
+    `prompts`) before a rollout is scored. seed: of the step. Raises RecipeError for a kind that never ends.
+    """
+    rounds: dict[int, list[Outcome]] = {n: [] for n in share}
+    kept: dict[int, list[Rollout]] = {n: [] for n in share}
+    apart = dict.fromkeys(share, 0)  # groups of a prompt besides its first
+    live, number = list(share), 0
+    while live:
+        if number == MAX_ROUNDS:
+            about = f"prompt_variants `{variants.name}` asks for more than {MAX_ROUNDS} rounds"
+            raise RecipeError(f"{about} of {whereabouts.row(drawn[live[0]].uid)}", hint="answer with [] to end them")
+        asked = {
+            n: variants.ask(drawn[n], rounds[n], step=step, seed=derive(seed, "variants", n), memory=memory)
+            for n in live
+        }
+        live = [n for n in live if asked[n]]
+        for place in range(max((len(asked[n]) for n in live), default=0)):
+            chosen = {n: asked[n][place] for n in live if len(asked[n]) > place}
+            groups: dict[int, int] = {}
+            for n, variant in chosen.items():
+                apart[n] += variant.apart
+                groups[n] = first_group + n + (APART * apart[n] if variant.apart else 0)
+            found = sample(
+                [variants.apply(p, chosen[n]) if n in chosen else p for n, p in enumerate(drawn)],
+                seed=derive(seed, "round", number, place) if number or place else seed,
+                share=list(chosen),
+                finish=partial(_finish, variants, drawn, chosen, groups),
+            )
+            for n, variant in chosen.items():
+                mine = [r for r in found if r.group == groups[n]]
+                kept[n] = mine if variant.replaces else kept[n] + mine
+                rounds[n].append(outcome_of(variants, mine, variant))
+        number += 1
+    return sorted((r for own in kept.values() for r in own), key=lambda r: r.group)
+
+
+def _finish(
+    variants: PromptVariants,
+    drawn: Sequence[Prompt],
+    chosen: Mapping[int, Variant],
+    groups: Mapping[int, int],
+    rollout: Rollout,
+    place: int,
+) -> None:
+    variants.finish(rollout, chosen[place], drawn[place], groups[place])
+
+
+def outcome_of(variants: PromptVariants, rollouts: Sequence[Rollout], variant: Variant) -> Outcome:
+    """What the rollouts of one variant have earned."""
+    return Outcome(
+        rollouts[0].prompt.uid,
+        variant,
+        tuple(r.reward for r in rollouts),
+        tuple(r.correct for r in rollouts),
+        tuple(r.text for r in rollouts),
+        variants.question(rollouts[0].prompt),
+    )
+
+
+def learnt(variants: PromptVariants | None, rollouts: Sequence[Rollout], memory: Mapping[str, Any]) -> dict[str, Any]:
+    """What components remember, with what the kind has learnt from a step's rollouts."""
+    if variants is None:
+        return dict(memory)
+    found: dict[tuple[int, str], list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.variant is not None:
+            found.setdefault((rollout.group, repr(rollout.variant)), []).append(rollout)
+    outcomes = [outcome_of(variants, rows, rows[0].variant) for rows in found.values() if rows[0].variant is not None]
+    learned = variants.planner.learn(memory.get(variants.name), outcomes)
+    return {**memory, **({} if learned is None else {variants.name: learned})}
+
+
+def variant_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """By variant: its share of the step's rollouts, their mean reward, and the share of right ones."""
+    found: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.variant is not None:
+            found.setdefault(rollout.variant.name, []).append(rollout)
+    values: dict[str, float] = {}
+    for name, rows in found.items():
+        values[f"variants/{name}/share"] = len(rows) / len(rollouts)
+        for what, numbers in (("reward", [r.reward for r in rows]), ("correct", [r.correct for r in rows])):
+            if known := [float(number) for number in numbers if number is not None]:
+                values[f"variants/{name}/{what}"] = sum(known) / len(known)
+    return values

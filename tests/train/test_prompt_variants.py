@@ -1,0 +1,271 @@
+"""Prompt variants: what was put into a prompt or an answer is there, is trained on only where it should be, and a run
+that goes on from its middle is the unbroken one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import Rollout, RolloutBatch
+from posttrain.train import rl
+from posttrain.train.logprobs import Sequences
+
+Values = dict[str, Any]
+
+REWARDS = '''
+def digits(completion, token_count):
+    """Share of tokens that are digits: it differs between the completions of an untrained model."""
+    return sum(c.isdigit() for c in completion) / max(token_count, 1)
+
+def never(completion):
+    return 0.0
+
+def always(completion):
+    return 1.0
+'''
+
+
+class Seen:
+    """What each step trained on, as the update was given it."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[list[Rollout]] = []
+        self.batches: list[RolloutBatch] = []
+        self.sequences: list[Sequences] = []
+
+    def rows(self) -> list[tuple[Rollout, RolloutBatch, list[int]]]:
+        """(rollout, batch of one row, token ids of the trained pass) of every row of every step."""
+        found = []
+        for rollouts, batch, sequences in zip(self.rollouts, self.batches, self.sequences, strict=True):
+            for n, rollout in enumerate(rollouts):
+                found.append((rollout, batch.select([n]), sequences.ids[n].tolist()))
+        return found
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found, update, batch_of = Seen(), rl.update, rl.batch_of
+
+    def batched(ctx: Any, rollouts: list[Rollout], state: Any) -> RolloutBatch:
+        found.rollouts.append(list(rollouts))
+        return batch_of(ctx, rollouts, state)
+
+    def updated(ctx: Any, batch: RolloutBatch, sequences: Sequences, step: int) -> Any:
+        found.batches.append(batch.to("cpu"))
+        found.sequences.append(sequences)
+        return update(ctx, batch, sequences, step)
+
+    monkeypatch.setattr(rl, "batch_of", batched)
+    monkeypatch.setattr(rl, "update", updated)
+    return found
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for i in range(24):
+            solution = f"add {i} and {i}, carry\nso it is\n{2 * i}"
+            row = {"prompt": f"{i}+{i}=" + "?" * (i % 3), "answer": str(2 * i), "solution": solution, "hint": "carry"}
+            file.write(json.dumps(row) + "\n")
+    return tmp_path
+
+
+def values_of(reward: str = "digits", **changes: Any) -> Values:
+    return {
+        "stage": "rl",
+        "model": {"path": "tiny"},
+        "data": {"source": "rows.jsonl"},
+        "rollout": {"prompts_per_step": 5, "group_size": 4, "max_new_tokens": 8},
+        "rewards": [
+            {"use": f"rewards.py:{reward}", "correct": True},
+            *([{"use": "rewards.py:digits", "weight": 0.1}] if reward != "digits" else []),  # for there to be a signal
+        ],
+        "scoring": {"workers": 1, "correct_at": 0.25},
+        "optim": {"lr": 1e-3},
+        "run": {"steps": 3, "save_every": 2, "samples_per_step": 20},
+        **changes,
+    }
+
+
+@pytest.fixture
+def ran(cli: Any, home: Path) -> Callable[..., list[Values]]:
+    """The metrics of three steps of a recipe through the command line."""
+
+    def run(values: Values, name: str = "run", *options: str) -> list[Values]:
+        (home / f"{name}.yaml").write_text(json.dumps(values))  # JSON is YAML
+        cli.run("rl", str(home / f"{name}.yaml"), "--output", str(home / name), *options)
+        return cli.rows_of(home / name)
+
+    return run
+
+
+def solution_of(rollout: Rollout) -> str:
+    return str(rollout.prompt.row["solution"])
+
+
+def test_a_hint_is_in_the_prompt_of_groups_that_failed_and_is_not_trained_on(
+    ran: Callable[..., list[Values]], seen: Seen
+) -> None:
+    """GHPO: hinted rows keep the prompt that they were sampled from, groups with a right rollout are never hinted, and
+    the loss has no token of the prompt."""
+    metrics = ran(values_of(algorithm="ghpo"))
+    assert any(row.get("variants/hint 0.25/share", 0) > 0 for row in metrics)
+    groups: dict[tuple[int, int], list[Rollout]] = {}
+    for step, rollouts in enumerate(seen.rollouts):
+        for rollout in rollouts:
+            groups.setdefault((step, rollout.group), []).append(rollout)
+    assert all(len(rows) == 4 and len({r.variant.name for r in rows if r.variant}) == 1 for rows in groups.values())
+    for rollout, batch, ids in seen.rows():
+        assert rollout.variant is not None
+        hint = "For reference" in rollout.prompt.text
+        assert hint == rollout.variant.hinted == bool(batch.hinted)
+        assert ids == [*rollout.prompt.ids, *rollout.ids]
+        assert int(batch.mask.sum()) == len(rollout.sampled) == len(rollout.ids)
+        assert rollout.prompt.row["answer"] not in rollout.prompt.text.partition("reference")[2]
+        if hint:  # of a stage before, nobody was right: else this one had not been sampled
+            ratio = rollout.variant.note["ratio"]
+            assert solution_of(rollout).rpartition("\n")[0][: round(ratio * 10)] in rollout.prompt.text
+
+
+def test_a_group_with_a_right_rollout_is_never_hinted(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    ran(values_of("always", algorithm="ghpo", run={"steps": 1}))
+    assert {r.variant.name for r in seen.rollouts[0] if r.variant} == {"plain"}
+
+
+def test_no_hint_before_its_first_step(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    variants = {"use": "hint_on_failure", "ratios": [0.5], "start_step": 1}
+    ran(values_of("never", prompt_variants=variants, run={"steps": 2, "max_idle_steps": 5}))
+    named = [{r.variant.name for r in rollouts if r.variant} for rollouts in seen.rollouts]
+    assert named == [{"plain"}, {"hint 0.5"}]
+
+
+def test_the_shortest_sufficient_prefix_is_remembered(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+    """POPE: guided and plain groups side by side; no group has both; what a probe has found is in the checkpoint."""
+    ran(values_of(algorithm="pope", run={"steps": 4, "save_every": 4}))
+    names = {r.variant.name for rollouts in seen.rollouts for r in rollouts if r.variant}
+    assert "plain" in names and any(name.startswith("prefix ") for name in names)
+    memory = json.loads((home / "run" / "checkpoints" / "step-00000004" / "state.json").read_text())["memory"]
+    probed = {r.prompt.uid for rollouts in seen.rollouts for r in rollouts if r.variant and r.variant.hinted}
+    assert set(memory["solution_prefix"]) == probed
+    for rollout, batch, ids in seen.rows():
+        assert ("Here is the first part" in rollout.prompt.text) == bool(batch.hinted)
+        assert ids[: len(rollout.prompt.ids)] == list(rollout.prompt.ids)
+        assert int(batch.mask.sum()) == len(rollout.ids)
+
+
+def test_a_trace_prefix_is_a_part_of_the_state(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """PrefixRL: the answer begins inside the trace; rewards read the whole, the loss has the new tokens alone."""
+    ran(values_of(algorithm="prefixrl"))
+    rows = [(r, b, ids) for r, b, ids in seen.rows() if r.variant and r.variant.hinted]
+    assert 0.4 < len(rows) / len(seen.rows()) < 0.95
+    for rollout, batch, ids in rows:
+        cut = rollout.variant.note["cut"] if rollout.variant else 0
+        assert rollout.text.startswith(solution_of(rollout)[:4])
+        assert cut >= 1 and list(rollout.prompt.ids[-cut:]) == list(rollout.variant.begin)  # type: ignore[union-attr]
+        assert len(ids) == len(rollout.prompt.ids) + len(rollout.sampled) and len(rollout.sampled) <= 8
+        assert int(batch.mask.sum()) == len(rollout.sampled) and not bool(batch.hint_mask.any())  # type: ignore[union-attr]
+
+
+def test_a_loss_does_not_depend_on_the_log_probs_of_a_prefix() -> None:
+    torch.manual_seed(0)
+    rollout_batch = RolloutBatch(
+        group_ids=torch.tensor([0]),
+        mask=torch.tensor([[False, False, True, True]]),
+        advantages=torch.tensor([1.0]),
+    )
+    from posttrain.loss.reinforce import reinforce
+
+    logp = -torch.rand(1, 4)
+    moved = logp.clone()
+    moved[:, :2] -= 5.0
+    assert torch.equal(reinforce(rollout_batch, logp).values, reinforce(rollout_batch, moved).values)
+
+
+OWN = '''
+from posttrain.batch import Variant
+
+def loudly(asked, *, times: int = 1):
+    """Shouts at every other prompt."""
+    if asked.rounds:
+        return []
+    return [Variant("loud", user="{prompt}" + "!" * times)] if int(asked.row["answer"]) % 4 else [Variant()]
+
+class Counting:
+    """Counts how often a prompt was drawn."""
+    def __init__(self, *, word: str = "visit"):
+        self.word = word
+    def plan(self, asked):
+        seen = (asked.memory or {}).get(asked.uid, 0)
+        return [] if asked.rounds else [Variant(f"{self.word} {min(seen, 2)}", system=f"{self.word} {seen}")]
+    def learn(self, memory, outcomes):
+        counts = dict(memory or {})
+        for outcome in outcomes:
+            counts[outcome.uid] = counts.get(outcome.uid, 0) + 1
+        return counts
+
+def broken(asked):
+    return asked.no_such_thing
+
+def endless(asked):
+    return [Variant()]
+'''
+
+
+def test_a_function_of_the_users_own(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+    (home / "own.py").write_text(OWN)
+    ran(values_of(prompt_variants={"use": "./own.py:loudly", "times": 3}))
+    texts = {r.variant.name: r.prompt.text for rollouts in seen.rollouts for r in rollouts if r.variant}
+    assert "!!!" in texts["loud"] and "!" not in texts["plain"]
+
+
+def test_a_class_of_the_users_own_learns_and_resumes_exactly(cli: Any, home: Path) -> None:
+    (home / "own.py").write_text(OWN)
+    values = values_of(prompt_variants={"use": "./own.py:Counting"}, run={"steps": 20, "save_every": 10})
+    values["rollout"]["max_new_tokens"] = 3
+    (home / "run.yaml").write_text(json.dumps(values))
+    rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"))
+    assert rows[0]["variants/visit 0/share"] == 1.0 and rows[-1]["variants/visit 2/share"] > 0
+
+
+@pytest.mark.parametrize(
+    ("variants", "said"),
+    [
+        ({"use": "./own.py:broken"}, "no_such_thing"),
+        ({"use": "./own.py:endless"}, "asks for more than 32 rounds"),
+        ({"use": "./own.py:loudly", "time": 3}, "loudly has no argument time"),
+        ({"use": "hint_on_failure", "solution": "answered"}, "reads the column `answered`, and the data has none"),
+        ({"use": "hint_on_failure", "ratio": [0.5]}, "ratio"),
+        ({"use": "hint_on_falure"}, "hint_on_failure"),
+    ],
+)
+def test_what_cannot_work_is_refused(cli: Any, home: Path, variants: Values, said: str) -> None:
+    (home / "own.py").write_text(OWN)
+    values = values_of(prompt_variants=variants)
+    values["rollout"]["max_new_tokens"] = 2
+    (home / "run.yaml").write_text(json.dumps(values))
+    assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+def test_places_that_a_variant_has_no_room_in(cli: Any, home: Path) -> None:
+    for changes, said in (
+        ({"opponent": {"samples": 1}, "group_rewards": ["versus_opponent"]}, "the opponent answers"),
+        ({"tools": [{"use": "calculator"}], "algorithm": "prefixrl"}, "begins the answer"),
+    ):
+        values = {**values_of(prompt_variants={"use": "trace_prefix"}), **changes}
+        (home / "run.yaml").write_text(json.dumps(values))
+        assert said in cli.refused("recipe", "validate", str(home / "run.yaml"))
+
+
+def test_rollouts_that_are_an_update_old_keep_their_prompts_in_checkpoints(cli: Any, home: Path) -> None:
+    values = values_of(
+        prompt_variants={"use": "hint_on_failure"}, run={"steps": 4, "save_every": 2}, corrections=[{"use": "tis"}]
+    )
+    values["rollout"] |= {"staleness": 1, "max_new_tokens": 4}
+    (home / "run.yaml").write_text(json.dumps(values))
+    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
