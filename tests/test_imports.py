@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": FOUNDATION | {"batch", "chat", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
     "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
+    "export": FOUNDATION | {"chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION
     | {"callable_module", "chat", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},

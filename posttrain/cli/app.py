@@ -13,6 +13,7 @@ from posttrain.cli import (
     chat,
     completion,
     doctor,
+    export,
     generate,
     grid,
     methods,
@@ -38,6 +39,7 @@ PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run", "sweep"),
     "Data": ("data", "pairs"),
     "Measure": ("eval", "generate", "chat", "browse"),
+    "Pass on": ("export",),
     "Follow": ("report", "runs", "diff", "track"),
     "Inspect": ("recipe", "plan", "preflight", "methods", "whatif", "reward", "tool", "doctor", "completion"),
 }
@@ -106,6 +108,7 @@ stage.register(app)
 grid.register(app)
 generate.register(app)
 chat.register(app)
+export.register(app)
 serve.register(app)
 plan.register(app)
 preflight_run.register(app)

@@ -24,8 +24,9 @@ from posttrain.models.save_adapter import base_is_stored, write_adapter
 from posttrain.models.weight_names import save_under_published_names
 from posttrain.run.durable import explain_write_errors, put_in_place, sync_file, sync_folder
 
-PROBE = "What is 17 + 25? Say why."
+PROBES = ("What is 17 + 25? Say why.", "def add(a, b):\n    return", 'Größe: {"x": [1, 2.5]} 你好')
 NEW_TOKENS = 24
+SHARD_SIZE = "5GB"  # of a file of weights
 
 
 def save(loaded: LoadedModel, folder: Path, *, verify: bool = True) -> dict[str, Any]:
@@ -69,10 +70,10 @@ def _write_full(loaded: LoadedModel, folder: Path) -> Tensor:
     """All weights, in the precision that products were computed in: float32 masters are for the optimiser only."""
     model = save_under_published_names(loaded.model)
     if loaded.half is None:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
         return probe_logits(model, loaded.tokenizer)
     state = cast_state(model, loaded.half)
-    model.save_pretrained(folder, state_dict=dict(state))  # it takes tied ones out
+    model.save_pretrained(folder, state_dict=dict(state), max_shard_size=SHARD_SIZE)  # it takes tied ones out
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(loaded.half).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -102,30 +103,33 @@ def _write_merged(loaded: LoadedModel, folder: Path) -> Tensor:
         peft = peft.to(loaded.device)
         expected = probe_logits(peft, loaded.tokenizer)
         merged = merge(peft)
-    save_under_published_names(merged).save_pretrained(folder)
+    save_under_published_names(merged).save_pretrained(folder, max_shard_size=SHARD_SIZE)
     return expected
 
 
 @torch.no_grad()
 def probe_logits(model: Any, tokenizer: Any, state: dict[str, Tensor] | None = None) -> Tensor:
-    """Logits [T, vocabulary] of a fixed text, float32 on the CPU; with `state`, of the model with these weights."""
-    was_training = model.training
-    ids = _probe_ids(model, tokenizer).to(next(model.parameters()).device)
+    """Logits [T, vocabulary] of fixed texts, one behind the other, float32 on the CPU; with `state`, of the model with
+    these weights."""
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
+    found = []
     try:
-        logits = torch.func.functional_call(model, state or {}, (), {"input_ids": ids}, tie_weights=False).logits
+        for ids in _probe_ids(model, tokenizer):
+            given = {"input_ids": ids.to(device)}
+            found.append(torch.func.functional_call(model, state or {}, (), given, tie_weights=False).logits[0])
     finally:
         model.train(was_training)
-    return logits[0].float().cpu()
+    return torch.cat([logits.float().cpu() for logits in found])
 
 
-def _probe_ids(model: Any, tokenizer: Any) -> Tensor:
-    """The probe [1,T]: as much of it as leaves room for new tokens among the positions of the model."""
-    text = PROBE
+def _probe_ids(model: Any, tokenizer: Any) -> list[Tensor]:
+    """Each probe [1,T]: as much of it as leaves room for new tokens among the positions of the model."""
+    texts, limit = list(PROBES), positions(model.config)
     if tokenizer.chat_template:
-        text = chat.render(tokenizer, [{"role": "user", "content": PROBE}], generation_prompt=True)
-    ids, limit = tokenizer(text, add_special_tokens=False)["input_ids"], positions(model.config)
-    return torch.tensor([ids if limit is None else ids[: limit - _new_tokens(limit)]])
+        texts = [chat.render(tokenizer, [{"role": "user", "content": text}], generation_prompt=True) for text in texts]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [torch.tensor([one if limit is None else one[: limit - _new_tokens(limit)]]) for one in ids]
 
 
 def _new_tokens(limit: int | None) -> int:
@@ -137,7 +141,8 @@ def _verify(loaded: LoadedModel, folder: Path, expected: Tensor, allowance: int)
     from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if not torch.equal(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer)):
+    pairs = zip(_probe_ids(loaded.model, tokenizer), _probe_ids(loaded.model, loaded.tokenizer), strict=True)
+    if not all(torch.equal(saved, own) for saved, own in pairs):
         raise RunError("the saved tokenizer writes other tokens than the one in memory", where=str(folder))
     model = leave_unpacked(_reloaded(loaded, folder))
     model.generation_config = GenerationConfig.from_pretrained(folder)  # an adapter's base came with its own
@@ -180,11 +185,11 @@ def _reloaded(loaded: LoadedModel, folder: Path) -> Any:
 
 @torch.no_grad()
 def _generate(model: Any, tokenizer: Any, eos_ids: tuple[int, ...], folder: Path) -> str:
-    """Greedy from the probe with the saved generation config: must end at EOS or at the limit, never run past EOS."""
+    """Greedy from the first probe with the saved generation config: must end at EOS or the limit, not run past EOS."""
     saved = model.generation_config.eos_token_id
     if set([saved] if isinstance(saved, int) else saved or ()) != set(eos_ids):
         raise RunError(f"the saved generation config ends at {saved}, not at {list(eos_ids)}", where=str(folder))
-    ids = _probe_ids(model, tokenizer).to(next(model.parameters()).device)
+    ids = _probe_ids(model, tokenizer)[0].to(next(model.parameters()).device)
     new = _new_tokens(positions(model.config))
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, use_cache=True

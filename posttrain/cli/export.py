@@ -1,0 +1,177 @@
+"""`posttrain export`: a trained model for use elsewhere, with a model card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from posttrain import terminal
+from posttrain.cli.guard import say
+from posttrain.cli.stage import Json, Overrides
+from posttrain.errors import UserError
+
+if TYPE_CHECKING:
+    from posttrain.export.run import Plan
+    from posttrain.recipe.sections import Model as ModelSection
+
+KINDS = ("merged", "adapter", "gguf", "ollama")
+HUB = "hub:"
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A run directory, its final/ or a checkpoint, an adapter, a model.")
+]
+To = Annotated[str, typer.Option("--to", metavar="merged|gguf|ollama|hub:OWNER/NAME", help="What to make of it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("export")(export)
+
+
+def export(
+    model: Model,
+    to: To,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Folder; default: exports/ in the run directory.")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "q8_0"],
+        typer.Option("--dtype", help="Of the weights; auto: as the base is stored. q8_0: GGUF alone."),
+    ] = "auto",
+    upload_as: Annotated[
+        Literal["merged", "adapter", "gguf", "ollama"] | None,
+        typer.Option(
+            "--as", help="What goes to the hub; default: an adapter on a base of the hub as it is, else merged."
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="A new repository on the hub is public.")] = False,
+    licence: Annotated[
+        str | None, typer.Option("--license", metavar="ID", help="Licence in the card; default: that of the base.")
+    ] = None,
+    evaluations: Annotated[
+        list[Path] | None, typer.Option("--eval", metavar="RUN", help="An evaluation for the card; may be given again.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and show what would be written, write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trained model usable elsewhere, with a model card; what was written is loaded again and compared.
+
+    Overrides are keys of `model`: model.chat_template=my.jinja, model.revision=..., model.trust_remote_code=true.
+    """
+    repo = to.removeprefix(HUB) if to.startswith(HUB) else ""
+    _check_options(to, repo, upload_as, public)
+    section = _section(model, overrides or [])
+    from posttrain.export import card, run, source
+
+    found = source.find_source(model)
+    for path in evaluations or ():
+        if not (path / "summary.json").is_file():
+            raise UserError(
+                f"--eval: {path} is no finished evaluation", hint="name the run directory of `posttrain eval`"
+            )
+    facts = card.gather(found, licence=licence, evaluations=evaluations or ())
+    where = output or run.default_output(found, f"hub-{repo.replace('/', '-')}" if repo else to)
+    run.check_output(where, overwrite=overwrite)
+    kind: Any = upload_as if repo else to
+    plan = run.make_plan(found, kind, section, dtype, where, facts, name=repo)
+    if dry_run:
+        preview(plan, repo, public, as_json)
+        return
+    if repo:
+        from posttrain.export import upload
+
+        upload.check_login()
+    report = run.run(plan)
+    if repo:
+        say(f"uploading {where} to {repo}")
+        report |= upload.upload(where, repo, public=public)
+    tell(report, as_json)
+
+
+def _check_options(to: str, repo: str, upload_as: str | None, public: bool) -> None:
+    """Raises UserError for a target that there is not, and for options of the hub without it."""
+    if repo or to == HUB:
+        from posttrain.export import upload
+
+        upload.check_name(repo)
+        return
+    if to not in KINDS:
+        raise UserError(f"--to {to} is not known", allowed="merged, gguf, ollama, hub:OWNER/NAME", hint=_meant(to))
+    if to == "adapter":
+        raise UserError(
+            "an adapter is a folder already: copy it", hint="--to merged makes one model of it and its base"
+        )
+    for option, given in (("--as", upload_as is not None), ("--public", public)):
+        if given:
+            raise UserError(f"{option} is for the hub", hint="--to hub:OWNER/NAME")
+
+
+def _meant(to: str) -> str:
+    from posttrain.errors import did_you_mean
+
+    return "the hub is written hub:OWNER/NAME" if "/" in to else did_you_mean(to, ("merged", "gguf", "ollama"))
+
+
+def _section(model: str, overrides: Sequence[str]) -> ModelSection:
+    """The `model` section that loads MODEL, checked like that of a recipe: what it names, what it needs."""
+    from posttrain.cli import packages, preflight
+    from posttrain.export.source import find_source
+    from posttrain.recipe.load import load_dict
+    from posttrain.recipe.stages import GenerateRecipe
+
+    for override in overrides:
+        if not override.startswith("model."):
+            raise UserError(
+                f"`{override}` is no key of the model", allowed="overrides of an export are model.KEY=VALUE"
+            )
+    values = {  # of a recipe that would generate with it: one token, of any data
+        "stage": "generate",
+        "model": {"path": find_source(model).path},
+        "data": {"source": "gym:chain_sum"},
+        "sampling": {"max_new_tokens": 1},
+    }
+    loaded = load_dict(values, base_dir=Path.cwd(), where="command line", overrides=list(overrides))
+    preflight.check(loaded, without=["data"])
+    packages.require(loaded, lambda need: not need[3].startswith("data"))
+    return loaded.require(GenerateRecipe).model
+
+
+def preview(plan: Plan, repo: str, public: bool, as_json: bool) -> None:
+    """What `--dry-run` prints: what would be written where, and the card."""
+    from posttrain.cli.show import print_json
+    from posttrain.export.card import write_card
+    from posttrain.export.run import planned_files
+
+    files = planned_files(plan)
+    if as_json:
+        found = {"source": plan.source.path, "to": plan.kind, "dtype": plan.dtype, "output": str(plan.output)}
+        hub = {"repository": repo, "private": not public} if repo else {}
+        print_json(
+            {**found, **hub, "files": files, "base": plan.facts.base, "license": plan.facts.licence or "unknown"}
+        )
+        return
+    terminal.say(write_card(plan.facts, plan.kind, repo or plan.output.name, [f for f in files if f.endswith(".gguf")]))
+    say(f"dry run: {plan.source.path} as {plan.kind} in {plan.dtype} would go to {plan.output}")
+    if repo:
+        say(f"and to {repo} on the hub ({'public' if public else 'private'}, if it is new)")
+    size = f" (weights: about {plan.nbytes / 1e6:.1f} MB)" if plan.nbytes else ""
+    say(f"files: {', '.join(files)}{size}; README.md is printed above")
+
+
+def tell(report: dict[str, Any], as_json: bool) -> None:
+    """The finished export: JSON, or lines on stdout."""
+    from posttrain.cli.show import print_summary
+
+    shown = report if as_json else {key: value for key, value in report.items() if value is not None}
+    print_summary(shown, as_json)
+    if report.get("to") == "ollama":
+        say(f"next: ollama create NAME -f {report['path']}/Modelfile")
+    if report.get("license") == "unknown":
+        say("the licence is not known: look up that of the base, and name it with --license")

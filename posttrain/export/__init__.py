@@ -1,0 +1,1 @@
+"""A trained model for use elsewhere: a plain folder, a GGUF file, Ollama, the hub; each checked by loading it again."""

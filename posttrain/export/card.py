@@ -1,0 +1,292 @@
+"""The model card (README.md) of an export: what the model is made of, what was measured, how to load it.
+
+Nothing of this machine goes in: files are named without their folders, and of a recipe only the keys in SHOWN, none of
+which holds a key or an address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain import hub
+from posttrain.errors import ModelError
+from posttrain.export.source import Source, adapter_base, find_source, licence_of
+from posttrain.run.durable import read_json
+from posttrain.run.environment import packages
+
+SHOWN = (  # keys of a recipe that a card lists, where they have a value
+    *(
+        "algorithm",
+        "merge_method",
+        "model.lora.rank",
+        "model.lora.alpha",
+        "model.quantize",
+        "objective.use",
+        "loss.use",
+    ),
+    *("advantage.use", "kl.coef", "rollout.prompts_per_step", "rollout.group_size", "rollout.max_new_tokens"),
+    *("rollout.temperature", "batch.size", "optim.use", "optim.lr", "optim.schedule", "run.steps", "run.epochs"),
+    "run.seed",
+)
+VERSIONS = ("posttrain", "torch", "transformers", "trl", "peft", "vllm")
+MOST_RUNS = 2000  # directories beside the run that are looked at for evaluations
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card tells. base: the model that training began with, as its first recipe names it. runs: the trainings in
+    order, the newest last. evaluations: run directories."""
+
+    title: str
+    base: str | None
+    licence: str | None
+    runs: Sequence[Path] = ()
+    evaluations: Sequence[Path] = ()
+    notes: Sequence[str] = field(default_factory=list)
+
+    @property
+    def public_base(self) -> str | None:
+        """The base where its name is an id of the hub."""
+        base = self.base or ""
+        return base if base.count("/") == 1 and hub.looks_like_id(base) and not Path(base).exists() else None
+
+
+def gather(source: Source, *, licence: str | None = None, evaluations: Iterable[Path] = ()) -> Facts:
+    """The facts of a model. licence, evaluations: given by the user; evaluations of the model in run directories beside
+    its own are found."""
+    runs, base = lineage(source)
+    own = adapter_base(Path(source.path).expanduser()) if not runs else None
+    base = base or own
+    found = [*evaluations, *(_evaluations(source) if source.run else ())]
+    known = licence or _known_licence(source.path) or (_known_licence(base) if base else None)
+    return Facts(source.name, base, known, runs, list(dict.fromkeys(path.resolve() for path in found)))
+
+
+def lineage(source: Source) -> tuple[list[Path], str | None]:
+    """(the runs that made the model in order, what the first of them began with); ([], None) where no run is known."""
+    runs: list[Path] = []
+    base: str | None = None
+    while source.run is not None and source.run not in runs:
+        runs.insert(0, source.run)
+        recipe = source.recipe
+        base = (recipe.get("model") or {}).get("path") or recipe.get("base_model")
+        if not base or not Path(base).is_dir():
+            break
+        try:
+            source = find_source(base)
+        except ModelError:
+            break
+    return runs, base
+
+
+def _folder_of(path: str) -> Path | None:
+    folder = Path(path).expanduser()
+    return folder if folder.is_dir() else hub.snapshot(path)
+
+
+def _known_licence(model: str) -> str | None:
+    """The licence that a model names in its card, or in its GGUF file; None where it names none, or is not here."""
+    if not model.endswith(".gguf"):
+        return licence_of(_folder_of(model))
+    from gguf import GGUFReader
+
+    from posttrain.models.places import locate
+
+    place = locate(model, None).path
+    named = GGUFReader(place).get_field("general.license") if place else None
+    return str(named.contents()) if named else None
+
+
+def _evaluations(source: Source) -> Iterator[Path]:
+    """Finished evaluations of the model: stages of its pipeline, and runs in the folder that holds its run."""
+    assert source.run is not None
+    here, above = Path(source.path).resolve(), source.run.resolve().parent
+    beside = list(above.glob("*/resolved.json"))
+    if above.parent.name == "runs":  # runs/NAME/TIME-HASH
+        beside += above.parent.glob("*/*/resolved.json")
+    for file in sorted(set(beside[:MOST_RUNS])):
+        recipe = read_json(file) or {}
+        named = (recipe.get("model") or {}).get("path")
+        done = (file.parent / "summary.json").is_file()
+        if recipe.get("stage") == "eval" and named and done and Path(named).resolve() == here:
+            yield file.parent
+
+
+def write_card(facts: Facts, kind: str, name: str, files: Sequence[str] = ()) -> str:
+    """The text of README.md. kind: adapter, merged, gguf or ollama. name: what others load it by. files: GGUF files."""
+    parts = [_head(facts, kind), f"# {facts.title}\n", _what(facts, kind), _training(facts), _metrics(facts)]
+    parts += [_loading(facts, kind, name, files), _licence(facts), _versions(facts)]
+    return "\n".join(part for part in parts if part)
+
+
+def _head(facts: Facts, kind: str) -> str:
+    import yaml
+
+    stages = dict.fromkeys(str(_recipe(run).get("stage", "")).replace("_", "-") for run in facts.runs)
+    values: dict[str, Any] = {
+        "library_name": {"adapter": "peft", "merged": "transformers"}.get(kind, "gguf"),
+        "pipeline_tag": "text-generation",
+        "license": facts.licence or "unknown",
+        "tags": ["posttrain", *(stage for stage in stages if stage)],
+    }
+    if facts.public_base:
+        values["base_model"] = facts.public_base
+        values["base_model_relation"] = {"adapter": "adapter", "merged": "finetune"}.get(kind, "quantized")
+    sets = [source for run in facts.runs for source in _sources(_recipe(run)) if _is_hub_set(source)]
+    if sets:
+        values["datasets"] = list(dict.fromkeys(sets))
+    return f"---\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}---\n"
+
+
+def _what(facts: Facts, kind: str) -> str:
+    forms = {
+        "adapter": "A LoRA adapter",
+        "merged": "A model with all weights (an adapter, if it was trained as one, is merged in)",
+        "gguf": "A model as a GGUF file",
+        "ollama": "A model as a GGUF file with a Modelfile for Ollama",
+    }
+    stages = ", then ".join(_stage_name(_recipe(run)) for run in facts.runs)
+    base = f" on `{_shown(facts.base)}`" if facts.base else ""
+    made = f"Trained with posttrain{base}: {stages}." if stages else (f"Its base is{base[3:]}." if base else "")
+    return "\n".join([f"{forms[kind]}. {made}".strip(), "", *(f"- {note}" for note in facts.notes)])
+
+
+def _stage_name(recipe: Mapping[str, Any]) -> str:
+    method = recipe.get("algorithm") or recipe.get("merge_method")
+    return f"{recipe.get('stage', '?')}{f' ({method})' if method else ''}"
+
+
+def _training(facts: Facts) -> str:
+    """A section a training: recipe, data, and what it said at its end."""
+    if not facts.runs:
+        return "## Training\n\nNo run directory was beside the model, so its recipe and data are not known here.\n"
+    lines = ["## Training\n"]
+    for run in facts.runs:
+        recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
+        lines += [f"### {_stage_name(recipe)}\n", "| | |", "|---|---|"]
+        lines += [f"| `{key}` | {_cell(value)} |" for key in SHOWN if (value := _at(recipe, key)) not in (None, "", [])]
+        data = recipe.get("data") or {}
+        for source in _sources(recipe):
+            split = f", split {data['split']}" if _is_hub_set(source) and data.get("split") else ""
+            size = f", {data['size']} rows" if data.get("size") else ""
+            lines += [f"| data | {_cell(_shown(source))}{split}{size} |"]
+        rewards = [f"{one.get('use')} (weight {one.get('weight', 1.0):g})" for one in recipe.get("rewards") or ()]
+        if rewards:
+            lines += [f"| rewards | {_cell(', '.join(_shown(one) for one in rewards))} |"]
+        ended = {k: v for k, v in summary.items() if isinstance(v, int | float) and not k.endswith("seconds")}
+        lines += [f"| {name} | {_number(value)} |" for name, value in ended.items()]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _metrics(facts: Facts) -> str:
+    """Every evaluation with its intervals; that there is none is said."""
+    if not facts.evaluations:
+        return "## Evaluation\n\nNo evaluation of this model was found beside its run.\n"
+    remarks: list[str] = []
+    lines = ["## Evaluation\n", "| data | metric | mean | interval | problems |", "|---|---|---|---|---|"]
+    for run in facts.evaluations:
+        recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
+        sources = ", ".join(_shown(source) for source in _sources(recipe))
+        for name, found in (summary.get("intervals") or {}).items():
+            if found["mean"] is None:
+                continue
+            bounds = f"{100 * found['level']:g}%: {found['low']:.3f} to {found['high']:.3f}"
+            note = f" ({found['note']})" if found["note"] else ""
+            lines += [
+                f"| {_cell(sources)} | {_cell(name)} | {found['mean']:.3f} | {bounds}{note} | {found['problems']} |"
+            ]
+        sampling = summary.get("sampling") or {}
+        if sampling:
+            limit, cut = sampling["max_new_tokens"], 100 * summary.get("truncated", 0)
+            how = f"temperature {sampling['temperature']:g}, at most {limit} new tokens"
+            remarks += [f"{_shown(run.name)}: {how}; {cut:.1f}% of the completions were cut and count as wrong."]
+    remarks += ["Intervals are bootstraps over problems; they say nothing about training seeds."]
+    return "\n".join([*lines, "", *(f"- {remark}" for remark in remarks), ""])
+
+
+def _loading(facts: Facts, kind: str, name: str, files: Sequence[str]) -> str:
+    file = files[0] if files else "FILE.gguf"
+    code = {
+        "merged": [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+            f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")',
+        ],
+        "adapter": [
+            "from peft import AutoPeftModelForCausalLM",
+            "from transformers import AutoTokenizer",
+            "",
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{name}", dtype="auto")  # loads its base, too',
+        ],
+        "gguf": [f"llama-cli -m {file}", f"posttrain chat {file}"],
+        "ollama": [f"ollama create {facts.title.lower()} -f Modelfile", f"ollama run {facts.title.lower()}"],
+    }[kind]
+    language = "python" if kind in ("merged", "adapter") else ""
+    return "\n".join(["## Loading\n", f"```{language}", *code, "```", ""])
+
+
+def _licence(facts: Facts) -> str:
+    if facts.licence:
+        return f"## Licence\n\n{facts.licence}\n"
+    of = f"`{_shown(facts.base)}`" if facts.base else "its base"
+    return (
+        f"## Licence\n\nUnknown: {of} names none that could be read here. Look it up before you pass this model on.\n"
+    )
+
+
+def _versions(facts: Facts) -> str:
+    env = (read_json(facts.runs[-1] / "env.json") or {}) if facts.runs else {}
+    found = env.get("packages") or packages()
+    listed = ", ".join(f"{name} {found[name]}" for name in VERSIONS if name in found)
+    return f"## Versions\n\n{'Trained' if facts.runs else 'Exported'} with {listed}.\n"
+
+
+def _recipe(run: Path) -> dict[str, Any]:
+    return read_json(run / "resolved.json") or {}
+
+
+def _sources(recipe: Mapping[str, Any]) -> list[str]:
+    """Where a recipe's rows come from; models, for a merge."""
+    data = recipe.get("data") or {}
+    rows = [one.get("source") for one in data.get("mix") or [data]]
+    models = [one.get("model") for one in recipe.get("models") or ()]
+    return [str(source) for source in (*rows, *models) if source]
+
+
+def _is_hub_set(source: str) -> bool:
+    plain = ":" not in source and source.count("/") == 1 and hub.looks_like_id(source)
+    return (
+        plain
+        and not hub.only_a_path(source, (".jsonl", ".json", ".csv", ".parquet", ".gz"))
+        and not Path(source).exists()
+    )
+
+
+def _shown(name: str | None) -> str:
+    """A name without this machine's folders: an id stays as it is, of a path the last part (and a run's name)."""
+    if not name or not (name.startswith(("/", ".", "~")) or Path(name).exists()):
+        return name or ""
+    path = Path(name)
+    return f"{path.parent.name}/{path.name}" if path.name in ("final", "best") else path.name
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    found: Any = values
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _cell(value: Any) -> str:
+    """A value in a table: without what would end the cell."""
+    return str(value).replace("|", "\\|").replace("\n", " ")

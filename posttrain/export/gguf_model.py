@@ -1,0 +1,228 @@
+"""A model as a GGUF file (github.com/ggml-org/ggml, docs/gguf.md), and read back.
+
+Written are the architectures that posttrain reads. The file is then loaded as any GGUF model is, and every weight is
+compared with what the format holds of it: float32 exactly, others rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from posttrain.errors import ModelError
+from posttrain.export.gguf_tokenizer import Vocabulary, check_tokenizer, vocabulary
+from posttrain.models.load import LoadedModel, load
+from posttrain.models.rounding import relative_gap
+from posttrain.models.save import probe_logits
+from posttrain.recipe.sections import Model
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+ARCHITECTURES = {  # transformers' model_type -> llama.cpp's; Mistral without a sliding window is a Llama
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # dtype -> ggml's name
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.cpp's LLAMA_FTYPE
+SUFFIXES = (".weight", ".bias")
+FLOAT16_MAX = 65504.0
+READ = (  # of the configuration, what must be the same when the file is read
+    *("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+)
+
+
+def refusal(what: str) -> ModelError:
+    """The error for a model that is not written as GGUF here."""
+    convert = "posttrain export MODEL --to merged, then python convert_hf_to_gguf.py FOLDER"
+    return ModelError(
+        f"this model cannot be written as GGUF here: {what}",
+        allowed=f"written are the architectures {', '.join(ARCHITECTURES)}, with a byte-level BPE tokenizer",
+        hint=f"llama.cpp's own converter may: {convert}",
+    )
+
+
+def check(config: Any, tokenizer: Any) -> Vocabulary:
+    """The vocabulary as GGUF holds it. Raises ModelError for a model that is not written as GGUF here.
+
+    config: of transformers. Nothing but the configuration and the tokenizer is needed.
+    """
+    if config.model_type not in ARCHITECTURES:
+        raise refusal(f"its architecture is {config.model_type}")
+    rope = _rope(config)
+    if rope.get("rope_type", "default") != "default":
+        raise refusal(f"its positions are scaled (rope_type {rope['rope_type']}), which is lost when the file is read")
+    if config.hidden_act != "silu":
+        raise refusal(f"its activation is {config.hidden_act}, not silu")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True) and window < config.max_position_embeddings:
+        raise refusal(f"its attention has a sliding window of {window}")
+    return vocabulary(tokenizer, config.vocab_size, refusal)
+
+
+def write(loaded: LoadedModel, path: Path, dtype: str, about: dict[str, str]) -> None:
+    """Write the model to the file `path`. dtype: one of TYPES, of the matrices; vectors are float32.
+
+    about: `name`, and where known `license`, `base`. Raises ModelError for what `check` refuses, and for a weight that
+    float16 cannot hold.
+    """
+    from gguf import GGUFWriter, get_tensor_name_map
+    from gguf.constants import MODEL_ARCH_NAMES
+    from gguf.quants import quant_shape_to_byte_shape, quantize
+
+    config = loaded.model.config
+    words = check(config, loaded.tokenizer)
+    architecture = ARCHITECTURES[config.model_type]
+    writer = GGUFWriter(path, architecture)
+    _describe(writer, config, dtype, about)
+    _add_tokenizer(writer, loaded, words)
+    (number,) = (key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    names = get_tensor_name_map(number, config.num_hidden_layers)
+    weights = list(_weights(loaded.model))
+    for name, weight in weights:
+        there = names.get_name(name, SUFFIXES)
+        if there is None:
+            raise refusal(f"llama.cpp has no place for its weight {name}")
+        kind, shape = _type_of(weight, dtype), tuple(weight.shape)
+        if kind.name in ("F32", "F16"):
+            plain = np.dtype(np.float32 if kind.name == "F32" else np.float16)
+            writer.add_tensor_info(there, shape, plain, weight.numel() * plain.itemsize)
+        else:
+            stored = quant_shape_to_byte_shape(shape, kind)
+            writer.add_tensor_info(there, stored, np.dtype(np.uint8), int(np.prod(stored)), kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, weight in weights:
+        kind = _type_of(weight, dtype)
+        values = _as_stored(name, weight, config, architecture)
+        if kind.name == "F16" and float(np.abs(values).max()) > FLOAT16_MAX:
+            raise ModelError(f"{name} has a weight above {FLOAT16_MAX:g}, float16's largest", hint="--dtype bfloat16")
+        writer.write_tensor_data(quantize(values, kind))
+    writer.close()
+
+
+def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight by its name, tied ones once."""
+    return ((name, weight.detach()) for name, weight in model.named_parameters())
+
+
+def _type_of(weight: torch.Tensor, dtype: str) -> GGMLQuantizationType:
+    """Vectors are float32; a row that is no multiple of q8_0's block of 32 is float16, as llama.cpp has it."""
+    from gguf import GGMLQuantizationType
+
+    if weight.dim() == 1:
+        return GGMLQuantizationType.F32
+    name = TYPES[dtype]
+    return GGMLQuantizationType["F16" if name == "Q8_0" and weight.shape[-1] % 32 else name]
+
+
+def _as_stored(name: str, weight: torch.Tensor, config: Any, architecture: str) -> np.ndarray:
+    """The numbers in float32 and llama.cpp's order: a Llama's rotated pairs lie side by side there, half a head apart
+    here."""
+    values = weight.float().cpu().numpy()
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if architecture != "llama" or heads is None:
+        return values
+    halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _describe(writer: GGUFWriter, config: Any, dtype: str, about: dict[str, str]) -> None:
+    """The keys of GGUF that say what the model is."""
+    writer.add_type("model")
+    writer.add_name(about["name"])
+    if "license" in about:
+        writer.add_license(about["license"])
+    if "base" in about:
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, about["base"])
+    writer.add_file_type(FILE_TYPES[TYPES[dtype]])
+    writer.add_quantization_version(2)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(_head_dim(config))
+    writer.add_value_length(_head_dim(config))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(_rope(config).get("rope_theta", 10000.0))
+    writer.add_rope_dimension_count(_head_dim(config))
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_tokenizer(writer: GGUFWriter, loaded: LoadedModel, words: Vocabulary) -> None:
+    tokenizer = loaded.tokenizer
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words.pre)
+    writer.add_token_list(list(words.tokens))
+    writer.add_token_types(list(words.types))
+    writer.add_token_merges(list(words.merges))
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in loaded.eos_ids else loaded.eos_ids[0]
+    writer.add_eos_token_id(eos)
+    others = [number for number in loaded.eos_ids if number != eos]
+    if others:
+        writer.add_eot_token_id(others[0])
+    for number, add in (
+        (tokenizer.bos_token_id, writer.add_bos_token_id),
+        (tokenizer.unk_token_id, writer.add_unk_token_id),
+        (tokenizer.pad_token_id, writer.add_pad_token_id),
+    ):
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(words.add_bos)
+    writer.add_add_space_prefix(False)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def verify(loaded: LoadedModel, path: Path, dtype: str) -> dict[str, Any]:
+    """Read the file as `model.path` reads it, and compare: configuration, tokenizer, every weight.
+
+    Returns `weights` (how many were compared) and `logit_gap`, that of the file's model to the exported one. Raises
+    ModelError where anything is not what the format should hold.
+    """
+    from gguf.quants import dequantize, quantize
+
+    section = Model.model_validate({"path": str(path), "device": "cpu", "dtype": "float32"})
+    again = load(section, path.parent)
+    check_tokenizer(again.tokenizer, loaded.tokenizer)
+    _check_config(again.model.config, loaded.model.config)
+    found = dict(_weights(again.model))
+    for name, weight in _weights(loaded.model):
+        values, kind = weight.float().cpu().numpy(), _type_of(weight, dtype)
+        held = dequantize(quantize(values, kind), kind).reshape(values.shape)
+        if name not in found or not np.array_equal(found[name].numpy(), held):
+            raise ModelError(f"the file's weight {name} is not the model's", where=str(path))
+    with torch.no_grad():
+        gap = relative_gap(probe_logits(again.model, loaded.tokenizer), probe_logits(loaded.model, loaded.tokenizer))
+    return {"weights": len(found), "logit_gap": gap}
+
+
+def _check_config(found: Any, expected: Any) -> None:
+    """Raises ModelError where the configuration that was read back says another model."""
+    pairs = {key: (getattr(found, key), getattr(expected, key)) for key in READ}
+    pairs["head_dim"] = (_head_dim(found), _head_dim(expected))
+    pairs["rope_theta"] = (_rope(found).get("rope_theta"), _rope(expected).get("rope_theta"))
+    for key, (one, other) in pairs.items():
+        if one != other:
+            raise refusal(f"its {key} is {other}, and reading the file gives {one}")
+    if abs(found.rms_norm_eps - expected.rms_norm_eps) > 1e-4 * expected.rms_norm_eps:
+        raise refusal(f"its rms_norm_eps is {expected.rms_norm_eps}, and reading the file gives {found.rms_norm_eps}")

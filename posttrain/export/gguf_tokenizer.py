@@ -1,0 +1,134 @@
+"""A tokenizer as GGUF stores it: llama.cpp's vocabulary kinds and its names for ways to split text.
+
+Byte-level BPE only: the pieces that text is split into before merging are not stored, llama.cpp knows them by a name.
+So a tokenizer is taken where its split is one that has such a name, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain import chat
+from posttrain.errors import DataError, ModelError
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of GGUF
+
+# The split of Llama 3, and that of Qwen2 and Qwen3, which takes digits one by one.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
+WHOLE_WORDS_FIRST = {"llama-bpe"}  # a piece that is a token is not merged from bytes (`ignore_merges`)
+
+TEXTS = (  # on which both tokenizers must agree
+    "What is 17 + 25? 1234567 apples, 3.14 pears; it's they'll I'D",
+    "def add(a, b):\n    return a + b\n\n\n\tx  =  add( 1,2 ) # done\r\n",
+    "Größe, naïve café: 你好，世界。 Привет! مرحبا 👩\u200d🚀 \u00a0 end  ",
+    '{"name": "f", "arguments": {"x": [1, 2.5e-3]}}</s><think>\nso\n</think>\n\n\\boxed{\\frac{1}{2}}',
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What GGUF holds of a tokenizer. pre: llama.cpp's name of the split. types: of each token. add_bos: whether the
+    first token is put before every text by whoever reads the file."""
+
+    pre: str
+    tokens: Sequence[str]
+    types: Sequence[int]
+    merges: Sequence[str]
+    add_bos: bool
+
+
+def vocabulary(tokenizer: Any, rows: int, refuse: Any) -> Vocabulary:
+    """The tokenizer's vocabulary, filled up to the model's `rows` embeddings.
+
+    refuse: makes the error from what is in the way. Raises it for a tokenizer that GGUF cannot hold exactly.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise refuse("its tokenizer has no tokenizer.json")
+    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = core["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise refuse(f"its tokenizer is no byte-level BPE ({model.get('type')}{_fallback(model)})")
+    pre = split_name(core.get("pre_tokenizer"), core.get("normalizer"))
+    if pre is None:
+        raise refuse("its tokenizer splits text in a way for which posttrain knows no name of llama.cpp's")
+    if bool(model.get("ignore_merges")) != (pre in WHOLE_WORDS_FIRST):
+        raise refuse(f"its tokenizer merges otherwise than llama.cpp's `{pre}` (ignore_merges)")
+    added = {token["id"]: token for token in core.get("added_tokens", ())}
+    odd = next((t["content"] for t in added.values() if t["lstrip"] or t["rstrip"] or t["single_word"]), None)
+    if odd is not None:
+        raise refuse(f"its token {odd!r} also takes blanks beside it (lstrip, rstrip or single_word)")
+    names = {number: token for token, number in model["vocab"].items()}
+    names |= {number: token["content"] for number, token in added.items()}
+    tokens = [names.get(number, f"[PAD{number}]") for number in range(rows)]
+    types = [_type(number, names, added) for number in range(rows)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return Vocabulary(pre, tokens, types, merges, adds_bos(tokenizer))
+
+
+def _fallback(model: Mapping[str, Any]) -> str:
+    return ", byte_fallback" if model.get("byte_fallback") else ""
+
+
+def _type(number: int, names: Mapping[int, str], added: Mapping[int, Any]) -> int:
+    if number in added:
+        return CONTROL if added[number]["special"] else USER_DEFINED
+    return NORMAL if number in names else UNUSED
+
+
+def split_name(pre: Mapping[str, Any] | None, normalizer: Mapping[str, Any] | None) -> str | None:
+    """llama.cpp's name for how text is split before merging; None where it has no name that is known here.
+
+    pre, normalizer: those parts of tokenizer.json. NFC is left out by llama.cpp for these vocabularies.
+    """
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        return None
+    parts = list(pre["pretokenizers"]) if pre and pre.get("type") == "Sequence" else [pre] if pre else []
+    if not parts or parts[-1].get("type") != "ByteLevel" or parts[-1].get("add_prefix_space"):
+        return None
+    before, regex = parts[:-1], parts[-1].get("use_regex", True)
+    if not before:
+        return "gpt-2" if regex else None
+    if len(before) > 1:
+        return None
+    (one,) = before
+    if one.get("type") == "Digits":
+        return "smollm" if regex and one.get("individual_digits") else None
+    plain = one.get("type") == "Split" and one.get("behavior") == "Isolated" and not one.get("invert") and not regex
+    return SPLITS.get((one.get("pattern") or {}).get("Regex", "")) if plain else None
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Whether readers should put BOS before a text: the tokenizer does, and its chat template, if it has one, too."""
+    ids = tokenizer("a")["input_ids"]
+    if tokenizer.bos_token_id is None or ids[:1] != [tokenizer.bos_token_id]:
+        return False
+    return not tokenizer.chat_template or rendered(tokenizer).startswith(tokenizer.bos_token)
+
+
+def rendered(tokenizer: Any) -> str:
+    """A short conversation as the chat template writes it; "" where there is none, or it takes no such conversation."""
+    if not tokenizer.chat_template:
+        return ""
+    talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]
+    try:
+        return chat.render(tokenizer, [*talk, {"role": "user", "content": "Why?"}], generation_prompt=True)
+    except DataError:
+        return ""
+
+
+def check_tokenizer(found: Any, expected: Any) -> None:
+    """Raises ModelError where the tokenizer that was read back gives other ids or has another chat template."""
+    for text in (*TEXTS, rendered(expected)):
+        one, other = (t(text, add_special_tokens=False)["input_ids"] for t in (found, expected))
+        if one != other:
+            at = next(
+                (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+            )
+            raise ModelError(f"the tokenizer in the file gives other ids from token {at} of {text[:60]!r} on")
+    if (found.chat_template or None) != (expected.chat_template or None):
+        raise ModelError("the chat template in the file is another")

@@ -1,0 +1,239 @@
+"""One export: load, write beside the target, load it again, compare, and only then give it its name."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain import terminal
+from posttrain.errors import ModelError, RunError, UserError
+from posttrain.export import card, gguf_model, ollama
+from posttrain.export.card import Facts
+from posttrain.export.gguf_tokenizer import adds_bos
+from posttrain.export.source import Source
+from posttrain.models import adapters
+from posttrain.models.load import LoadedModel, config_of, load, load_tokenizer
+from posttrain.models.places import locate
+from posttrain.models.save import save, sync_all
+from posttrain.recipe.sections import Model
+from posttrain.run.checkpoints import require_space
+from posttrain.run.durable import explain_write_errors, put_in_place, write_json, write_text
+from posttrain.scratch import scratch
+
+REPORT = "export.json"  # in each export; a folder with it may be replaced
+Kind = Literal["merged", "adapter", "gguf", "ollama"]
+BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "q8_0": 34 / 32}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an export will do. model: as it is loaded. dtype: what is written. nbytes: of the weights, about; None where
+    that is not known before loading. output: the folder."""
+
+    source: Source
+    kind: Kind
+    model: Model
+    dtype: str
+    output: Path
+    facts: Facts
+    nbytes: int | None = None
+    name: str = ""  # of the repository on the hub
+
+
+def make_plan(
+    source: Source, kind: Kind | None, model: Model, dtype: str, output: Path, facts: Facts, *, name: str = ""
+) -> Plan:
+    """The plan of an export, checked from configuration and tokenizer alone.
+
+    kind: None = an adapter on a base of the hub as it is, anything else merged. dtype: auto = as the base is stored.
+    Raises ModelError for a model that this kind cannot hold.
+    """
+    place = locate(source.path, Path.cwd())
+    base_is_public = place.kind == "adapter" and place.path is not None and _names_hub(adapters.base_of(place.path))
+    kind = kind or ("adapter" if base_is_public else "merged")
+    config = config_of(model, Path.cwd())
+    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    chosen = stored if dtype == "auto" else dtype
+    if chosen not in BYTES:
+        raise ModelError(f"the model is stored as {stored}", hint="name what to write: --dtype bfloat16")
+    if kind in ("merged", "adapter") and chosen == "q8_0":
+        raise UserError("--dtype q8_0 is for gguf and ollama", allowed="float32, bfloat16, float16")
+    if kind in ("gguf", "ollama"):
+        gguf_model.check(config, load_tokenizer(model, Path.cwd()))
+    if source.recipe.get("model", {}).get("quantize") and kind != "adapter":
+        note = "The adapter was trained over its base in 4 bits and is merged into the base's own weights."
+        facts = replace(facts, notes=[*facts.notes, note])
+    loaded_as = chosen if kind == "merged" else stored if stored in ("float32", "bfloat16", "float16") else "float32"
+    section = Model.model_validate({**model.model_dump(), "dtype": loaded_as, "device": "cpu"})
+    return Plan(source, kind, section, chosen, output, facts, _size(place.path, stored, chosen), name)
+
+
+def _names_hub(base: str) -> bool:
+    return locate(base, Path.cwd()).kind == "hub"
+
+
+def _size(folder: Path | None, stored: str, chosen: str) -> int | None:
+    """About how many bytes of weights are written; None for an adapter and for what is not in a folder here."""
+    if folder is None or not folder.is_dir() or adapters.is_adapter(folder):
+        return None
+    there = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return int(there * BYTES[chosen] / BYTES.get(stored, 2.0)) or None
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Raises UserError for a folder that is there and may not be replaced: only exports are, and only when asked."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"{output} is a file", hint="name a folder: --output DIR")
+    if not any(output.iterdir()):
+        return
+    if not (output / REPORT).is_file():
+        raise UserError(f"{output} holds something else than an export", hint="name another --output")
+    if not overwrite:
+        raise UserError(f"{output} holds an export", hint="--overwrite replaces it, --output names another folder")
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Carry out the plan; returns what export.json holds.
+
+    Until everything is checked the export has another name, under which nothing is left after an error or a signal.
+    Raises ModelError or RunError where what was written is not the model.
+    """
+    staging = plan.output.with_name(f".{plan.output.name}.partial")
+    leftovers = (staging, staging.with_name(staging.name + ".tmp"))
+    with _explained(plan.output), _removed(leftovers):
+        plan.output.parent.mkdir(parents=True, exist_ok=True)
+        if plan.nbytes:
+            _require_space(plan.output.parent, plan.nbytes)
+        found = _copy_adapter(plan, staging) if plan.kind == "adapter" else _convert(plan, staging)
+        files = sorted(p.name for p in staging.glob("*.gguf"))
+        write_text(staging / "README.md", card.write_card(plan.facts, plan.kind, plan.name or plan.output.name, files))
+        report = {
+            "path": str(plan.output),
+            "to": plan.kind,
+            "source": plan.source.path,
+            "base": plan.facts.base,
+            "license": plan.facts.licence or "unknown",
+            "dtype": plan.dtype,
+            **found,
+            "files": sorted(p.relative_to(staging).as_posix() for p in staging.rglob("*") if p.is_file()),
+        }
+        report["bytes"] = sync_all(staging)
+        write_json(staging / REPORT, report)
+        put_in_place(staging, plan.output)
+    return report
+
+
+def _convert(plan: Plan, staging: Path) -> dict[str, Any]:
+    """Write the model as one with all its weights; returns what the check of it has found."""
+    terminal.note(f"loading {plan.source.path}")
+    loaded = load(plan.model, Path.cwd())
+    if plan.kind == "merged":
+        saved = save(loaded, staging)
+        return {"logit_gap": saved["logit_gap"], "probe_end": saved["probe_end"]}
+    staging.mkdir()
+    file = staging / _gguf_name(plan)
+    about = {"name": plan.source.name, "license": plan.facts.licence or "", "base": plan.facts.public_base or ""}
+    terminal.note(f"writing {file.name}")
+    gguf_model.write(loaded, file, plan.dtype, {key: value for key, value in about.items() if value})
+    terminal.note("reading it again")
+    found = gguf_model.verify(loaded, file, plan.dtype)
+    return {**found, **(_add_modelfile(loaded, file) if plan.kind == "ollama" else {})}
+
+
+def _add_modelfile(loaded: LoadedModel, file: Path) -> dict[str, Any]:
+    """Write the Modelfile; says whether the template was translated."""
+    tokenizer = loaded.tokenizer
+    turns, why = ollama.translate(tokenizer, add_bos=adds_bos(tokenizer))
+    stops = [str(tokenizer.convert_ids_to_tokens(number)) for number in loaded.eos_ids]
+    write_text(file.parent / "Modelfile", ollama.modelfile(file.name, turns, why, stops, tokenizer.chat_template))
+    if turns is None:
+        terminal.note(f"the chat template is not in the Modelfile, because {why}; the Modelfile says what to compare")
+    return {"template": "translated" if turns else f"not translated: {why}"}
+
+
+def _copy_adapter(plan: Plan, staging: Path) -> dict[str, Any]:
+    """The adapter's own files, after it was loaded over its base."""
+    terminal.note(f"loading {plan.source.path}")
+    load(plan.model, Path.cwd())
+    staging.mkdir()
+    for path in _adapter_files(Path(plan.source.path).expanduser()):
+        shutil.copy2(path, staging / path.name)
+    return {}
+
+
+def _require_space(folder: Path, nbytes: int) -> None:
+    try:
+        require_space(folder, nbytes)
+    except RunError as error:
+        (problem,) = error.problems
+        what = problem.what.replace("a checkpoint", "the export")
+        raise RunError(what, where=problem.where, hint="free some space, or name another --output") from None
+
+
+@contextlib.contextmanager
+def _removed(places: tuple[Path, ...]) -> Iterator[None]:
+    """Remove what an earlier export left under these names, and what this one leaves."""
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+    try:
+        yield
+    finally:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    """Errors of the system name the file. What they say of runs that resume is left out: an export begins anew."""
+    try:
+        with explain_write_errors(output):
+            yield
+    except RunError as error:
+        raise type(error).of(
+            [
+                replace(
+                    problem,
+                    what=problem.what.replace(
+                        "; the last complete checkpoint is kept", "; nothing of the export is left"
+                    ),
+                    hint=problem.hint.replace(" with --resume", " again"),
+                )
+                for problem in error.problems
+            ]
+        ) from error
+
+
+def default_output(source: Source, to: str) -> Path:
+    """RUN/exports/TO for a model of a run, else exports/NAME/TO in the working directory. to: a kind, or hub-NAME."""
+    return (source.run / "exports" if source.run else Path("exports") / source.name) / to
+
+
+def planned_files(plan: Plan) -> list[str]:
+    """The names that an export will have, as far as they follow from the plan: weights may come in several files."""
+    if plan.kind in ("gguf", "ollama"):
+        names = [_gguf_name(plan), *(["Modelfile"] if plan.kind == "ollama" else [])]
+    elif plan.kind == "adapter":
+        names = [path.name for path in _adapter_files(Path(plan.source.path).expanduser())]
+    else:
+        with scratch("export") as folder:
+            load_tokenizer(plan.model, Path.cwd()).save_pretrained(folder)
+            names = [path.name for path in folder.iterdir()]
+        names += ["config.json", "generation_config.json", "model.safetensors"]
+    return sorted({"README.md", REPORT, *names})
+
+
+def _gguf_name(plan: Plan) -> str:
+    return f"{plan.source.name}-{plan.dtype}.gguf"
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    """The files that make an adapter usable; optimiser states and manifests of checkpoints are none."""
+    kept = ("adapter_config.json", "adapter_model.safetensors", "tokenizer*", "special_tokens_map.json", "vocab*")
+    more = ("merges.txt", "added_tokens.json", "chat_template*", "generation_config.json")
+    return sorted(path for pattern in (*kept, *more) for path in folder.glob(pattern) if path.is_file())

@@ -1,0 +1,112 @@
+"""What the MODEL of an export is: a run's final model, a checkpoint, an adapter, or any other model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import ModelError
+from posttrain.run.durable import read_json
+
+RESOLVED = "resolved.json"  # what makes a folder a run directory
+_QUANTISED = re.compile(r"([.-](q\d\w*|iq\d\w*|b?f16|f32))?\.gguf$", re.IGNORECASE)
+MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export. path: as `model.path` takes it. name: for titles and file names. run: what trained it."""
+
+    path: str
+    name: str
+    run: Path | None = None
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """All values of the run that made it; {} for a model that no run here has made."""
+        return (read_json(self.run / RESOLVED) or {}) if self.run else {}
+
+
+def find_source(given: str) -> Source:
+    """The model that `given` names: a run directory stands for its final/. Raises ModelError for a run without one, and
+    for a reward model."""
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        return Source(given, _slug(_QUANTISED.sub("", given.rpartition("/")[2])))
+    if (folder / RESOLVED).is_file():
+        final = folder / "final"
+        if not _is_model(final):
+            raise _no_final(folder)
+        return _checked(Source(str(final), _slug(folder.resolve().name), folder))
+    inside = folder.resolve()
+    run = next((p for p in (inside.parent, inside.parent.parent) if (p / RESOLVED).is_file()), None)
+    if run is None:
+        return _checked(Source(given, _slug(inside.name)))
+    name = run.name if inside.name == "final" else f"{run.name}-{inside.name}"
+    return _checked(Source(given, _slug(name), run))
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in MODEL_FILES)
+
+
+def _no_final(run: Path) -> ModelError:
+    stage = (read_json(run / RESOLVED) or {}).get("stage", "pipeline")
+    inner = sorted(str(p.parent) for p in run.glob("**/final") if _is_model(p))
+    steps = sorted(p for p in (run / "checkpoints").glob("step-*") if _is_model(p))
+    if inner:
+        return ModelError(f"{run} is a run of several stages", hint=f"name the one to export: {', '.join(inner[:6])}")
+    if steps:
+        return ModelError(f"{run} is not finished: it has no final/", hint=f"its newest checkpoint is {steps[-1]}")
+    return ModelError(f"{run} holds no trained model (stage {stage})", hint="name the run directory of a training")
+
+
+def _checked(source: Source) -> Source:
+    """The source, unless it gives scores instead of texts."""
+    config = read_json(Path(source.path).expanduser() / "config.json") or {}
+    kinds = " ".join(config.get("architectures") or ())
+    if "SequenceClassification" in kinds or source.recipe.get("stage") == "reward_model":
+        raise ModelError(
+            f"{source.path} is a reward model, which gives scores; exports are for models that write",
+            hint="its final/ is an ordinary transformers folder and can be copied as it is",
+        )
+    return source
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
+
+
+def licence_of(folder: Path | None) -> str | None:
+    """The licence that the card (README.md) of a model folder names, as the hub writes it; None where it says none."""
+    card = front_matter(folder / "README.md") if folder else {}
+    named = card.get("license")
+    return str(named) if isinstance(named, str) and named else None
+
+
+def front_matter(path: Path) -> dict[str, Any]:
+    """The YAML head of a model card; {} where there is none that can be read."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    found = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(found[1]) if found else None
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def adapter_base(folder: Path) -> str | None:
+    """The base that an adapter folder names; None for other folders."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return None
+    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return str(base) if base else None

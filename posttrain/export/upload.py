@@ -1,0 +1,89 @@
+"""An exported folder to the model hub, by huggingface_hub and its own login."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from posttrain import hub
+from posttrain.errors import PosttrainError, RunError, UserError
+from posttrain.export.run import REPORT
+
+
+def check_name(repo: str) -> None:
+    """Raises UserError for what is no `OWNER/NAME` of the hub."""
+    if repo.count("/") != 1 or not hub.looks_like_id(repo):
+        raise UserError(f"`{repo}` is no name of a model on the hub", allowed="hub:OWNER/NAME")
+
+
+def check_login() -> None:
+    """Raises UserError where nothing can be uploaded: offline, or nobody is signed in."""
+    from huggingface_hub import get_token
+
+    if said := hub.offline():
+        raise UserError(f"{said} is set, so nothing is uploaded", hint=f"unset {said.partition('=')[0]}")
+    if get_token() is None:
+        raise UserError(
+            "nobody is signed in at the hub", hint="`hf auth login`, or HF_TOKEN with a token that may write"
+        )
+
+
+def upload(folder: Path, repo: str, *, public: bool) -> dict[str, Any]:
+    """Upload a folder as the newest commit of `repo`, which is made where it is not there, private unless `public`.
+
+    Returns `url`, `commit`, `private`. Raises UserError where the hub refuses, RunError where it cannot be reached; the
+    folder stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        made = _make(api, repo, public)
+        done = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message="Export by posttrain", ignore_patterns=[REPORT]
+        )
+        private = (not public) if made else bool(api.repo_info(repo).private)
+    except HfHubHTTPError as error:
+        raise _refused(error, repo, folder) from None
+    except Exception as error:
+        raise RunError(
+            f"the hub cannot be reached: {type(error).__name__}: {_first_line(error)}", hint=_again(repo, folder)
+        ) from None
+    return {"url": f"{api.endpoint}/{repo}", "commit": done.oid, "private": private}
+
+
+def _make(api: Any, repo: str, public: bool) -> bool:
+    """Make the repository; False where it is there already, as private or public as it is."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api.create_repo(repo, private=not public)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        return False
+    return True
+
+
+def _refused(error: Any, repo: str, folder: Path) -> PosttrainError:
+    status = error.response.status_code
+    what = f"the hub refuses {repo} ({status}): {_first_line(getattr(error, 'server_message', None) or error)}"
+    if status in (401, 403):
+        return UserError(what, hint="the token must be allowed to write there: `hf auth login`, or another HF_TOKEN")
+    if status < 500:
+        return UserError(what, hint=_again(repo, folder))
+    return RunError(what, hint=_again(repo, folder))
+
+
+def _again(repo: str, folder: Path) -> str:
+    return f"the export is kept; upload it with: hf upload {repo} {folder}"
+
+
+def _first_line(text: Any) -> str:
+    """The first line of an error, without the token should it stand there."""
+    from huggingface_hub import get_token
+
+    line = next((line for line in str(text).splitlines() if line.strip()), type(text).__name__)
+    token = get_token()
+    return line.replace(token, "***") if token else line

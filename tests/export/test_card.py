@@ -1,0 +1,124 @@
+"""The model card: what it names, where it is found, and what never goes in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.export import card
+from posttrain.export.source import find_source
+
+from .conftest import a_run
+
+ACCURACY = {"mean": 0.5, "low": 0.25, "high": 0.75, "level": 0.95, "problems": 40, "informative": True, "note": ""}
+SUMMARY = {
+    "intervals": {"accuracy": ACCURACY, "pass@9": {**ACCURACY, "mean": None, "note": "too few"}},
+    "sampling": {"temperature": 0.0, "max_new_tokens": 64},
+    "truncated": 0.125,
+}
+
+
+def a_model(folder: Path, text: str = "{}") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """runs/: sft on a base of the hub, rl on the result, and an evaluation of that; the rl run is returned."""
+    runs = tmp_path / "runs"
+    sft = a_run(runs / "warm", "sft", "org/base", data={"source": "org/rows", "split": "train"})
+    a_model(sft / "final")
+    rl = a_run(
+        runs / "train",
+        "rl",
+        str(sft / "final"),
+        algorithm="dapo",
+        optim={"lr": 1e-5},
+        rewards=[{"use": str(tmp_path / "secret" / "mine.py:score"), "params": {"api_key": "sk-123"}, "weight": 0.5}],
+        summary={"steps": 3, "reward_last": 0.75, "train_seconds": 9.0},
+    )
+    a_model(rl / "final")
+    a_run(runs / "after", "eval", str(rl / "final"), data={"source": str(tmp_path / "held.jsonl")}, summary=SUMMARY)
+    a_run(runs / "other", "eval", str(sft / "final"), summary={"intervals": {"accuracy": {**ACCURACY, "mean": 0.125}}})
+    return rl
+
+
+def head_of(text: str) -> dict[str, object]:
+    return dict(yaml.safe_load(text.split("---\n")[1]))
+
+
+def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
+    facts = card.gather(find_source(str(chain)), licence="apache-2.0")
+    text = card.write_card(facts, "merged", "me/mine")
+    assert head_of(text) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "tags": ["posttrain", "sft", "rl"],
+        "base_model": "org/base",
+        "base_model_relation": "finetune",
+        "datasets": ["org/rows"],
+    }
+    for line in (
+        "Trained with posttrain on `org/base`: sft, then rl (dapo).",
+        "| `algorithm` | dapo |",
+        "| `optim.lr` | 1e-05 |",
+        "| data | org/rows, split train |",
+        "| rewards | mine.py:score (weight 0.5) |",
+        "| reward_last | 0.75 |",
+        "| held.jsonl | accuracy | 0.500 | 95%: 0.250 to 0.750 | 40 |",
+        "12.5% of the completions were cut and count as wrong",
+        'AutoModelForCausalLM.from_pretrained("me/mine", dtype="auto")',
+        "Trained with posttrain 9.9, torch 8.8.",
+    ):
+        assert line in text, line
+    assert "0.125 |" not in text, "the evaluation of another model"
+    assert "pass@9" not in text and "seconds" not in text
+
+
+def test_no_keys_and_no_folders_of_this_machine(chain: Path, tmp_path: Path) -> None:
+    text = card.write_card(card.gather(find_source(str(chain))), "merged", "me/mine")
+    assert "sk-123" not in text and str(tmp_path) not in text and "secret" not in text
+
+
+def test_an_unknown_licence_is_said(chain: Path) -> None:
+    text = card.write_card(card.gather(find_source(str(chain))), "gguf", "x", ["m.gguf"])
+    assert head_of(text)["license"] == "unknown" and head_of(text)["base_model_relation"] == "quantized"
+    assert "Unknown: `org/base` names none that could be read here" in text and "llama-cli -m m.gguf" in text
+
+
+def test_the_licence_of_the_base_is_taken_from_its_card(tmp_path: Path) -> None:
+    base = a_model(tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: llama3.2\ntags: [x]\n---\n# Base\n")
+    run = a_run(tmp_path / "runs" / "sft", "sft", str(base))
+    a_model(run / "final")
+    facts = card.gather(find_source(str(run)))
+    assert facts.licence == "llama3.2" and facts.public_base is None
+    assert "Trained with posttrain on `base`: sft." in card.write_card(facts, "merged", "x")
+
+
+@pytest.mark.parametrize("text", ["no head", "---\n[broken\n---\n", "---\n- a list\n---\n", "---\nlicense: [a]\n---\n"])
+def test_cards_that_say_no_licence(tmp_path: Path, text: str) -> None:
+    base = a_model(tmp_path / "base")
+    (base / "README.md").write_text(text)
+    assert card.gather(find_source(str(base))).licence is None
+
+
+def test_a_model_of_no_run_and_without_evaluations(tmp_path: Path) -> None:
+    a_model(tmp_path / "theirs")
+    text = card.write_card(card.gather(find_source(str(tmp_path / "theirs"))), "merged", "theirs")
+    assert "No run directory was beside the model" in text and "No evaluation of this model was found" in text
+
+
+def test_a_licence_of_a_gguf_file(smollm2_path: str) -> None:
+    assert card.gather(find_source(smollm2_path)).licence == "apache-2.0"
+
+
+def test_an_evaluation_that_is_named(chain: Path, tmp_path: Path) -> None:
+    elsewhere = a_run(tmp_path / "far" / "away", "eval", "x", data={"source": "gsm8k.jsonl"}, summary=SUMMARY)
+    facts = card.gather(find_source(str(chain)), evaluations=[elsewhere])
+    assert "| gsm8k.jsonl | accuracy | 0.500 |" in card.write_card(facts, "merged", "x")

@@ -1,0 +1,204 @@
+"""Uploads to a hub that answers on this machine: what is sent, and what refusals and silence become."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.errors import UserError
+from posttrain.export import upload
+
+from .conftest import byte_level, small
+
+TOKEN = "hf_" + "s3cret" * 5
+
+
+class Hub(ThreadingHTTPServer):
+    """The hub's API as far as an upload uses it. files: what was committed, by name; statuses: answers to give instead,
+    by the end of a path."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, bytes] = {}
+        self.stored: dict[str, bytes] = {}
+        self.created: list[dict[str, Any]] = []
+        self.tokens: set[str] = set()
+        self.statuses: dict[str, int] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _answer(self, value: Any, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refused(self) -> bool:
+        status = next((s for end, s in self.server.statuses.items() if self.path.endswith(end)), None)
+        if status:
+            self._answer({"error": f"no: {self.headers.get('Authorization')}"}, status)
+        return status is not None
+
+    def do_GET(self) -> None:
+        if not self._refused():
+            self._answer({"id": "me/mine", "private": True, "siblings": [], "tags": [], "downloads": 0, "likes": 0})
+
+    def do_PUT(self) -> None:
+        self.server.stored[self.path.rpartition("/")[2]] = self._body()
+        self._answer({})
+
+    def do_POST(self) -> None:
+        body = self._body()
+        self.server.tokens.add(self.headers.get("Authorization", ""))
+        if self._refused():
+            return
+        if self.path.endswith("/repos/create"):
+            self.server.created.append(json.loads(body))
+            self._answer({"url": f"{self.server.url}/me/mine", "name": "me/mine", "id": "1"})
+        elif self.path.endswith("/validate-yaml"):
+            self._answer({"errors": [], "warnings": []})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            large = {f["path"] for f in files if f["path"].endswith(".safetensors")}
+            modes = [
+                {"path": f["path"], "uploadMode": "lfs" if f["path"] in large else "regular", "shouldIgnore": False}
+                for f in files
+            ]
+            self._answer({"files": modes})
+        elif self.path.endswith("/objects/batch"):
+            objects = [
+                {**o, "actions": {"upload": {"href": f"{self.server.url}/store/{o['oid']}"}}}
+                for o in json.loads(body)["objects"]
+            ]
+            self._answer({"transfer": "basic", "objects": objects})
+        else:
+            import base64
+
+            for line in body.decode().splitlines():
+                found = json.loads(line)
+                value = found["value"]
+                if found["key"] == "file":
+                    self.server.files[value["path"]] = base64.b64decode(value["content"])
+                elif found["key"] == "lfsFile":
+                    self.server.files[value["path"]] = self.server.stored[value["oid"]]
+            self._answer(
+                {"success": True, "commitOid": "c0ffee", "commitUrl": f"{self.server.url}/me/mine/commit/c0ffee"}
+            )
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    words = byte_level()
+    small("llama", words).save_pretrained(tmp_path / "mine")
+    words.save_pretrained(tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+def export(model: Path, url: str, *options: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+    """`posttrain export MODEL --to hub:me/mine`, in a process of its own: huggingface_hub reads its variables once."""
+    drop = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN")
+    given = {k: v for k, v in os.environ.items() if k not in drop}
+    given |= {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(model.parent / "home"), "NO_PROXY": "*"}
+    given |= {"HF_TOKEN": token} if token else {}
+    command = [sys.executable, "-m", "posttrain", "export", str(model), "--to", "hub:me/mine", *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=model.parent, env=given, timeout=300)
+
+
+def test_an_upload_is_private_whole_and_says_no_token(hub: Hub, model: Path) -> None:
+    done = export(model, hub.url, "--json", "--license", "mit")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["url"], report["commit"], report["private"]) == (f"{hub.url}/me/mine", "c0ffee", True)
+    (created,) = hub.created
+    assert created["name"] == "mine" and created["organization"] == "me"
+    assert created.get("private") is True or created.get("visibility") == "private"
+    kept = Path(report["path"] if os.path.isabs(report["path"]) else model.parent / report["path"])
+    assert hub.files == {p.name: p.read_bytes() for p in kept.iterdir() if p.name != "export.json"}
+    assert {"README.md", "model.safetensors", "tokenizer.json"} <= set(hub.files)
+    card = hub.files["README.md"].decode()
+    assert "license: mit" in card and 'from_pretrained("me/mine"' in card
+    assert hub.tokens == {f"Bearer {TOKEN}"} and TOKEN not in done.stdout + done.stderr
+
+    hub.statuses["/repos/create"] = 409
+    again = export(model, hub.url, "--overwrite", "--public")
+    assert again.returncode == 0 and "private    yes" in again.stdout, "it is there, and stays private"
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ("/repos/create", 403, "the token must be allowed to write there"),
+        ("/preupload/main", 500, "upload it with: hf upload me/mine"),
+    ],
+)
+def test_refusals(hub: Hub, model: Path, ends: str, status: int, said: str) -> None:
+    hub.statuses[ends] = status
+    done = export(model, hub.url)
+    assert done.returncode == (2 if status == 403 else 1)
+    assert f"the hub refuses me/mine ({status})" in done.stderr and said in done.stderr
+    assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert (model.parent / "exports" / "mine" / "hub-me-mine" / "model.safetensors").is_file(), (
+        "it can be uploaded later"
+    )
+
+
+def test_nobody_answers(model: Path) -> None:
+    done = export(model, "http://127.0.0.1:9")
+    assert done.returncode == 1 and "the hub cannot be reached" in done.stderr and "hf upload" in done.stderr
+
+
+def test_nobody_signed_in_is_said_before_anything_is_written(hub: Hub, model: Path) -> None:
+    done = export(model, hub.url, token=None)
+    assert done.returncode == 2 and "nobody is signed in at the hub" in done.stderr and "hf auth login" in done.stderr
+    assert not (model.parent / "exports").exists()
+
+
+def test_offline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE=1 is set(.|\n)*unset HF_HUB_OFFLINE"):
+        upload.check_login()
+
+
+@pytest.mark.parametrize("name", ["", "mine", "me/", "me/a/b", "me/a b", "/me"])
+def test_names(name: str) -> None:
+    with pytest.raises(UserError, match="is no name of a model on the hub"):
+        upload.check_name(name)
