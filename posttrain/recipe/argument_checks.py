@@ -104,11 +104,19 @@ def smoothing(recipe: DpoRecipe) -> Found:
     """Label smoothing and the variant of the loss."""
     given = recipe.loss.params
     share, variant = given.get("label_smoothing", 0.0), given.get("variant")
-    if variant == "robust" and share >= 0.5:
-        what = f"{share} with variant robust: labels must be right more often than wrong"
-        yield "loss.label_smoothing", what, "write a number below 0.5"
+    if share >= 0.5:
+        what = f"{share} says that labels are wrong as often as right, or more often"
+        yield "loss.label_smoothing", f"{what}: the loss prefers neither answer", "write a number below 0.5"
     if variant == "hinge" and share:
         yield "loss.label_smoothing", "has no meaning with variant hinge", "remove it, or use variant sigmoid"
+
+
+def weights_of_labels(recipe: DpoRecipe) -> Found:
+    """What good and bad answers count."""
+    good, bad = (recipe.loss.params.get(f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable"))
+    if not good and not bad:
+        what = "it and `undesirable_weight` are 0: no answer counts, and there is nothing to learn from"
+        yield "loss.desirable_weight", what, "give one a weight"
 
 
 def histories(recipe: DpoRecipe) -> Found:

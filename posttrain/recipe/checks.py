@@ -308,7 +308,14 @@ CHECKS: dict[type[st.Stage], tuple[Check, ...]] = {
         idle.refused,
     ),
     st.SftRecipe: (_objective, _evaluated, _adapted_head, argument_checks.intervals),
-    st.DpoRecipe: (_online_kl, _evaluated, _adapted_head, argument_checks.smoothing, argument_checks.histories),
+    st.DpoRecipe: (
+        _online_kl,
+        _evaluated,
+        _adapted_head,
+        argument_checks.smoothing,
+        argument_checks.weights_of_labels,
+        argument_checks.histories,
+    ),
     st.RlRecipe: (
         _offloaded_reference,
         _evaluated,

@@ -44,8 +44,13 @@ def _correct(rewards: Sequence[Reward], names: Sequence[str]) -> Found:
 
 def _clips(rewards: Sequence[Reward], _: Sequence[str]) -> Found:
     for position, reward in enumerate(rewards):
-        if reward.clip is not None and reward.clip[0] > reward.clip[1]:
-            low, high = reward.clip
+        if reward.clip is None:
+            continue
+        low, high = reward.clip
+        if low == high:
+            what = f"clip [{low:g}, {high:g}] makes every score {low:g}: there is nothing to learn from"
+            yield f"{position}.clip", what, "write [low, high] with low below high"
+        if low > high:
             yield (
                 f"{position}.clip",
                 f"clip [{low:g}, {high:g}] is empty: it is [low, high]",

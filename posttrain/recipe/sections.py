@@ -31,7 +31,9 @@ class Lora(Section):
 
     rank: Width = Field(16, description="width of the two factors")
     alpha: Positive = Field(32, description="scale: the adapter's output is multiplied by alpha / rank")
-    dropout: Share = Field(0.0, description="share of an adapter's inputs that are 0 while training")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of an adapter's inputs that are 0 while training"
+    )
     targets: str | Texts = Field("all-linear", description="module names, or all-linear")
     continue_: bool = Field(
         False,

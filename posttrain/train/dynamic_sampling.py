@@ -69,8 +69,9 @@ class DynamicSamplingBuffer:
     def _too_few(self) -> RunError:
         batches = counted(self.batches, "generation batch", "generation batches")
         found = self._dropped.most_common()
+        passed = f"only {len(self._refill.selected)}" if self._refill.selected else "none"
         return RunError(
-            f"only {len(self._refill.selected)} of {counted(self._refill.want, 'group')} passed `keep` in {batches}",
+            f"{passed} of {counted(self._refill.want, 'group')} passed `keep` in {batches}",
             allowed="of those that did not pass, " + ", ".join(f"{n} had {what}" for what, n in found),
             hint=f"{HINTS[found[0][0]]}; rollout.max_gen_batches allows more batches",
         )

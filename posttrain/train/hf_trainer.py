@@ -40,7 +40,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.samples import SamplesLog
 from posttrain.run.watchdog import Watchdog
 from posttrain.seeds import derive
-from posttrain.train import checkpoint, compiled, distributed, optim, sharding, trained, trl_model
+from posttrain.train import checkpoint, compiled, distributed, optim, sharding, start_notes, trained, trl_model
 from posttrain.train.dealing import StepOrder
 from posttrain.train.emergency_checkpoint import save_before_raising
 from posttrain.train.evaluation import Evaluation, evaluation_notes
@@ -273,7 +273,7 @@ class RunLoop(abc.ABC):
         job.asked = max(distributed.gather(self.stop.asked))
         over = bool(job.asked) or job.finished or job.given_up is not None
         self.progress.update(state.step, values, spent=state.spent)
-        if warning := trained.idle_note(values):
+        if warning := trained.update_note(values, job.recipe.optim, job.loaded.model):
             self.progress.note(warning)
         try:
             if over or (run.save_every and state.step % run.save_every == 0):
@@ -386,7 +386,9 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         if job.state.step and is_logged(job, last_metrics):
             metrics.fill(job.state.step, last_metrics)
         unsaved = checkpoints.none_before_the_end(recipe.run.save_every, job.plan.steps)
-        for note in (merged_note(job.loaded), *notes, unsaved):
+        begin = start_notes.start_notes(recipe, job.loaded.model, job.plan.steps)
+        few = start_notes.few_rows_note(job.sampler.n_items, min(job.plan.size, job.plan.rows), "row", "batch.size")
+        for note in (merged_note(job.loaded), *notes, *begin, few, unsaved):
             if note:
                 progress.note(note)
         if job.state.step:
@@ -417,6 +419,7 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "loss_first": (job.state.first_metrics or {}).get("loss"),
         "loss_last": (job.state.last_metrics or {}).get("loss"),
         "num_tokens": job.state.tokens,
+        "trainable_parameters": trained.count_weights(job.loaded.model)[0],
         **trained.summary(job.state),
         **(job.evaluation.summary(job.state) if job.evaluation else {}),
         "model": str(directory.final),

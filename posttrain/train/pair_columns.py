@@ -122,7 +122,10 @@ def labels(given: Sequence[float], params: Mapping[str, Any]) -> str:
     counts = f"{good} good answers, {bad} bad ones"
     if "desirable_weight" not in params or "undesirable_weight" not in params:
         return counts
-    ratio = params["desirable_weight"] * good / (params["undesirable_weight"] * bad)
+    weights = params["desirable_weight"] * good, params["undesirable_weight"] * bad
+    if not all(weights):
+        return f"{counts}; the {'bad' if weights[0] else 'good'} ones have weight 0 and teach nothing"
+    ratio = weights[0] / weights[1]
     advice = "" if 1 <= ratio <= 4 / 3 else "; 1 to 1.33 is advised"
     return f"{counts}; weighted, {ratio:.2f} good to 1 bad{advice}"
 

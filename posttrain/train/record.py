@@ -16,7 +16,7 @@ from posttrain.train.checkpoint import State
 from posttrain.train.context import TrainContext
 from posttrain.train.evaluation import evaluation_notes
 from posttrain.train.rl_metrics import sample_records, signal_note
-from posttrain.train.trained import idle_note
+from posttrain.train.trained import update_note
 from posttrain.verify.failures import Calls
 
 
@@ -26,6 +26,7 @@ class Record:
 
     def __init__(self, p: TrainContext, directory: RunDirectory, progress: Progress, state: State) -> None:
         self.settings, self.folder, self.progress = p.recipe.run, directory.path, progress
+        self.optim, self.model = p.recipe.optim, p.loaded.model
         done = state.step
         self.metrics, self.samples = directory.metrics(resume_after=done), directory.samples(resume_after=done)
         if done and not directory.follows:
@@ -73,7 +74,7 @@ class Record:
         self.samples.write(state.step, sample_records(rollouts, self.settings.samples_per_step))
         self.progress.update(state.step, values, spent=state.spent)
         signal = signal_note(values) if self.trained_rewards else None
-        if warning := idle_note(values, signal) or signal:
+        if warning := update_note(values, self.optim, self.model, signal) or signal:
             self.progress.note(warning)
         if "time/eval" in values:
             for line in evaluation_notes(state, values):

@@ -33,7 +33,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, trained
+from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, start_notes, trained
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sampled_sequences, sequences_of
 from posttrain.train.collect import batch_of
@@ -58,7 +58,10 @@ from posttrain.verify import correctness
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
 
-COLUMNS = ("reward", "correct", "signal/share", "updates", "completions/mean_length", "grad_norm", "time/step")
+COLUMNS = (
+    *("reward", "correct", "signal/share", "updates", "completions/mean_length", "completions/clipped_ratio"),
+    *("grad_norm", "time/step"),
+)
 
 
 def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
@@ -76,7 +79,10 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         with assembled(recipe, directory, work, scorer, watchdog, progress.note) as ctx:
             whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
-            for note in (merged_note(ctx.loaded), whose, *stale_notes(recipe), unsaved):
+            begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)
+            few = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
+            begin.append(start_notes.few_rows_note(*few) or "")
+            for note in (merged_note(ctx.loaded), whose, *begin, *stale_notes(recipe), unsaved):
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once
@@ -282,6 +288,7 @@ def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirecto
         "reward_first": (state.first_metrics or {}).get("reward"),
         "reward_last": (state.last_metrics or {}).get("reward"),
         "num_tokens": state.tokens,
+        "trainable_parameters": trained.count_weights(ctx.loaded.model)[0],
         **trained.summary(state),
         "model": str(directory.final),
         "save": report,

@@ -17,7 +17,10 @@ from posttrain.verify.extract import ends_in_thought
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[str, Any]:
-    """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned)."""
+    """Rewards, lengths and signal of one step's rollouts (`batch` after advantages were assigned).
+
+    `correct` counts a completion that was cut as wrong, as `accuracy` of an evaluation does.
+    """
     batch = _by_row(batch)
     lengths = torch.tensor([float(len(r.sampled)) for r in rollouts])  # what tools reply is in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
@@ -25,7 +28,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     values = {
         "reward": _mean(rewards),
         "reward_std": float(torch.stack([_std(rewards[rows]) for rows in _groups(batch.group_ids)]).mean()),
-        "correct": _mean(batch.correct),
+        "correct": _mean(torch.where(batch.truncated & ~batch.correct.isnan(), 0.0, batch.correct)),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(batch.truncated.float().mean()),
@@ -152,13 +155,16 @@ def signal_note(values: Mapping[str, Any]) -> str | None:
         return f"no group has a signal; {share:.0%} of the completions end inside their thought: see rollout.stop"
     causes = {
         "signal/too_easy": "every answer was right: use harder prompts",
-        "signal/too_hard": "no answer was right: warm up with SFT, use easier prompts or more samples a prompt",
+        "signal/too_hard": "no answer was right, and rewards within a group are equal: warm up with SFT, use easier "
+        "prompts or more samples a prompt",
         "signal/cancelled": "answers that differ had equal rewards: change the weights of the components",
         "signal/unscored": "rewards could not be computed: see rewards/*/errors, /timeouts and /abstained",
         "signal/dropped": "`keep` dropped every group whose rewards differ: see what it filters on",
         "signal/masked": "no token is left of the groups whose rewards differ: see loss.mask_truncated and `select`",
     }
     cause = max(causes, key=lambda name: values[name])
+    if cause == "signal/too_hard" and values.get("completions/clipped_ratio", 0.0) > 0.5:
+        return "no group has a signal; no answer was right, and most were cut: raise rollout.max_new_tokens"
     silent = [name for name, count in _abstained(values) if count == values.get("rollout/rows")]
     if cause == "signal/unscored" and silent:
         rows = f"all {values['rollout/rows']} completions"

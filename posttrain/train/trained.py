@@ -7,19 +7,23 @@ those of a new adapter: what is nearly 0 counts as that.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from posttrain.errors import NothingTrained, RunError, UserError, counted
+from posttrain.recipe.training_sections import Optim
 from posttrain.train import distributed, sharding
 from posttrain.train.checkpoint import State
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 NEARLY_ZERO = 1e-12
+FAINT = 0.01  # of optim.eps: a smaller gradient makes updates of less than a hundredth of the learning rate
+TINY_RATE = 1e-9  # below it the rate itself is why no weight changes
 CHUNK = 1 << 24  # weights that are copied at once
 
 
@@ -38,11 +42,21 @@ def moved(before: int | None, optimizer: Optimizer) -> bool:
     return before is None or distributed.any_rank(fingerprint(optimizer) != before)
 
 
-def idle_note(values: Mapping[str, Any], why: str | None = None) -> str | None:
-    """A sentence for a step that has made no update, else None. values: its metrics. why: the cause, if known."""
+def update_note(values: Mapping[str, Any], section: Optim, model: nn.Module, why: str | None = None) -> str | None:
+    """A sentence for a step that has made no update, or one of next to nothing, else None.
+
+    values: metrics of the step. why: the cause of no update, if known.
+    """
     if values["updates"]:
-        return None
+        return faint_note(values, section, count_weights(model)[0])
     return f"no update in this step: {why or _cause(values)}"
+
+
+def count_weights(model: nn.Module) -> tuple[int, int]:
+    """(trained weights, all weights) of a model; those in 4 bits, which are packed in bytes, by their own shape."""
+    packed = [(p, getattr(p, "quant_state", None)) for p in model.parameters()]
+    sizes = [(p.requires_grad, p.numel() if of is None else math.prod(of.shape)) for p, of in packed]
+    return sum(size for trained, size in sizes if trained), sum(size for _, size in sizes)
 
 
 def _cause(values: Mapping[str, Any]) -> str:
@@ -52,7 +66,24 @@ def _cause(values: Mapping[str, Any]) -> str:
         return "no token was left to train on; look at the masks, filters and selections of the recipe"
     if not values["grad_norm"]:
         return "the gradient of every trained weight is 0; look at the weights and coefficients of the loss"
-    return f"the learning rate {values['lr']:.3g} changes no weight"
+    if values["lr"] < TINY_RATE:
+        return f"the learning rate {values['lr']:.3g} changes no weight"
+    return "its change is lost in the rounding of every weight: look at optim.lr, optim.max_grad_norm and optim.eps"
+
+
+def faint_note(values: Mapping[str, Any], section: Optim, weights: int) -> str | None:
+    """A sentence for a step whose gradient is so small that Adam's eps takes nearly all of each update, else None.
+
+    Adam divides a gradient by its own size plus eps, so that a gradient far below eps gives updates far below the
+    learning rate. values: metrics of the step. weights: how many are trained.
+    """
+    norm = min(values["grad_norm"], section.max_grad_norm or math.inf)
+    if not norm or not weights or norm / math.sqrt(weights) >= FAINT * section.eps:
+        return None
+    return (
+        f"the gradient is so small that optim.eps ({section.eps:g}) takes more than 99% of each update: next to nothing"
+        " is trained; look at the weights and coefficients of the loss, and at optim.max_grad_norm"
+    )
 
 
 def check_patience(state: State, limit: int | None) -> RunError | None:

@@ -166,7 +166,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (RL, {"controllers": {"loss.clip_low": {"use": "equal_stages", "values": []}}}, "has no value"),
     (RL, {"loss": {"use": "mine.py:loss", "eps": "much", "kind": "a"}}, "loss.eps: loss: argument eps: "),
     (RL, {"loss": {"use": "mine.py:loss"}}, "loss.use: loss needs `kind`"),
-    (DPO, {"loss": {"label_smoothing": 0.7, "variant": "robust"}}, "0.7 with variant robust"),
+    (DPO, {"loss": {"label_smoothing": 0.7, "variant": "robust"}}, "0.7 says that labels are wrong as often as right"),
     (DPO, {"loss": {"use": "simpo", "variant": "hinge", "label_smoothing": 0.1}}, "has no meaning with variant hinge"),
     (DPO, {"loss": {"beta": -0.1}}, "loss.beta: must be greater than 0"),
     (DPO, {"loss": {"use": "mnpo", "weights": [1.0]}, "anchors": {"history": ["tiny", "tiny"]}}, "for a history of 2"),

@@ -80,7 +80,7 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
         ("optim.betas=[0.9]", "optim.betas: needs 2 entries or more, has 1"),
         ("optim.betas=0.9", "optim.betas: must be a list, not 0.9\n  hint: write [0.9] for a list of one"),
         ("model.path=5", "model.path: must be text, not 5\n  hint: put it in quotes to make it text: '5'"),
-        ("model.lora={dropout: 2}", "model.lora.dropout: must be at most 1, not 2"),
+        ("model.lora={dropout: 2}", "model.lora.dropout: must be less than 1, not 2"),
         ("model.lora={targets: 5}", "model.lora.targets: must be text or a list, not 5"),
         ("model.lora={targets: [5]}", "model.lora.targets.0: must be text, not 5"),
         ("model.lora=yes", "model.lora: must be a section (`key: value` lines), not `yes` (text)"),

@@ -35,6 +35,7 @@ from posttrain.run.watchdog import Watchdog
 from posttrain.train import assemble, attention, fit, optim, policy, rl
 from posttrain.train.attention import Packed
 from posttrain.train.collate import rollout_batch, sequences_of
+from posttrain.train.evaluation import completion_metrics
 from posttrain.train.rl_metrics import (
     Mismatch,
     rollout_metrics,
@@ -482,6 +483,18 @@ def test_completions_that_stop_inside_their_thought_are_counted() -> None:
     assert rollout_metrics(items, rollout_batch(items))["completions/ended_in_thought"] == 0.25
     items[3] = replace(items[3], text="so", prompt=replace(items[3].prompt, text="p<think>\n"))
     assert rollout_metrics(items, rollout_batch(items))["completions/ended_in_thought"] == 0.5
+
+
+def test_a_cut_completion_is_no_right_one_as_in_an_evaluation() -> None:
+    """Of four, all called right by the reward: two were cut, one was not judged."""
+    items = [
+        replace(one, correct=right) for one, right in zip(rollouts([1.0] * 4), (True, True, True, None), strict=True)
+    ]
+    items = [replace(one, finish="length") if n < 2 else one for n, one in enumerate(items)]
+    found = rollout_metrics(items, rollout_batch(items))
+    records = [{"problem": 0, "correct": r.correct, "finish": r.finish, "reward": 1.0, "tokens": 1} for r in items]
+    assert found["correct"] == pytest.approx(1 / 3) == completion_metrics(records, 4, 0)["accuracy"]
+    assert found["completions/clipped_ratio"] == 0.5
 
 
 def test_rollout_metrics_leave_unscored_rows_out() -> None:

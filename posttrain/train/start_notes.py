@@ -1,0 +1,82 @@
+"""What a run says before its first step of the weights that it trains, of its learning rate, and of few rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from posttrain.errors import counted
+from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.training_sections import Optim
+from posttrain.train.optim import lr_factor
+from posttrain.train.trained import count_weights
+
+LARGE = 1e9  # weights of a model to which the usual rates below belong
+
+
+@dataclass(frozen=True)
+class UsualRates:
+    """Learning rates of a stage, for models of a billion weights and more: the least with LoRA, the largest without."""
+
+    adapter: float
+    full: float
+
+
+USUAL = {
+    "sft": UsualRates(adapter=5e-5, full=1e-4),
+    "dpo": UsualRates(adapter=2e-6, full=1e-5),
+    "reward_model": UsualRates(adapter=2e-5, full=1e-4),
+    "rl": UsualRates(adapter=2e-6, full=2e-5),
+}
+
+
+def start_notes(
+    recipe: SftRecipe | DpoRecipe | RewardModelRecipe | RlRecipe, model: nn.Module, updates: int
+) -> list[str]:
+    """Lines for people: trained weights with their learning rate, and a warm-up that the run does not finish.
+
+    updates: optimiser updates of the whole run.
+    """
+    trained, weights = count_weights(model)
+    adapter = recipe.model.lora is not None
+    notes = [rate_note(trained, weights, recipe.optim.lr, USUAL[recipe.stage], adapter=adapter)]
+    if note := warmup_note(recipe.optim, updates):
+        notes.append(note)
+    return notes
+
+
+def rate_note(trained: int, weights: int, lr: float, usual: UsualRates, *, adapter: bool) -> str:
+    """How many weights are trained at which learning rate, and whether that rate is usual for so many.
+
+    Small models take larger rates: the largest usual one grows by (1e9 / weights)^0.75, which is a rule of thumb that
+    puts 1e-4 for a billion weights beside 5e-4 for SmolLM2-135M and 1e-2 for models of a few million.
+    """
+    if adapter:
+        line = f"{trained:,} of {weights:,} weights are trained (LoRA), learning rate {lr:.3g}"
+        small = lr < usual.adapter
+        return f"{line}: low for LoRA (usual is {usual.adapter:.0e} or more), as for all weights" if small else line
+    line = f"all {trained:,} weights are trained" if trained == weights else f"{trained:,} of {weights:,} are trained"
+    line += f", learning rate {lr:.3g}"
+    most = usual.full * max(1.0, LARGE / weights) ** 0.75
+    if lr >= most:
+        return f"{line}: high for all weights of a model of this size (usual is below {most:.0e}; LoRA takes more)"
+    return f"{line} (larger models take such a rate only with LoRA)" if lr >= usual.full else line
+
+
+def warmup_note(section: Optim, updates: int) -> str | None:
+    """A sentence where the warm-up is longer than the run, whose learning rate then stays below `optim.lr`."""
+    if section.warmup_steps < max(updates, 1):
+        return None
+    reached = section.lr * lr_factor(updates - 1, section, updates)
+    return (
+        f"optim.warmup_steps is {section.warmup_steps:g}, and the run has {counted(updates, 'update')}: the learning"
+        f" rate rises to {reached:.3g} and never reaches optim.lr {section.lr:.3g}"
+    )
+
+
+def few_rows_note(rows: int, wanted: int, what: str, key: str) -> str | None:
+    """A sentence where the data has fewer rows than a step takes, so that a step repeats some or is smaller."""
+    if rows >= wanted:
+        return None
+    return f"{counted(rows, what)}, and {key} is {wanted}: one step takes all of them, some of them more than once"

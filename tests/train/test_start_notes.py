@@ -1,0 +1,46 @@
+"""What a run says of its weights and learning rate: by hand, for the usual mistakes."""
+
+from __future__ import annotations
+
+import pytest
+
+from posttrain.recipe.training_sections import Optim
+from posttrain.train.start_notes import USUAL, few_rows_note, rate_note, warmup_note
+
+
+@pytest.mark.parametrize(
+    ("weights", "lr", "said"),
+    [
+        (7_000_000_000, 2e-4, "high for all weights of a model of this size (usual is below 1e-04"),
+        (7_000_000_000, 1e-5, ""),
+        (135_000_000, 3e-4, "(larger models take such a rate only with LoRA)"),  # 1e-4 * 7.4^0.75 = 4.5e-4
+        (135_000_000, 1e-3, "usual is below 4e-04"),
+        (100_000, 4e-3, "(larger models take such a rate only with LoRA)"),
+    ],
+)
+def test_all_weights_at_a_rate_for_an_adapter(weights: int, lr: float, said: str) -> None:
+    line = rate_note(weights, weights, lr, USUAL["sft"], adapter=False)
+    assert line.startswith(f"all {weights:,} weights are trained, learning rate {lr:.3g}")
+    assert said in line and (said or line.endswith(f"{lr:.3g}"))
+
+
+def test_an_adapter_at_a_rate_for_all_weights() -> None:
+    low = rate_note(10_000, 1_000_000, 1e-6, USUAL["rl"], adapter=True)
+    assert low.startswith("10,000 of 1,000,000 weights are trained (LoRA), learning rate 1e-06: low for LoRA")
+    assert rate_note(10_000, 1_000_000, 1e-5, USUAL["rl"], adapter=True).endswith("learning rate 1e-05")
+
+
+def test_a_warm_up_that_does_not_end() -> None:
+    """The 4th of 4 updates has 4/11 of the rate where the warm-up takes 10."""
+    assert warmup_note(Optim(lr=1.1e-3, warmup_steps=10), 4) == (
+        "optim.warmup_steps is 10, and the run has 4 updates: the learning rate rises to 0.0004 and never reaches"
+        " optim.lr 0.0011"
+    )
+    assert warmup_note(Optim(warmup_steps=4), 5) is None and warmup_note(Optim(warmup_steps=0.5), 1) is None
+
+
+def test_fewer_rows_than_a_step_takes() -> None:
+    assert few_rows_note(3, 32, "row", "batch.size") == (
+        "3 rows, and batch.size is 32: one step takes all of them, some of them more than once"
+    )
+    assert few_rows_note(32, 32, "row", "batch.size") is None
