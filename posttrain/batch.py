@@ -131,6 +131,11 @@ class Rollout:
         return _joined(s.ids for s in self.segments)
 
     @property
+    def is_given(self) -> bool:
+        """Whether it is a solution that the data bring: the policy has sampled nothing of it."""
+        return bool(self.segments) and all(s.kind == "given" for s in self.segments)
+
+    @property
     def tool_seconds(self) -> float | None:
         """That its tools or its environment worked, turn by turn; None if they never did."""
         known = [turn.seconds for turn in self.turns if turn.seconds is not None]
@@ -219,6 +224,7 @@ class RolloutBatch:
     # The same of the current policy, with gradient; filled for a loss or regulariser that needs it:
     new_values: Tensor | None = None  # [N,T] critic
     vocab_mean_logp: Tensor | None = None  # [N,T]
+    new_entropy: Tensor | None = None  # [N,T] nats
     router_loss: Tensor | None = None  # [N] load-balancing loss of a mixture of experts over a row's tokens
     step: int = 0  # finished steps of the run
     total_steps: int = 1  # planned steps of the run

@@ -63,7 +63,8 @@ def checks(
             recipe = RlRecipe.model_validate(section)
             for one in _named_columns(recipe, base_dir):
                 place = tuple(int(part) if part.isdigit() else part for part in one.key.split("."))
-                yield (*place[:-1], "use"), lambda one=one, acts=recipe.acts: _column(one, seen, acts)  # type: ignore[misc]
+                where = place[:-1] if place[0] == "solutions" else (*place[:-1], "use")
+                yield where, lambda one=one, acts=recipe.acts: _column(one, seen, acts)  # type: ignore[misc]
         if section["stage"] == "rl" and len(section["rewards"]) == len(rewards):
             sections = [reward_sections.Reward.model_validate(one) for one in section["rewards"]]
             number = correctness.position(sections, rewards)
@@ -224,11 +225,11 @@ def _reward(reward: LoadedReward, seen: _Seen, key: str = "data") -> list[str]:
 def _named_columns(recipe: RlRecipe, base_dir: Path) -> Iterator[Wanted]:
     """The data columns that components read by name; a function of the user's is read off its text."""
     from posttrain import registry
-    from posttrain.data.columns import named_columns, solutions
+    from posttrain.data.columns import named_columns, solution_columns
     from posttrain.places import split_function
     from posttrain.recipe import functions
 
-    yield from solutions(recipe.prompt_variants)
+    yield from solution_columns(recipe.prompt_variants, recipe.solutions)
     for key, section in recipe.every_component():
         if split_function(section.use) is None:
             described = registry.index()[registry.kind_of(section.kinds, section.use)][section.use]["params"]

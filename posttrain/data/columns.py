@@ -13,7 +13,7 @@ from posttrain.errors import DataError, Problem, counted, nearest
 from posttrain.options import MEASURED
 
 if TYPE_CHECKING:
-    from posttrain.recipe.rl_sections import PromptVariants
+    from posttrain.recipe.rl_sections import PromptVariants, Solutions
 
 Row = Mapping[str, Any]
 
@@ -44,10 +44,12 @@ def named_columns(
             yield Wanted(f"{key}.{argument}", use, column, every="Column" in kinds, text="TextColumn" in kinds)
 
 
-def solutions(variants: PromptVariants | None) -> Iterator[Wanted]:
-    """The column of solutions that a kind of prompt variants reads."""
+def solution_columns(variants: PromptVariants | None, given: Solutions | None) -> Iterator[Wanted]:
+    """The columns of solutions that prompt variants and `solutions` read."""
     if variants is not None and "solution" in variants.needs:
         yield Wanted("prompt_variants.solution", variants.use, variants.solution, every=False, text=True)
+    if given is not None:
+        yield Wanted("solutions.column", "solutions", given.column, every=False, text=True)
 
 
 def problems(rows: Sequence[Row], wanted: Iterable[Wanted], *, acts: bool) -> Iterator[tuple[Wanted, Problem]]:

@@ -57,6 +57,19 @@ def fallen_gate(fallen: Tensor, mask: Tensor, gate: str) -> Tensor:
     return mask & (sums.gather(-1, run) > 0)
 
 
+@register("regulariser", "entropy_bonus", needs=("new_entropy", "every_row"))
+def entropy_bonus(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
+    """-H, the policy's entropy in nats at each trained token: a positive coef keeps it from falling.
+
+    The gradient is that of the entropy itself, through all logits, which takes more memory than a policy loss alone.
+    Usual is coef 1e-3. Stat [N,T]: `entropy_bonus`.
+    """
+    if batch.new_entropy is None:
+        raise ValueError("entropy_bonus needs new_entropy")
+    values = -torch.where(batch.mask, batch.new_entropy, 0.0).to(logp.dtype)
+    return TokenLoss(values, {"entropy_bonus": -values.detach()})
+
+
 @register(
     "regulariser",
     "calibrl",

@@ -19,6 +19,7 @@ from posttrain.recipe.objective_checks import (
     FROM_MODEL,
     FROM_OPPONENT,
     FROM_ROLLOUTS,
+    FROM_SOLUTIONS,
     FROM_TURNS,
     MARKS,
     WHY_NOT,
@@ -234,6 +235,7 @@ _CONFLICTS = {
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
     known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
+    known |= FROM_SOLUTIONS
     known |= {"mc_values"}
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
@@ -269,6 +271,8 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["critic"] = {"path": "runs/critic/final"}
     if set(needs) & FROM_HINTS:
         shaped = {"prompt_variants": {"use": "hint_on_failure"}, **shaped}
+    if set(needs) & FROM_SOLUTIONS:
+        shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
     if set(needs) & FROM_OPPONENT:
         shaped["opponent"] = {"ema": 0.01}
     if kind == "controller":

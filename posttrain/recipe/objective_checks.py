@@ -19,10 +19,12 @@ FROM_ROLLOUTS = {"rewards", "components", "correct", "truncated", "lengths", "co
 FROM_MODEL = {  # by a forward pass of the policy or the reference, made only if a component needs it
     *("old_logp", "ref_logp", "entropy", "values", "new_values", "hidden", "topk_logp", "topk_chosen"),
     *("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "prompt_logp", "prompt_mask", "router_loss"),
+    "new_entropy",
 }
 BY_REFERENCE = ("ref_logp", "tempered_ref_logp")  # of FROM_MODEL, those of the reference
 FROM_TURNS = {"turn_ids", "edge_ids", "turn_states", "token_rewards", "turn_scores"}  # with tools or an environment
 FROM_COMPONENTS = {"advantages", "channels", "returns"}  # made by the advantage
+FROM_SOLUTIONS = {"external", "expert_logp"}  # with `solutions`
 FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
@@ -37,7 +39,8 @@ WHY_NOT = {
     "mc_values": "plays from the state before each turn (`environment.simulations`)",
     "agent_ids": "rollouts of several agents",
     **dict.fromkeys(("hinted", "hint_mask"), "rollouts with a hint: `prompt_variants`"),
-    **dict.fromkeys(("external", "expert_logp"), "rollouts mixed with given solutions"),
+    "external": "rollouts mixed with given solutions: `solutions: {in_group: true}`",
+    "expert_logp": "given solutions: `solutions: {column: solution}`",
     **dict.fromkeys(("token_rewards", "turn_scores"), "turns, or steps of `scoring.split`, and rewards of them"),
     "answer_mask": "completions whose answer is marked",
 }
@@ -79,9 +82,10 @@ def _needs(recipe: RlRecipe) -> Found:
 
 
 def _given(recipe: RlRecipe) -> set[str]:
-    """What only recipes with turns, steps, an opponent or hints provide."""
+    """What only recipes with turns, steps, an opponent, hints or given solutions provide."""
     hints = FROM_HINTS if recipe.prompt_variants and recipe.prompt_variants.may("hinted") else set()
-    return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set()) | hints
+    given = {"expert_logp", *(["external"] if recipe.solutions.in_group else [])} if recipe.solutions else set()
+    return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set()) | hints | given
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
@@ -321,6 +325,26 @@ def _prompt_variants(recipe: RlRecipe) -> Found:
         yield "prompt_variants.use", what, "take one that writes into the prompt"
 
 
+def _solutions(recipe: RlRecipe) -> Found:
+    """Given solutions must be read by something, and stand beside rollouts of a single turn."""
+    if recipe.solutions is None:
+        return
+    reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in used(recipe))
+    if not recipe.solutions.in_group and not reads:
+        right = "write `in_group: true`, or take a component that reads them (`regularisers: [{use: calibrl}]`)"
+        yield "solutions", "does nothing: no component reads given solutions", right
+    if recipe.rollout.engine == "stored":
+        yield "solutions", "rollout.engine stored trains on given completions already", "remove one of them"
+    if recipe.solutions.in_group and recipe.acts:
+        what = "a solution is one turn, and with `tools` or an `environment` rollouts have several"
+        yield "solutions.in_group", what, "remove one of them"
+    if recipe.solutions.in_group and recipe.opponent:
+        yield "solutions.in_group", "the opponent's answers are compared with sampled ones", "remove one of them"
+    if recipe.solutions.in_group and recipe.prompt_variants:
+        what = "`prompt_variants` decide what a group's prompt is, and the solution is that of the plain one"
+        yield "solutions.in_group", what, "remove one of them"
+
+
 def _frozen_critic(recipe: RlRecipe) -> Found:
     """A component that reads a frozen critic needs one, and no other component may train it."""
     for key, section in used(recipe):
@@ -396,6 +420,7 @@ CHECKS = (
     _stale,
     _partial,
     _prompt_variants,
+    _solutions,
     _frozen_critic,
     _opponent,
     _stored,

@@ -135,6 +135,17 @@ class Opponent(Section):
     samples: Positive = Field(1, description="its answers to a prompt")
 
 
+class Solutions(Section):
+    """Given solutions of the prompts, beside the rollouts that the policy samples."""
+
+    column: str = Field("solution", description="the data column of solutions; rows may lack one")
+    in_group: bool = Field(
+        False,
+        description="each group gets the prompt's solution as one more row, scored by the same rewards and trained on "
+        "(`rl_plus`); group_size counts what is sampled",
+    )
+
+
 class RlBatch(Section):
     """How a step's rollouts are divided for the update."""
 

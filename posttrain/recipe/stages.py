@@ -32,6 +32,7 @@ from posttrain.recipe.rl_sections import (
     Regulariser,
     RlBatch,
     Select,
+    Solutions,
     Spread,
 )
 from posttrain.recipe.rollout_sections import EngineSection, Environment, Rollout, Sampling, Tool
@@ -260,6 +261,7 @@ class RlRecipe(Acting, Tracked):
         default_factory=dict, description="key of a number (`kl.coef`, `bonuses.0.alpha`): what drives it"
     )
     critic: Critic = Field(default_factory=Critic)
+    solutions: Solutions | None = Field(None, description="given solutions, mixed with what the policy samples")
     opponent: Opponent | None = Field(None, description="what the policy plays against (`versus_opponent`, `nash_mp`)")
     batch: RlBatch = Field(default_factory=RlBatch)
     optim: Optim = Field(default_factory=Optim)

@@ -36,7 +36,7 @@ from posttrain.train.critic import frozen_head, value_head
 from posttrain.train.held_out import prepare_held_out, rl_sampling
 from posttrain.train.logprobs import shares_prompts
 from posttrain.train.objective import Objective
-from posttrain.train.offline import stored_completions
+from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.reference import ReferencePolicy, reference_of
@@ -62,6 +62,7 @@ class Work:
     offer: Offer | None  # tools or an environment
     stored: Tokens | None  # completions that the data bring, where they are trained on
     variants: PromptVariants | None  # of the prompts
+    solutions: Tokens  # of the prompts that have one, where the recipe reads them
     held_out: Prepared[Prompt] | None  # prompts of the evaluation while training
 
     @property
@@ -94,13 +95,18 @@ def prepared(recipe: RlRecipe) -> Work:
     if recipe.rollout.engine == "stored":
         stored = stored_completions(prompts, tokenizer, recipe.data, recipe.rollout.max_new_tokens)
     variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, offer.row if offer else None)
+    solutions: Tokens = {}
+    if recipe.solutions is not None:
+        column, limit = recipe.solutions.column, recipe.rollout.max_new_tokens
+        shown = offer.row if offer else None
+        solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown)
     held_out = prepare_held_out(recipe, tokenizer, offer)
-    return Work(prompts, left_out(data), steps, objective, controls, offer, stored, variants, held_out)
+    return Work(prompts, left_out(data), steps, objective, controls, offer, stored, variants, solutions, held_out)
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
     """The data columns that the components of a recipe read by name."""
-    found = list(columns.solutions(recipe.prompt_variants))
+    found = list(columns.solution_columns(recipe.prompt_variants, recipe.solutions))
     for key, section in recipe.every_component():
         takes = registry.resolve(section.kinds, section.use, recipe.base_dir).params
         found += columns.named_columns(key, section.use, takes, section.params)
@@ -165,6 +171,7 @@ def assembled(
                 reference=reference_for(recipe, work.objective, loaded),
                 critic=critic,
                 variants=work.variants,
+                solutions=work.solutions,
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 watchdog=watchdog,
                 dump=directory.path / "failed",

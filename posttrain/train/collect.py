@@ -23,6 +23,7 @@ from posttrain.train import checkpoint, distributed
 from posttrain.train.collate import answer_extractors, rollout_batch
 from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
+from posttrain.train.given import solution_rows
 from posttrain.train.opponent import Opponent
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
@@ -120,6 +121,9 @@ def sample_share(
         )
         if not buffer.refills:
             on_generated()
+    if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group:
+        given, scored = solution_rows(ctx, state.step, fresh, metrics)
+        fresh, calls = [*fresh, *given], [*calls, *scored]
     if ctx.opponent is not None:
         calls += play(ctx, state, drawn, fresh, ctx.opponent, first_group=first_group)
     return Share(fresh, calls)

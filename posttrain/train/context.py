@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -17,6 +17,7 @@ from posttrain.data.sampler import PromptSampler
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
+from posttrain.rollout.stored import Tokens
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import distributed
 from posttrain.train.compiled import Switch
@@ -50,6 +51,7 @@ class TrainContext:
     watchdog: Watchdog
     dump: Path  # where a batch that broke the run is written
     variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
+    solutions: Tokens = field(default_factory=dict)  # uid -> tokens of the prompt's given solution, where it has one
     compiled: Switch = nullcontext  # opened around the passes of training
     shares: bool = False  # packed rows of one prompt share its pass, where prompts are long
 

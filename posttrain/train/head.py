@@ -66,21 +66,25 @@ def token_scores(
     temperature: float | Tensor = 1.0,
     *,
     vocab_mean: bool = False,
+    entropy: bool = False,
     top_k: int = 0,
 ) -> dict[str, Tensor]:
     """`logp`, `entropy` [M] of `targets` [M] given hidden states [M,H] under softmax(logits / temperature).
 
     temperature: a number, or [M,1]. vocab_mean adds `vocab_mean_logp` [M], the mean of the log-probs over the
-    vocabulary, with gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. Entropy (nats) is detached.
+    vocabulary, with gradient; top_k adds `topk_logp`, `topk_chosen` [M,K]. Entropy (nats) is detached; entropy adds
+    `new_entropy` [M], which is not.
     """
     size = chunk_size(head.project.weight.shape[0])
-    if head.is_plain and not vocab_mean and not top_k:
+    if head.is_plain and not vocab_mean and not entropy and not top_k:
         weight, scale = head.project.weight, temperature * (head.divide / head.multiply)
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        logp, entropy = _TokenScores.apply(hidden, weight, targets, scale, size)
-        return {"logp": logp, "entropy": entropy}
-    return _by_autograd(head, hidden, targets, temperature, size, vocab_mean=vocab_mean, top_k=top_k)
+        logp, detached = _TokenScores.apply(hidden, weight, targets, scale, size)
+        return {"logp": logp, "entropy": detached}
+    return _by_autograd(
+        head, hidden, targets, temperature, size, vocab_mean=vocab_mean, with_entropy=entropy, top_k=top_k
+    )
 
 
 class _TokenScores(torch.autograd.Function):
@@ -140,9 +144,11 @@ def _by_autograd(
     size: int,
     *,
     vocab_mean: bool,
+    with_entropy: bool,
     top_k: int,
 ) -> dict[str, Tensor]:
     names = ["logp", "entropy", *(["vocab_mean_logp"] if vocab_mean else [])]
+    names += ["new_entropy"] if with_entropy else []
     names += ["topk_logp", "topk_chosen"] if top_k else []
 
     def chunk(h: Tensor, t: Tensor, scale: float | Tensor) -> tuple[Tensor, ...]:
@@ -152,6 +158,8 @@ def _by_autograd(
             found.append(-(logp_all.exp() * logp_all).sum(-1))
         if vocab_mean:
             found.append(logp_all.mean(-1))
+        if with_entropy:
+            found.append(-(logp_all.exp() * logp_all).sum(-1))
         if top_k:
             top = logp_all.detach().topk(min(top_k, logp_all.shape[-1]))
             found += [top.values, top.indices == t[:, None]]

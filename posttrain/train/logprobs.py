@@ -126,6 +126,7 @@ class Extras:
     """What a pass measures besides log-probs and entropies; nothing costs anything unless it is asked for."""
 
     vocab_mean: bool = False  # mean of the log-probs over the vocabulary, with gradient
+    entropy: bool = False  # the entropy once more, with gradient: `new_entropy`
     top_k: int = 0  # the K largest log-probs, and which of them is the sampled token's
     hidden: bool = False  # the last hidden states
     value_head: nn.Module | None = None  # values, read from the hidden states without changing them
@@ -183,7 +184,9 @@ def _completion_scores(
         out = _padded_states(causal, sequences, device, asked)
         states = out.last_hidden_state[rows, positions]
     scale = temperature[rows, None] if isinstance(temperature, Tensor) else temperature or 1.0
-    found = token_scores(Head(causal), states, targets, scale, vocab_mean=extras.vocab_mean, top_k=extras.top_k)
+    found = token_scores(
+        Head(causal), states, targets, scale, vocab_mean=extras.vocab_mean, entropy=extras.entropy, top_k=extras.top_k
+    )
     if extras.hidden:
         found["hidden"] = states.detach().float()
     if extras.value_head is not None:

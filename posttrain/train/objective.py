@@ -337,4 +337,6 @@ def _weights(loss: GroupLoss) -> Tensor:
 def _with_stand_ins(batch: RolloutBatch) -> RolloutBatch:
     """For questions that do not depend on the current policy: the old one's numbers in place of its own."""
     router = torch.zeros(len(batch), device=batch.mask.device)
-    return batch.replace(new_values=batch.values, vocab_mean_logp=batch.old_vocab_mean_logp, router_loss=router)
+    spread = torch.zeros(batch.mask.shape, device=batch.mask.device)
+    found = {"new_values": batch.values, "vocab_mean_logp": batch.old_vocab_mean_logp}
+    return batch.replace(**found, router_loss=router, new_entropy=spread)

@@ -107,7 +107,7 @@ def settings_of(recipe: Recipe, shape: Shape, *, half: bool, longest: int, card:
         reference_copy=bool(needs & set(BY_REFERENCE)) and not (shape.adapter and recipe.kl.reference is None),
         reference_offloaded=model.offload_reference,
         teacher=teacher_shape(recipe),
-        plain_head="vocab_mean_logp" not in needs,
+        plain_head=not needs & {"vocab_mean_logp", "new_entropy"},
         measured=rows * rollout.max_new_tokens * measured_bytes(needs, shape.hidden) + follower,
         **common,
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.batch import RolloutBatch
+from posttrain.batch import Rollout, RolloutBatch
 from posttrain.loss.regularise import reference_power
 from posttrain.models.adapters import causal_of
 from posttrain.models.weight_names import class_of
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.rollout.hf import evaluating
 from posttrain.train import distributed, sharding
+from posttrain.train.collate import sampled_sequences
 from posttrain.train.context import TrainContext
 from posttrain.train.logprobs import Extras, Sequences, completion_scores, micro_batches
 from posttrain.train.prompt_sharing import Prompts
@@ -80,9 +82,15 @@ def current(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> tuple
     """(logp, entropy, batch) of the current policy, with gradient. The batch gets what else the loss reads of it."""
     needs = p.objective.needs
     head = p.critic if "new_values" in needs else None
-    extras = Extras(vocab_mean="vocab_mean_logp" in needs, value_head=head, router="router_loss" in needs)
+    extras = Extras(
+        vocab_mean="vocab_mean_logp" in needs,
+        entropy="new_entropy" in needs,
+        value_head=head,
+        router="router_loss" in needs,
+    )
     found = scores(p, p.loaded.model, sequences, batch.mask.shape[1], extras)
-    read = {"new_values": "values", "vocab_mean_logp": "vocab_mean_logp", "router_loss": "router_loss"}
+    same = ("vocab_mean_logp", "new_entropy", "router_loss")
+    read = {"new_values": "values", **{name: name for name in same}}
     batch = batch.replace(**{field: found.get(name) for field, name in read.items()})
     return found["logp"], found["entropy"], batch
 
@@ -135,6 +143,35 @@ def measure(
     if "prompt_logp" in missing:
         batch = _prompts(p, batch, sequences)
     return batch
+
+
+def measure_beside(p: TrainContext, batch: RolloutBatch, rollouts: Sequence[Rollout]) -> RolloutBatch:
+    """The batch with what is measured on other sequences than those that are trained on, before the first update:
+    `old_logp` under the prompts that were sampled from, where the trained pass reads others; `expert_logp`."""
+    if any(rollout.loss_ids is not None for rollout in rollouts):
+        batch = measure(p, batch, sampled_sequences(rollouts), range(len(batch)), {"old_logp"})
+    if "expert_logp" in p.objective.needs:
+        batch = batch.replace(expert_logp=_expert_logp(p, rollouts, batch.mask.shape[1]).to(batch.mask.device))
+    return batch
+
+
+def _expert_logp(p: TrainContext, rollouts: Sequence[Rollout], width: int) -> Tensor:
+    """Log-probs [N,T] of the given solution of each row's prompt, by position; NaN past its end and without one."""
+    found = torch.full((len(rollouts), width), torch.nan)
+    having = {r.prompt.uid: r.prompt for r in rollouts if r.prompt.uid in p.solutions}
+    if not having:
+        return found
+    ids = [np.array(prompt.ids + p.solutions[uid], np.int64) for uid, prompt in having.items()]
+    sequences = Sequences(tuple(ids), tuple(len(prompt.ids) for prompt in having.values()))
+    longest = max(len(p.solutions[uid]) for uid in having)
+    with torch.no_grad(), evaluating(p.loaded.model):
+        passed = _in_parts(p, sequences, range(len(ids)), lambda s, _: scores(p, p.loaded.model, s, longest, Extras()))
+    place = {uid: n for n, uid in enumerate(having)}
+    for row, rollout in enumerate(rollouts):
+        if (n := place.get(rollout.prompt.uid)) is not None:
+            length = min(len(p.solutions[rollout.prompt.uid]), width)
+            found[row, :length] = passed["logp"][n, :length].cpu()
+    return found
 
 
 def _by_reference(

@@ -74,7 +74,9 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         for group in range(settings.prompts_per_step)
         for row in range(settings.group_size)
     ]
-    batch = rollout_batch(rollouts, ("last_number",), objective.needs if recipe.acts or recipe.scoring.split else ())
+    put_there = objective.needs & {"hinted", "hint_mask", "external"}
+    needs = objective.needs if recipe.acts or recipe.scoring.split else put_there
+    batch = rollout_batch(rollouts, ("last_number",), needs)
     weights = {reward_name(reward): reward.weight for reward in recipe.rewards}
     wanted = objective.needs | ({"prompt_mask"} if "prompt_logp" in objective.needs else set())
     made = {name: _made(name, batch.mask) for name in wanted if name in _SHAPES}
@@ -90,7 +92,8 @@ def _like(mask: Tensor, *more: int) -> Tensor:
 
 
 _SHAPES = {
-    **dict.fromkeys(("old_logp", "ref_logp", "entropy", "values", "new_values", "prompt_logp"), ()),
+    "expert_logp": (),
+    **dict.fromkeys(("old_logp", "ref_logp", "entropy", "new_entropy", "values", "new_values", "prompt_logp"), ()),
     **dict.fromkeys(
         ("vocab_mean_logp", "old_vocab_mean_logp", "tempered_ref_logp", "opponent_logp", "prompt_mask"), ()
     ),

@@ -35,7 +35,7 @@ from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, start_notes, trained
 from posttrain.train.assemble import assembled, audited, prepared
-from posttrain.train.collate import sampled_sequences, sequences_of
+from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
 from posttrain.train.critic import save_head
@@ -45,7 +45,7 @@ from posttrain.train.fit import check_room, naps, try_longest
 from posttrain.train.held_out import evaluate_step, rl_evaluation
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
-from posttrain.train.policy import measure
+from posttrain.train.policy import measure, measure_beside
 from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
@@ -174,8 +174,7 @@ def step(
     state.memory = learnt(ctx.variants, rollouts, state.memory)
     scored = batch_of(ctx, rollouts, state).to(ctx.loaded.device)
     with ctx.watchdog.phase("measure"), ctx.compiled():
-        if any(r.loss_ids is not None for r in rollouts):  # trained under another prompt than they were sampled from
-            scored = measure(ctx, scored, sampled_sequences(rollouts), range(len(scored)), {"old_logp"})
+        scored = measure_beside(ctx, scored, rollouts)
         scored = measure(ctx, scored, sequences, range(len(scored)), ctx.objective.needs_before_the_loss)
     batch = ctx.objective.assign(scored)
     state.memory = dict(batch.memory)

@@ -22,6 +22,15 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
     `correct` counts a completion that was cut as wrong, as `accuracy` of an evaluation does.
     """
     batch = _by_row(batch)
+    signals: dict[str, Any] = {**signal(batch)}
+    given = [r.is_given for r in rollouts]
+    if any(given):  # what the policy did not write says nothing of it
+        rows = torch.tensor(given)
+        solutions, batch = batch.select(rows), batch.select(~rows)
+        rollouts = [r for r, one in zip(rollouts, given, strict=True) if not one]
+        assert solutions.rewards is not None and solutions.correct is not None
+        signals |= {"solutions/reward": _mean(solutions.rewards), "solutions/correct": _mean(solutions.correct)}
+        signals["solutions/rows"] = len(solutions)
     lengths = torch.tensor([float(len(r.sampled)) for r in rollouts])  # what tools reply is in turns/reply_tokens
     rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts], dtype=torch.float64)
     assert batch.rewards is not None and batch.truncated is not None and batch.correct is not None
@@ -43,7 +52,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], batch: RolloutBatch) -> dict[st
         values["opponent/reward"] = _mean(batch.opponent_rewards.flatten())
     for name, column in batch.components.items():
         values[f"rewards/{name}/mean"] = _mean(column)
-    return {**values, **turn_metrics(rollouts), **signal(batch)}
+    return {**values, **turn_metrics(rollouts), **signals}
 
 
 def _by_row(batch: RolloutBatch) -> RolloutBatch:

@@ -102,7 +102,8 @@ def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     """What it needs and no recipe gives."""
     checks = objective_checks
     given = checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
-    return set(entry["needs"]) - given - checks.FROM_OPPONENT - checks.FROM_HINTS - {"mc_values"}
+    given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS
+    return set(entry["needs"]) - given - {"mc_values"}
 
 
 def by_preset() -> set[tuple[str, str]]:
@@ -118,7 +119,7 @@ REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.m
 
 
 def test_every_kind_has_its_place() -> None:
-    others = {"pair_loss", "token_weight", "merge", "prompt_variants"}  # the last: test_prompt_variants.py
+    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants"}  # the last: test_prompt_variants.py
     assert {*PLACES, *others} == registry.index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
@@ -128,8 +129,6 @@ def test_what_no_recipe_can_give_is_said(tmp_path: Path) -> None:
     unreached = {key: out_of_reach(entry) for key, entry in ENTRIES.items() if out_of_reach(entry)}
     assert unreached == {
         ("advantage", "agent"): {"agent_ids"},
-        ("loss", "rl_plus"): {"external"},
-        ("regulariser", "calibrl"): {"expert_logp"},
     }
     for (kind, name), needs in unreached.items():
         with pytest.raises(RecipeError, match=f"`{name}` needs ({'|'.join(needs)}): rollouts"):
@@ -182,6 +181,9 @@ def base(entry: Mapping[str, Any]) -> Values:
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them
         values["rollout"]["staleness"] = 1
         values["regularisers"] = [{"use": "losses.py:nothing", "coef": 0.0}]
+    if needs & objective_checks.FROM_SOLUTIONS:
+        values["solutions"] = {"in_group": "external" in needs}
+        values["rollout"]["max_new_tokens"] = 16
     if needs & objective_checks.FROM_HINTS:
         values["prompt_variants"] = {"use": "hint_on_failure", "ratios": [0.5]}
     if needs & objective_checks.FROM_OPPONENT:
@@ -216,6 +218,8 @@ def recipe_without(kind: str, name: str) -> Values:
     elif (kind, name) == ("loss", "reinforce"):
         values["loss"] = "cispo"
     values.get("environment", {}).pop("simulations", None)
+    if not values.get("solutions", {}).get("in_group"):
+        values.pop("solutions", None)
     return {key: value for key, value in values.items() if key not in ("opponent", "critic")}
 
 

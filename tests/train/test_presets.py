@@ -39,13 +39,14 @@ def lower(completion):
 
 # A preset whose numbers are for models that write more than a few tokens.
 SMALLER: dict[str, dict[str, Any]] = {
+    **{name: {"rollout": {"max_new_tokens": 40}} for name in ("rl_plus", "calibrl")},  # which solutions have to fit
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {
             "rollout.max_new_tokens": {"use": "stages", "values": [6, 8, 10], "until": [1, 2]},
             "rollout.group_size": {"use": "stages", "values": [4, 3, 2], "until": [1, 2]},
         },
-    }
+    },
 }
 
 

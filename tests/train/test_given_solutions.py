@@ -1,0 +1,146 @@
+"""Given solutions in the batch: rows that nobody sampled are trained on with their weight, or are a baseline only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from posttrain.loss.hybrid import rl_plus
+from posttrain.train import policy
+from posttrain.train.logprobs import Extras, Sequences
+
+from .test_prompt_variants import Seen, Values, home, ran, seen, values_of
+
+__all__ = ["home", "ran", "seen"]  # fixtures
+
+
+def wide(**changes: Any) -> Values:
+    values = values_of(**changes)
+    return {**values, "rollout": {**values["rollout"], "max_new_tokens": 40}}
+
+
+def test_the_solution_is_a_row_of_its_group_and_has_the_mixture_ratio(
+    ran: Callable[..., list[Values]], seen: Seen
+) -> None:
+    """RL-PLUS: one given row a group, scored, in the group's mean, trained on by the ratio to the mixture."""
+    metrics = ran(wide(algorithm="rl_plus", batch={"minibatches": 2}))
+    assert all(row["solutions/rows"] == 5 and row["rollout/rows"] == 20 for row in metrics)
+    for rollouts, batch in zip(seen.rollouts, seen.batches, strict=True):
+        given = [n for n, r in enumerate(rollouts) if r.is_given]
+        assert len(given) == 5 and len(rollouts) == 25  # 4 sampled and 1 given in each of 5 groups
+        assert batch.external is not None and batch.rewards is not None and batch.advantages is not None
+        assert torch.equal(batch.external.any(-1).nonzero()[:, 0], torch.tensor(given))
+        for n in given:
+            rollout = rollouts[n]
+            assert rollout.text == rollout.prompt.row["solution"] and rollout.reward is not None
+            assert int(batch.mask[n].sum()) == len(rollout.ids) and torch.equal(batch.external[n], batch.mask[n])
+            mates = [m for m, r in enumerate(rollouts) if r.group == rollout.group]
+            mean = batch.rewards[mates].mean()
+            assert float(batch.advantages[n]) == pytest.approx(float(batch.rewards[n] - mean))
+        one = batch.select([given[0]])
+        assert one.old_logp is None
+        logp = torch.full(one.mask.shape, math.log(0.25), requires_grad=True)
+        focused = rl_plus(one, logp, gamma=0.5).values[one.mask]
+        ratio = 2 * 0.25 / (1.5 * 0.25 + 0.5)
+        expected = -float(batch.advantages[given[0]]) * (1 - 0.25) ** 0.5 * ratio
+        assert focused.tolist() == pytest.approx([expected] * len(focused))
+
+
+def test_a_reward_is_the_policys_own(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    metrics = ran(wide(algorithm="rl_plus", run={"steps": 1}))
+    own = [r.reward for r in seen.rollouts[0] if not r.is_given]
+    assert metrics[0]["reward"] == pytest.approx(sum(filter(None, own)) / len(own))
+    assert metrics[0]["solutions/reward"] != metrics[0]["reward"]
+
+
+def test_the_experts_log_probs_are_a_baseline_and_its_answer_is_no_row(
+    ran: Callable[..., list[Values]], seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CalibRL: `expert_logp` is the old policy's, of the answer at the same position; no row of the batch is given."""
+    contexts: list[Any] = []
+    measure_beside = policy.measure_beside
+
+    def recording(ctx: Any, batch: Any, rollouts: Any) -> Any:
+        found = measure_beside(ctx, batch, rollouts)
+        contexts.append((ctx, found.expert_logp, whole(ctx, rollouts[0]), rollouts[0]))
+        return found
+
+    def whole(ctx: Any, rollout: Any) -> torch.Tensor:
+        solution = ctx.solutions[rollout.prompt.uid]
+        row = Sequences((torch.tensor(rollout.prompt.ids + solution).numpy(),), (len(rollout.prompt.ids),))
+        with torch.no_grad():
+            return policy.scores(ctx, ctx.loaded.model, row, len(solution), Extras())["logp"][0]
+
+    monkeypatch.setattr("posttrain.train.rl.measure_beside", recording)
+    metrics = ran(wide(algorithm="calibrl"))
+    assert all(0 <= row["calibrl/reached"] <= 1 for row in metrics)
+    assert not any(r.is_given for rollouts in seen.rollouts for r in rollouts)
+    for _, found, expected, _ in contexts:
+        length = min(len(expected), found.shape[1])
+        assert torch.allclose(found[0, :length], expected[:length], atol=1e-5)
+        assert bool(found[0, length:].isnan().all())
+
+
+def test_rows_without_a_solution_have_none(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
+    for row in rows[::2]:
+        row["solution"] = None
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ran(wide(algorithm="rl_plus"))
+    with_one = {row["prompt"] for row in rows if row["solution"]}
+    for rollouts in seen.rollouts:
+        groups = {r.group: r.prompt.row["prompt"] for r in rollouts}
+        assert {r.group for r in rollouts if r.is_given} == {g for g, asked in groups.items() if asked in with_one}
+
+
+def test_a_run_with_solutions_goes_on_exactly(cli: Any, home: Path) -> None:
+    values = wide(algorithm="rl_plus", run={"steps": 4, "save_every": 2})
+    (home / "run.yaml").write_text(json.dumps(values))
+    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"solutions": {"column": "solution"}}, "no component reads given solutions"),
+        ({"regularisers": [{"use": "calibrl"}]}, "needs expert_logp: given solutions"),
+        ({"loss": {"use": "rl_plus"}, "solutions": {}}, "needs external: rollouts mixed with given solutions"),
+        ({"solutions": {"column": "answered", "in_group": True}}, "reads the column `answered`, and the data has none"),
+        ({"algorithm": "rl_plus", "rollout": {"max_new_tokens": 4}}, "longer than rollout.max_new_tokens 4"),
+        ({"algorithm": "rl_plus", "tools": [{"use": "calculator"}]}, "a solution is one turn"),
+    ],
+)
+def test_what_cannot_work_is_refused(cli: Any, home: Path, changes: Values, said: str) -> None:
+    (home / "run.yaml").write_text(json.dumps({**values_of(), **changes}))
+    assert said in cli.refused("rl", str(home / "run.yaml"), "--output", str(home / "run"))
+
+
+def test_an_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
+    from posttrain.train.head import Head, token_scores
+
+    torch.manual_seed(0)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(5, 7, bias=False)
+            self.config = transformers.PretrainedConfig()
+
+        def get_output_embeddings(self) -> torch.nn.Linear:
+            return self.head
+
+    hidden, targets = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, 2, 3])
+    model = Model()
+    found = token_scores(Head(model), hidden, targets, 0.7, entropy=True)
+    assert torch.allclose(found["new_entropy"], found["entropy"]) and not found["entropy"].requires_grad
+    (gradient,) = torch.autograd.grad(found["new_entropy"].sum(), hidden)
+    logp = (model.head(hidden) / 0.7).log_softmax(-1)
+    (expected,) = torch.autograd.grad(-(logp.exp() * logp).sum(), hidden)
+    assert torch.allclose(gradient, expected, atol=1e-6)
