@@ -131,12 +131,14 @@ def _script(target: str) -> tuple[Path, str | None] | None:
     if name or target.endswith(".py"):
         path = left + ".py" if name else target
         return find(path, None, "reward script", RewardError), name or None
+    if target.endswith((".yaml", ".yml")):  # a recipe, also where a shipped script has its name
+        return None
     shipped = known_files("rewards", [".py"])
     script, _, function = target.partition(".")
     if script in shipped:
         return shipped[script], function or None
     near = nearest(script, shipped)
-    is_recipe = Path(target).exists() or target.endswith(".yaml") or nearest(target, known_files("recipes", [".yaml"]))
+    is_recipe = Path(target).exists() or nearest(target, known_files("recipes", [".yaml"]))
     if near and not is_recipe:
         allowed = f"known: {', '.join(sorted(shipped))}, FILE.py:FUNCTION, or a recipe"
         raise RewardError(f"no reward script `{target}`", allowed=allowed, hint=f"did you mean `{near}`?")

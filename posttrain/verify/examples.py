@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import RewardError
+from posttrain.verify import trl_form
 from posttrain.verify.batches import calls_of, rows_of, target_of
 from posttrain.verify.contract import ByTurn, shown
 from posttrain.verify.load import LoadedReward, describe, first_argument_is_completion, load_script
@@ -117,6 +118,10 @@ def run_examples(path: Path, only: str | None = None, *, timeout_s: float = 10.0
         if "transcript" in reward.built_ins:
             where = f"{reward.target}, example {number + 1}"
             given["transcript"] = read_transcript(given.get("transcript"), example.completion, where)
+        if reward.trl_form:
+            offered = {name: trl_form.built_in(name, (), 0) for name in trl_form.BUILT_INS}
+            offered |= {"prompts": given.get("prompt", "")}
+            given = {name: value for name, value in offered.items() if name in reward.built_ins} | given
         calls += calls_of(reward, list(targets).index(key), number, [example.completion], [given])
     pool = Pool(list(targets.values()), workers=1)
     try:

@@ -171,3 +171,24 @@ def test_torch_is_not_loaded(recipe: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_recipe_may_have_the_name_of_a_shipped_script(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tools.yaml` is the recipe, not a function `yaml` of the shipped rewards/tools.py."""
+    monkeypatch.chdir(recipe.parent)
+    recipe.rename(recipe.with_name("tools.yaml"))
+    result = reward_test("tools.yaml")
+    assert result.exit_code == 0 and "score" in result.output, result.output
+
+
+def test_examples_of_a_function_in_the_form_of_trl(tmp_path: Path) -> None:
+    """It takes everything by `**kwargs`, and gets what TRL offers without an example that names it."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def right(completions, answer, **kwargs):\n"
+        "    assert kwargs['trainer_state'].global_step == 0 and len(kwargs['prompts']) == len(completions)\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]\n\n"
+        'EXAMPLES = [("7", {"answer": "7"}, 1.0), ("8", {"answer": "7", "prompt": "3+4=?"}, 0.0)]\n'
+    )
+    result = reward_test(str(path))
+    assert result.exit_code == 0, result.output
