@@ -15,7 +15,7 @@ PIP = $(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAIN
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: help install constraints smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs clean
+.PHONY: help install constraints smollm2 quickstart test test-slow test-vllm test-gpu check lint format type index docs screenshots clean
 
 help: ## print this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -87,6 +87,9 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs ## the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
+
+screenshots: install ## take those of the guides anew, with Chromium, from a run of the quickstart
+	$(BIN)/python docs/site/screenshots.py
 
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from posttrain import registry
 from posttrain.recipe import presets
 from posttrain.recipe.keys import all_paths
 from posttrain.recipe.stages import STAGES
+from tests.report.browser import needs_chromium
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,3 +115,44 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'href="rewards.html"' in home
     shown = (tmp_path / "site" / "reference" / "python" / "loss.html").read_text(encoding="utf-8")
     assert 'id="posttrain.loss.clip.clip"' in shown
+
+
+@pytest.fixture(scope="module")
+def screenshots() -> ModuleType:
+    module: ModuleType = registry.load_module(ROOT / "docs" / "site" / "screenshots.py")
+    return module
+
+
+def test_images_are_few_and_small(screenshots: ModuleType) -> None:
+    images = sorted((ROOT / "docs" / "images").iterdir())
+    assert [image.name for image in images] == ["browse.png", "report.png"]
+    assert all(20_000 < image.stat().st_size <= screenshots.LARGEST for image in images)
+
+
+def test_without_a_browser_the_message_says_what_to_install(
+    screenshots: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screenshots.shutil, "which", lambda _: None)
+    with pytest.raises(SystemExit, match=r"apt-get install chromium.*stay as they are"):
+        screenshots.find_browser()
+
+
+@needs_chromium
+def test_screenshots_of_two_runs(screenshots: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On pages of runs with one row each: there are two images, of the asked size, and a small limit is kept."""
+    for name in ("rl", "acc-sft", "acc-rl"):
+        run = tmp_path / "run" / "seed-0" / name
+        run.mkdir(parents=True)
+        (run / "resolved.json").write_text(json.dumps({"stage": "rl", "run": {"steps": 1}}))
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+        row = {"step": 0, "problem": 0, "uid": "x", "sample": 0, "prompt": "1+1=?", "completion": name, "correct": True}
+        (run / "completions.jsonl").write_text(json.dumps({**row, "finish": "stop", "tokens": 3}) + "\n")
+    images = screenshots.take_all(tmp_path / "run", tmp_path / "images", screenshots.find_browser())
+    assert [image.name for image in images] == ["report.png", "browse.png"]
+    for image in images:
+        head = image.read_bytes()[:24]
+        size = screenshots.WIDTH, screenshots.HEIGHTS[image.stem]
+        assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == size
+    monkeypatch.setattr(screenshots, "LARGEST", 1000)
+    with pytest.raises(SystemExit, match="more than 1000"):
+        screenshots.take_all(tmp_path / "run", tmp_path / "images", screenshots.find_browser())

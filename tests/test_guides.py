@@ -1,0 +1,111 @@
+"""The guides of docs/guides, run as their readers would: files are written, commands typed, in an empty folder.
+
+A block with a title is a file. A `bash` block without one is typed line by line in the page's order; each command must
+succeed (in a block marked `fails`, fail). A `text` block holds texts that the output of the command above it has.
+`console` blocks are for other machines. Blocks below `<!-- slow -->` take minutes or several processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from posttrain.cli.app import app
+
+GUIDES = sorted((Path(__file__).parents[1] / "docs" / "guides").glob("*.md"))
+BLOCK = re.compile(r"(<!-- slow -->\n)?^```(\w+)(?: ([^\n]*))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TITLE = re.compile(r'title="([^"]+)"')
+
+
+class Block(NamedTuple):
+    language: str
+    info: str
+    text: str
+    slow: bool
+
+    @property
+    def file(self) -> str:
+        found = TITLE.search(self.info)
+        return found[1] if found else ""
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Each line's words, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines() if self.language == "bash" and not self.file else []
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def blocks(page: Path) -> list[Block]:
+    return [
+        Block(language, info or "", text, bool(slow))
+        for slow, language, info, text in BLOCK.findall(page.read_text(encoding="utf-8"))
+    ]
+
+
+def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[list[str]]:
+    """Run the blocks of a page; yields each command that was run."""
+    said = ""
+    for block in blocks(page):
+        if block.slow and not slow:
+            continue
+        if block.file:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "text":
+            missing = [line for line in block.text.split("\n") if line.strip() and line not in said]
+            assert missing == [], f"{page.name}: not in the output:\n{said}"
+        for command in block.commands:
+            code, said = type_in(command, folder)
+            assert (code != 0) == ("fails" in block.info), f"{page.name}: {shlex.join(command)}\n{said}"
+            yield command
+
+
+def type_in(command: list[str], folder: Path) -> tuple[int, str]:
+    """(exit code, output) of a command: in this process, but for those that start several."""
+    program, *arguments = command
+    if program == "posttrain" and "--gpus" not in arguments and arguments[0] != "run":
+        result = CliRunner().invoke(app, arguments, prog_name="posttrain")
+        return result.exit_code, result.output
+    programs = {
+        "posttrain": [sys.executable, "-m", "posttrain"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }
+    assert program in programs, f"a guide types {program}, which this test cannot run"
+    done = subprocess.run(
+        [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=1200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_there_are_six_guides_with_commands() -> None:
+    assert [page.stem for page in GUIDES] == [
+        "cluster", "first_hour", "from_trl", "maths_data", "my_preferences", "my_tools",
+    ]  # fmt: skip
+    for page in GUIDES:
+        found = blocks(page)
+        assert page.read_text(encoding="utf-8").count("```") == 2 * len(found), "a block that is not read"
+        assert sum(len(block.commands) for block in found if not block.slow) >= 2
+        assert sum(block.language == "console" for block in found) <= (page.stem == "cluster")
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_its_quick_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(list(run_page(page, tmp_path, slow=False))) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in GUIDES if any(b.slow for b in blocks(p))], ids=lambda page: page.stem)
+def test_all_its_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed = list(run_page(page, tmp_path, slow=True))
+    assert len(typed) == sum(len(block.commands) for block in blocks(page))
