@@ -56,7 +56,7 @@ def beta_normalised(
     Over the groups mu = mean(p), var = var(p), unbiased; s = mu (1 - mu) / var - 1; alpha = max(1 + s mu / 3, 1), beta
     = max(1 + s (1 - mu) / 3, 1). Weight = min(1 / f(p), weight_max); 1 for one group, or without variance. Unscored
     rows are left out and get 0, and so does a row whose group has no other scored one. A group of one row has p = 0, as
-    in the authors' code: its advantage is R / f(0).
+    in the authors' code: its advantage is R / f(0). Raises UserError for rewards outside of the given range.
     """
     rewards = (rewards_of(batch).detach() - reward_min) / (reward_max - reward_min)
     key = numbered(batch.group_ids)

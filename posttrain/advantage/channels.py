@@ -52,7 +52,10 @@ def gdpo_terms(
     eps: float = 1e-4,
     batch_norm: BatchNorm = "sequence",
 ) -> dict[str, Tensor]:
-    """`pre_batch` [N], the weighted sum of normalised components, and `advantages`."""
+    """`pre_batch` [N], the weighted sum of normalised components, and `advantages`.
+
+    Raises UserError for components that the batch does not have.
+    """
     used = {**component_weights(batch), **(weights or {})}
     names = [name for name, weight in used.items() if weight != 0]
     strange = [name for name in (conditions or {}) if name not in used]
@@ -77,7 +80,7 @@ def channels(
     A channel's reward is the sum of its components times their factors. Rows outside `among` are compared with nobody
     and get 0, as does one that is alone. The advantage is the sum over the channels; with `separate` (HDPO) that of the
     first channel, and the others, numbered from 1, wait for the regulariser `channel_clip`, one each: the sum differs
-    from it where signs differ at a clipped token, and in the denominators.
+    from it where signs differ at a clipped token, and in the denominators. Raises UserError where no channel is given.
     """
     if not channels:
         raise UserError("advantage `channels` has no channel")

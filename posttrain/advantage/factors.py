@@ -204,7 +204,10 @@ def inverse_easiness(batch: RolloutBatch, *, column: Column = "easiness", floor:
 def inverse_easiness_terms(
     batch: RolloutBatch, *, column: Column = "easiness", floor: float | None = None
 ) -> GroupFactor:
-    """The factor of `inverse_easiness`; measure: x by prompt."""
+    """The factor of `inverse_easiness`; measure: x by prompt.
+
+    Raises ValueError where a column that must be positive is not and no floor is given.
+    """
     group = numbered(batch.group_ids)
     easiness = group_mean(numbers(batch, column), group)
     if floor is not None:
@@ -217,7 +220,7 @@ def inverse_easiness_terms(
 
 
 def numbers(batch: RolloutBatch, column: str) -> Tensor:
-    """A column of numbers of the data rows [N]."""
+    """A column of numbers of the data rows [N]. Raises UserError for a column that the batch does not have."""
     if column not in batch.columns:
         raise UserError(f"the batch has no column `{column}` of numbers; it has: {', '.join(batch.columns) or 'none'}")
     return batch.columns[column]

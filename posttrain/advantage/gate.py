@@ -45,7 +45,10 @@ def open_groups(batch: RolloutBatch, gate: Gate | None) -> Tensor:
 
 
 def component(batch: RolloutBatch, name: str) -> Tensor:
-    """A reward component [N] by name; `correct` and `reward` also mean correctness and the reward itself."""
+    """A reward component [N] by name; `correct` and `reward` also mean correctness and the reward itself.
+
+    Raises UserError for a name that the batch does not have.
+    """
     fields = {"correct": batch.correct, "reward": batch.rewards}
     value = batch.components.get(name, fields.get(name))
     if value is None:
@@ -58,7 +61,7 @@ def component(batch: RolloutBatch, name: str) -> Tensor:
 
 
 def right(batch: RolloutBatch) -> Tensor:
-    """Rows whose answer is right, bool [N]; unknown is not right."""
+    """Rows whose answer is right, bool [N]; unknown is not right. Raises ValueError for a batch without correctness."""
     if batch.correct is None:
         raise ValueError("the batch does not say which rows are correct")
     return batch.correct == 1

@@ -115,7 +115,10 @@ def rewards_of(batch: RolloutBatch) -> Tensor:
 
 
 def required(value: Tensor | None, name: str) -> Tensor:
-    """A field of the batch that the caller cannot do without."""
+    """A field of the batch that the caller cannot do without.
+
+    It may have any shape. Raises ValueError if it is None.
+    """
     if value is None:
         raise ValueError(f"the batch has no {name}")
     return value

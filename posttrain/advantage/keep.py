@@ -26,7 +26,8 @@ def dynamic_sampling(
     metric: `correct` (right or wrong), or `reward`. Correctness is the default because a reward with a length or format
     term differs within an all-wrong group too, and would keep it. Rows whose reward could not be scored (NaN) are left
     out; a scored row with a NaN metric raises UserError. Groups of one row stay, unless keep_single is False. Dropped
-    rows leave the batch: neither their tokens nor their rows count in a denominator.
+    rows leave the batch: neither their tokens nor their rows count in a denominator. Raises ValueError for a batch
+    without the metric, UserError as `differs` does.
     """
     values = batch.correct if metric == "correct" else batch.rewards
     if values is None:
@@ -40,7 +41,8 @@ def differs(
 ) -> Tensor:
     """Rows [N] whose group has max - min of metric [N] > tol, or is a single row. Rows in `ignore` [N] have no say.
 
-    max - min and not the std: in floating point the std of three times 0.1 is not 0.
+    max - min and not the std: in floating point the std of three times 0.1 is not 0. Raises UserError for a row outside
+    of `ignore` whose metric is NaN.
     """
     counted = torch.ones_like(group_ids, dtype=torch.bool) if ignore is None else ~ignore
     unknown = counted & metric.isnan()

@@ -3,6 +3,8 @@
 `gate` says where the term applies (see `options.Gate`); elsewhere the reward stays what it was. Lengths are in tokens
 of the whole completion. A term acts only where the group survives `keep`: one that shortens groups in which everything
 is right does nothing behind a filter on mixed correctness.
+
+Shapes: rewards, lengths and factors [N]; what belongs to groups [K].
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def remaining_length(
 
     ConciseR's second stage with gate {pass_rate: 1.0}: only groups in which everything is right are shortened. The
     bonus is known from reviews; its weight of 1 is a guess. A group advantage that divides by the std does not depend
-    on the weight in such a group.
+    on the weight in such a group. Raises UserError for a max_length of 0 or less.
     """
     if max_length <= 0:
         raise UserError(f"max_length {max_length}", allowed="more than 0 tokens")
@@ -98,7 +100,10 @@ def truncation_tiers(
 def tiers(
     batch: RolloutBatch, *, thresholds: tuple[float, ...] = (0.5,), target_lengths: tuple[float, ...] = (4000, 2000)
 ) -> dict[str, Tensor]:
-    """Share of right answers within the largest target (`ratio` [K]) and the `target_length` [K] of each group."""
+    """Share of right answers within the largest target (`ratio` [K]) and the `target_length` [K] of each group.
+
+    Raises UserError unless there is one target more than thresholds.
+    """
     if len(target_lengths) != len(thresholds) + 1:
         raise UserError(
             f"{len(thresholds)} thresholds make {len(thresholds) + 1} levels; there are {len(target_lengths)} targets"

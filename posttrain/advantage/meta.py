@@ -33,7 +33,8 @@ def per_turn(batch: RolloutBatch, *, min_group: int = 5, norm_std: bool = False,
     """CM2: each turn is compared with the same turn of the prompt's other rollouts -> [N,T], one value a turn.
 
     `token_rewards` holds the turn scores (summed by turn). A = s - mean (/ (std + eps) with norm_std, unbiased) over
-    the rollouts that reached the turn and could be scored; fewer than min_group of them give 0.
+    the rollouts that reached the turn and could be scored; fewer than min_group of them give 0. Source: "CM2:
+    Reinforcement Learning with Checklist Rewards for Multi-Turn and Multi-Step Agentic Tool Use".
     """
     turn = torch.where(batch.mask, required(batch.turn_ids, "turn_ids"), -1)
     width = int(turn.max()) + 1 if turn.numel() else 0
@@ -117,7 +118,10 @@ def meta_terms(
     eps: float = 1e-6,
 ) -> Tensor:
     """The advantages of `meta_reasoning` [N], of rows that are steps, marked with their trajectory. A step with a
-    negative or missing component `tag` has no second part."""
+    negative or missing component `tag` has no second part.
+
+    Raises UserError for a batch without the two components.
+    """
     if missing := [name for name in (tag, step_reward) if name not in batch.components]:
         raise UserError(f"the batch has no reward component {' and no '.join(f'`{name}`' for name in missing)}")
     scaling: dict[str, Any] = {"scale": "group" if norm_std else "none", "eps": eps, "singleton": "raw"}

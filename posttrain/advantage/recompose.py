@@ -1,4 +1,7 @@
-"""Which groups and rows stay, where brevity is the aim: RoRecomp's split, and how many solved prompts to admit."""
+"""Which groups and rows stay, where brevity is the aim: RoRecomp's split, and how many solved prompts to admit.
+
+Shapes: rows that stay, bool [N].
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def rorecomp(batch: RolloutBatch, *, alpha: float = 0.5) -> Selection:
 
 
 def priority(batch: RolloutBatch, *, alpha: float = 0.5) -> Tensor:
-    """The rows to train on now, bool [N]."""
+    """The rows to train on now, bool [N]. Raises UserError for an alpha outside of (0, 1]."""
     if not 0 < alpha <= 1:
         raise UserError(f"alpha {alpha}", allowed="more than 0, at most 1")
     assert batch.correct is not None

@@ -102,7 +102,8 @@ def versus_opponent(batch: RolloutBatch, *, scale: float | None = None) -> Tenso
     """The chance to beat the opponent's answers to the same prompt, less 1/2 -> [N], -1/2 to 1/2.
 
     A higher reward wins, equal ones are half a win; scale: the chance is sigmoid((R - R') / scale), as with a model
-    (Bradley-Terry). Mean over the opponent's answers; unscored ones are left out, without any it is 0.
+    (Bradley-Terry). Mean over the opponent's answers; unscored ones are left out, without any it is 0. Raises
+    ValueError for a batch without rewards of the policy or of the opponent.
     """
     if batch.rewards is None or batch.opponent_rewards is None:
         raise ValueError("versus_opponent needs rewards of the policy and of its opponent")

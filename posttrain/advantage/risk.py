@@ -47,7 +47,8 @@ def riskpo(
     from q_hi on, steepest below q_lo. `released`: (w_mix * cv + rv) / (w_mix + 1), see `bundle_advantages`. credit:
     how a becomes row advantages, see `row_advantages`. Quantiles move by lr_q * (level - share of scores below them);
     the first step takes the batch's own. Groups must be of one size and fill the bundles; a row without a score drops
-    its bundle. Put no group normalisation on top: it would cancel the shape.
+    its bundle. Put no group normalisation on top: it would cancel the shape. Raises UserError for groups of several
+    sizes, or whose number is no multiple of bundle_size.
     """
     groups = list(dict.fromkeys(batch.group_ids.tolist()))
     rows = [(batch.group_ids == number).nonzero()[:, 0] for number in groups]
@@ -149,7 +150,8 @@ def bundle_advantages(
     """Mixed value at risk of scores R [bundles, G], with quantiles low and high; x+ = max(x, 0).
 
     released: rv = ((R - low)+ - (R - high)+ [+ low - high with natural_baseline]) / (beta - alpha + eps),
-    cv = -(low - R)+ / (alpha + eps), (w_mix * cv + rv) / (w_mix + 1).
+    cv = -(low - R)+ / (alpha + eps), (w_mix * cv + rv) / (w_mix + 1). Shapes: scores and result [B,G], B bundles of G
+    samples.
     """
     tail = (low - scores).clamp(min=0)
     middle = (scores - low).clamp(min=0) - (scores - high).clamp(min=0)

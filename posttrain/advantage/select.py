@@ -28,7 +28,10 @@ def high_entropy_tokens(batch: RolloutBatch, *, rho: float = 0.2) -> Selection:
 
 
 def entropy_threshold(batch: RolloutBatch, *, rho: float) -> Tensor:
-    """The (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated; infinite without a token."""
+    """The (1 - rho) quantile of the entropy of the trained tokens, linearly interpolated; infinite without a token.
+
+    A scalar.
+    """
     entropy = required(batch.entropy, "entropy").detach()
     rising = entropy[batch.mask].sort().values
     if not len(rising):

@@ -133,7 +133,10 @@ def gigpo_terms(
     eps: float = 1e-6,
 ) -> StepAdvantages:
     """The advantages of `gigpo` and what they are made of, of rows that are steps: marked with their trajectory, step
-    and state; `step_reward` names the component with a step's own reward."""
+    and state; `step_reward` names the component with a step's own reward.
+
+    Raises ValueError for a batch without that component.
+    """
     if step_reward not in batch.components:
         raise ValueError(f"the batch has no reward component `{step_reward}`")
     trajectories = required(batch.trajectory_ids, "trajectory_ids")

@@ -2,6 +2,8 @@
 
 What a completion chose is an annotation: a reward component of weight 0 (`efficiency.mode`, `efficiency.tool_calls`)
 whose name these functions take. All give new rewards [N]; NaN (not scored) stays.
+
+Shapes: rewards and components [N].
 """
 
 from __future__ import annotations

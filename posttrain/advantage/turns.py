@@ -29,7 +29,9 @@ def salt(batch: RolloutBatch) -> Tensor:
     """SALT: turns that do the same in the same state share the mean of their trajectories' advantages -> [N,T].
 
     `edge_ids` marks such turns within a group (see `edge_numbers`); a turn that no other rollout took keeps its
-    trajectory's advantage. So steps that good and bad rollouts share are neither praised nor blamed.
+    trajectory's advantage. So steps that good and bad rollouts share are neither praised nor blamed. Raises UserError
+    for advantages that differ by token already. Source: "SALT: Step-level Advantage Assignment for Long-horizon Agents
+    via Trajectory Graph".
     """
     advantages = required(batch.advantages, "advantages")
     if advantages.dim() == 2:
@@ -124,7 +126,10 @@ def information_gain_terms(
     gamma: float = 1.0,
     eps: float = 1e-6,
 ) -> Turns:
-    """Turn rewards and advantages from what a scoring pass measured; by default the rows are one group."""
+    """Turn rewards and advantages from what a scoring pass measured; by default the rows are one group.
+
+    Shapes: answer_mean_logp [N,S], outcome, turns and group_ids [N].
+    """
     group_ids = torch.zeros_like(turns) if group_ids is None else group_ids
     rewards = turn_rewards(answer_mean_logp, outcome, turns, kind=kind)
     return Turns(rewards, turn_advantages(rewards, turns, group_ids, normalise=normalise, gamma=gamma, eps=eps))
@@ -202,7 +207,8 @@ def mc_critic(batch: RolloutBatch, *, w: float = 0.9, gamma: float = 0.9, lam: f
 
     A turn's values are those of its first trained token, its reward what its tokens earned (`tokens.token_rewards`: the
     rewards by turn, and the rest of the row's reward at the last); the episode ends with the row. The critic learns
-    advantage + value. w 1 and lam 0: the pure Monte-Carlo difference.
+    advantage + value. w 1 and lam 0: the pure Monte-Carlo difference. Source: "ProAct: Agentic Lookahead in Interactive
+    Environments".
     """
     mask = scored_mask(batch)
     turn = torch.where(mask, required(batch.turn_ids, "turn_ids"), 0)

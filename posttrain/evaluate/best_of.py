@@ -20,7 +20,8 @@ def pick_weights(scores: Sequence[float], n: int) -> list[float]:
     """The chance of each of N completions to be the pick of n drawn from them without replacement.
 
     The pick has the highest score; of equal ones each is as likely. The completion at rank i (0 = highest) is the pick
-    of C(N - 1 - i, n - 1) of the C(N, n) draws, so no draw has to be made.
+    of C(N - 1 - i, n - 1) of the C(N, n) draws, so no draw has to be made. Raises ValueError for an n outside of 1 to
+    the number of samples.
     """
     total = len(scores)
     if not 1 <= n <= total:

@@ -51,7 +51,8 @@ def compare(
 def problem_values(run: Path, metric: str = "accuracy") -> dict[Problem, float]:
     """Problem -> value of each problem of an eval run; unscored ones are left out.
 
-    metric: a column of problems.jsonl (accuracy, consensus, tokens).
+    metric: a column of problems.jsonl (accuracy, consensus, tokens). Raises UserError for a metric that the run does
+    not have.
     """
     values = {}
     for key, row in problems_of(run).items():

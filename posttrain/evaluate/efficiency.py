@@ -35,6 +35,7 @@ def efficiency_metrics(
 
     aes, against a baseline: with dL = (L0 - L)/L0 and dA = (A - A0)/A0 it is alpha dL + beta |dA| where accuracy did
     not fall, else alpha dL - gamma |dA| (as length-reduction papers quote it). None without a baseline or with A0 = 0.
+    Raises ValueError if there are not as many lengths as verdicts.
     """
     if len(correct) != len(lengths):
         raise ValueError(f"{len(correct)} verdicts but {len(lengths)} lengths")

@@ -32,7 +32,10 @@ def pass_at_k(n: Sequence[int], c: Sequence[int], k: Sequence[int]) -> dict[int,
 
 
 def pass_contributions(n: Sequence[int], c: Sequence[int], k: int) -> list[float] | None:
-    """The M per-problem values whose mean is pass@k; None if any problem has fewer than k samples."""
+    """The M per-problem values whose mean is pass@k; None if any problem has fewer than k samples.
+
+    Raises ValueError for a k below 1, and where more are right than were sampled.
+    """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     for samples, right in zip(n, c, strict=True):
@@ -140,6 +143,7 @@ def cons_at_k(
     `equal`), or, where verdicts `right` [M][n] are given instead, if the first judged of its voters is right.
     ties_rule: `expected` = share of the tied leaders that are right; `first` = the tied leader seen first (the rule for
     ties is ours, the paper states none). k: None or above n = all samples. No vote at all gives 0 and majority None.
+    Raises ValueError unless either gold answers or verdicts are given.
     """
     if (gold is None) == (right is None):
         raise ValueError("give either gold answers or verdicts")

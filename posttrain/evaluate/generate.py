@@ -85,6 +85,7 @@ def _searching(recipe: GenerateRecipe, opened: contextlib.ExitStack, log: Printe
 
 
 def sigmoid(score: float) -> float:
+    """1 / (1 + exp(-score)), without overflow."""
     return 0.5 * (1 + math.tanh(score / 2))
 
 

@@ -67,7 +67,10 @@ def options(recipe: PairsRecipe) -> Options:
 
 
 def read(path: str, recipe: PairsRecipe) -> tuple[dict[str, Row], list[Row]]:
-    """uid -> row of each prompt, and the graded completions, of an eval's or a generate's run directory."""
+    """uid -> row of each prompt, and the graded completions, of an eval's or a generate's run directory.
+
+    Raises DataError if it is no run of a finished eval or generate.
+    """
     place = find(path, recipe.base_dir, "completions", DataError)
     folder = place.parent if place.is_file() else place
     file = place if place.is_file() else folder / COMPLETIONS

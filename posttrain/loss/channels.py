@@ -40,7 +40,7 @@ def clip_channels(
 
     A surrogate is proportional to its advantage, so a weight within the advantage is a weight of the surrogate. Differs
     from one surrogate of the summed advantages only where one channel is clipped and another is not. Stats are those of
-    the sum.
+    the sum. Raises ValueError for a batch without channels.
     """
     if not batch.channels:
         raise ValueError("the batch has no channels; an advantage such as `copo` gives them")

@@ -28,7 +28,8 @@ def clip(
     cannot rule the step (arXiv 1912.09729; verl has 3, TRL calls it delta); no gradient there; must exceed 1. The
     gradient flows through r only; without old_logp (one update a step) r is 1 and keeps its gradient. Stats [N,T]:
     `ratio`; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`: 1 where the clip cuts the gradient (A < 0 and
-    r < 1 - clip_low; A > 0 and r > 1 + clip_high; either), and with dual_clip `clip_ratio/dual_mean`.
+    r < 1 - clip_low; A > 0 and r > 1 + clip_high; either), and with dual_clip `clip_ratio/dual_mean`. Raises UserError
+    for a dual_clip of 1 or less.
     """
     high = clip_low if clip_high is None else clip_high
     ratio = token_ratio(batch, logp)
@@ -49,7 +50,10 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 
 
 def clip_stats(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> dict[str, Tensor]:
-    """`ratio`, and where a clip cuts the gradient; what all clipped losses report."""
+    """`ratio`, and where a clip cuts the gradient; what all clipped losses report.
+
+    Tensors of any shape, [N,T] in the losses.
+    """
     below = (advantages < 0) & (ratio < 1 - clip_low)
     above = (advantages > 0) & (ratio > 1 + clip_high)
     return {
@@ -72,7 +76,10 @@ def token_log_ratio(batch: RolloutBatch, logp: Tensor) -> Tensor:
 
 
 def token_advantages(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """The batch's advantages, constant for the gradient, in the dtype of logp and of a shape that goes with [N,T]."""
+    """The batch's advantages, constant for the gradient, in the dtype of logp and of a shape that goes with [N,T].
+
+    Raises ValueError for a batch without advantages.
+    """
     if batch.advantages is None:
         raise ValueError("the batch has no advantages; they are assigned before the loss")
     advantages = batch.advantages.detach().to(logp.dtype)
@@ -92,5 +99,5 @@ def log_ratio_to_behaviour(batch: RolloutBatch, logp: Tensor) -> Tensor:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp with the exponent limited to +-20; nothing flows back beyond that."""
+    """exp with the exponent limited to +-20; nothing flows back beyond that. Takes any shape."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

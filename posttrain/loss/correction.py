@@ -2,6 +2,8 @@
 
 A correction gives frozen weights [N,T] for the policy-gradient term and the tokens that keep it; denominators and KL
 stay as they are. One ratio is corrected once.
+
+Shapes: logp [N,T] of the current policy; weights, masks and stats [N,T].
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def reject(
     """Only tokens whose pi_old / mu lies within [clip_min, clip_max] are trained on (verl's rejection; ROLL 0 to 2).
 
     Levels and veto as in correction `tis` with mode `mask`, but the rejected tokens leave the denominators too, so the
-    others weigh more.
+    others weigh more. Raises ValueError for a batch without old_logp.
     """
     if batch.old_logp is None:
         raise ValueError("engine_ratio needs old_logp before tokens are selected")

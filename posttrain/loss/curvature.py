@@ -38,7 +38,8 @@ def capo(
     m_fisher, m_hessian: the shift of the policy and of the objective that one step of learning_rate on the last linear
     layer would make by this token alone, from its probabilities (the top k, renormalised; 50 in the paper), its last
     hidden state and its advantage. Rejected tokens leave the denominators; the paper rejects below 8% of them. Its
-    thresholds: GRPO 1e-4 and 0.01, Dr. GRPO 1e-3 and 5e-4, REINFORCE 1e-5 and 0.1.
+    thresholds: GRPO 1e-4 and 0.01, Dr. GRPO 1e-3 and 5e-4, REINFORCE 1e-5 and 0.1. Raises ValueError for a batch
+    without hidden states or top-k log-probs.
     """
     if batch.hidden is None or batch.topk_logp is None or batch.topk_chosen is None:
         raise ValueError("capo needs hidden states and the top-k log-probs")
@@ -89,7 +90,8 @@ def filtered(
     probs, chosen (one-hot) [N,T,K]; hidden [N,T,H]; advantages [N], [N,1] or [N,T].
     With e = chosen - probs and g = A e h^T, the direction D is g, or with optimizer adam the scaled update from the
     moments m, v [N,T,K,H]; u = D h; fisher = lr^2 (e.u)^2 / 2; hessian = lr <g, D> + lr^2 A [(e.u)^2 - (sum p u^2 -
-    (sum p u)^2)] / 2. Plain gradient descent needs norms only: u = A |h|^2 e.
+    (sum p u)^2)] / 2. Plain gradient descent needs norms only: u = A |h|^2 e. Raises ValueError for optimizer `adam`
+    without moments.
     """
     mask = mask.bool()
     e = chosen.to(probs.dtype) - probs

@@ -1,4 +1,7 @@
-"""Clipped losses that keep three policies apart: the one that sampled, the one to stay near, and the current one."""
+"""Clipped losses that keep three policies apart: the one that sampled, the one to stay near, and the current one.
+
+Shapes: logp, values and stats [N,T].
+"""
 
 from __future__ import annotations
 

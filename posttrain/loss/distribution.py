@@ -1,4 +1,8 @@
-"""RL as fitting a distribution: the target ref * exp(reward / beta), and the KL on the policy's own samples."""
+"""RL as fitting a distribution: the target ref * exp(reward / beta), and the KL on the policy's own samples.
+
+Shapes: losses of a batch take logp [N,T] and give values [N,T], or [K], one a group; `match_distribution` takes the n
+samples of one prompt, all tensors [S]; functions of a log-ratio alone take any shape.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +93,7 @@ def gdc(
     v by divergence, t = pi / target: forward_kl 1 / t; reverse_kl -(log t + 1); js -(log 2 - softplus(-log t)); tv
     -sign(log t) / 2. log Z is estimated from the group, so groups should be large and completions short. max_weight
     limits the importance weight. Unscored rows take no part. Stats: `gdc/log_z`, `gdc/kl` (mean log t: KL to the
-    target).
+    target). Raises ValueError for a batch without rewards.
     """
     if batch.rewards is None:
         raise ValueError("gdc needs rewards")

@@ -1,4 +1,7 @@
-"""Losses over whole groups, on pairs of rows of one prompt."""
+"""Losses over whole groups, on pairs of rows of one prompt.
+
+Shapes: logp [N,T]; values and stats [K], one a group.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,10 @@ def trpa(
 
 
 def levels(batch: RolloutBatch, level: str | None) -> tuple[Tensor, Tensor]:
-    """A rank [N] (lower = better, NaN = unscored) and the rows of the best level, bool [N]."""
+    """A rank [N] (lower = better, NaN = unscored) and the rows of the best level, bool [N].
+
+    Raises ValueError for a batch that has neither correctness nor the component.
+    """
     if level is not None:
         rank = batch.components[level].detach()
         return rank, rank == 1

@@ -2,6 +2,8 @@
 
 They get all rows of a group together and give one value a group. `weights` say how much a group counts in the mean over
 the groups of the optimiser batch.
+
+Shapes: logp [N,T]; values, weights and stats [K], one a group.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def disco_scores(batch: RolloutBatch, logp: Tensor, *, score: Score) -> Tensor:
 
 
 def kl_to_old(batch: RolloutBatch, logp: Tensor, *, kl_type: Literal["k1", "k3"]) -> Tensor:
-    """Mean over all trained tokens of KL(old || pi), estimated on the old policy's samples."""
+    """Mean over all trained tokens of KL(old || pi), estimated on the old policy's samples. A scalar."""
     log_ratio = token_log_ratio(batch, logp)
     values = -log_ratio if kl_type == "k1" else token_ratio(batch, logp) - 1 - log_ratio
     return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum().clamp(min=1)

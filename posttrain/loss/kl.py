@@ -3,6 +3,8 @@
 With d = logp - ref_logp. Each is right for one place: say `in the loss` or `in the reward` (Schulman, "Approximating
 KL divergence"). All take (batch, logp [N,T]) and return values [N,T], 0 where the mask is 0. A missing ref_logp is an
 error.
+
+Shapes: logp, values and stats [N,T].
 """
 
 from __future__ import annotations
@@ -82,7 +84,10 @@ def k3_is(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
 
 
 def log_ratio_to_reference(batch: RolloutBatch, logp: Tensor) -> Tensor:
-    """d = logp - ref_logp [N,T], 0 where the mask is 0. Raises if a trained token has no reference log-prob."""
+    """d = logp - ref_logp [N,T], 0 where the mask is 0. Raises if a trained token has no reference log-prob.
+
+    Raises ValueError for a batch without ref_logp, NonFiniteError where it is NaN for a trained token.
+    """
     if batch.ref_logp is None:
         raise ValueError("the batch has no ref_logp: a KL term needs the reference policy's log-probs")
     reference = torch.where(batch.mask, batch.ref_logp.detach(), 0.0)

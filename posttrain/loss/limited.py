@@ -1,4 +1,7 @@
-"""Limits on what a loss reads, for numbers that would overflow, which leave the way back open."""
+"""Limits on what a loss reads, for numbers that would overflow, which leave the way back open.
+
+Shapes: tensors of any shape; the result has the same.
+"""
 
 from __future__ import annotations
 

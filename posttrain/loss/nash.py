@@ -1,6 +1,8 @@
 """Playing for the equilibrium of a preference: exact steps over finitely many answers, and one step on samples.
 
 `pref` [A,A]: pref[i, j] is the probability that answer i beats answer j. Policies are log-probabilities or logits [A].
+
+Shapes: `pref` [A,A], policies [A]; on samples logp and values [N,T]; parameters of a model have any shape.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def nash_mp(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.1, eta: float 
     A is the advantage, by `group_rewards: [versus_opponent]` and `advantage: reward` the chance to beat the opponent's
     answer, less 1/2 (`rloo` centres it); log-ratios are sums over the row, and so is the loss with `aggregation:
     seq_mean_token_sum`. The two pulls are one, to the geometric mixture of reference and opponent. Stats: `nash_mp/ref`
-    and `nash_mp/opponent` (the log-ratios of rows).
+    and `nash_mp/opponent` (the log-ratios of rows). Raises ValueError for a batch without ref_logp or opponent_logp.
     """
     if batch.opponent_logp is None or batch.ref_logp is None:
         raise ValueError("nash_mp needs the log-probs of the reference and of the opponent")

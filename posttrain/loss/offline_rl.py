@@ -1,6 +1,8 @@
 """Learning from stored traces by step or token: soft Bellman residuals, direct advantages, DPO's credit by token.
 
 N rows, T tokens, S steps; cells where a mask is 0 may hold anything and never matter.
+
+Shapes: logp, values and masks [N,T], what belongs to steps [N,S], rewards [N].
 """
 
 from __future__ import annotations
@@ -131,7 +133,7 @@ class Steps(NamedTuple):
 
 
 def step_sums(batch: RolloutBatch) -> Steps:
-    """The steps of the batch's rows, by `turn_ids`."""
+    """The steps of the batch's rows, by `turn_ids`. Raises ValueError for a batch without turn_ids."""
     if batch.turn_ids is None:
         raise ValueError("this loss needs to know the steps of a completion (turn_ids)")
     turns = torch.where(batch.mask, batch.turn_ids, -1)
@@ -240,7 +242,8 @@ def direct_advantage_loss(batch: RolloutBatch, logp: Tensor, *, beta: float = 0.
     u_s: the log-ratio of a step's tokens to the reference. A_s = V(next step) - V(step), behind the last step the
     reward (0 to 1); V by a critic that was trained apart (`loss: critic`) and stays. Steps: `scoring.split`, or turns.
     Rows without a reward take no part. Stats: `direct_advantage/error` (mean gap^2 of a row),
-    `direct_advantage/margin` (sum of A_s u_s: it grows).
+    `direct_advantage/margin` (sum of A_s u_s: it grows). Raises ValueError for a batch without rewards or values of a
+    critic.
     """
     if batch.values is None or batch.rewards is None:
         raise ValueError("direct_advantage needs rewards and a critic's values")

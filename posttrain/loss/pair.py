@@ -5,6 +5,8 @@ distance of that margin from its target, and regularisers. c and r are log-probs
 count the same tokens, and a length of 0 counts as 1; log-ratios are to a reference, which carries no gradient. Stats
 [P] of all: chosen_rewards and rejected_rewards (the scores, scaled as the loss scales them), margins (their gap) and
 accuracy (1 where chosen is above rejected).
+
+Shapes: log-probs, lengths, scores, margins and losses [P].
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def dpo(
     (-(1-e) log s(z) + e log s(-z)) / (1 - 2e), unbiased when labels are flipped with probability e (arXiv 2403.00409).
     reference_free takes both references as 0 and needs none. nll_weight adds that many times the chosen side's negative
     log-likelihood, so that it does not sink: its `sum`, the mean over its tokens (`sequence`), or the mean over all
-    chosen tokens of the optimiser batch (`token`).
+    chosen tokens of the optimiser batch (`token`). Raises UserError for variant `robust` with a label_smoothing of 0.5
+    or more.
     """
     if variant == "robust" and label_smoothing >= 0.5:
         raise UserError(
@@ -121,7 +124,8 @@ def simpo(
 ) -> PairLoss:
     """Logistic loss on z = beta * (mean chosen log-prob - mean rejected log-prob - gamma_beta_ratio); no reference.
 
-    `hinge` is max(0, 1 - z). sft_weight adds that many times the chosen side's mean negative log-prob.
+    `hinge` is max(0, 1 - z). sft_weight adds that many times the chosen side's mean negative log-prob. Raises UserError
+    for variant `hinge` with label_smoothing.
     """
     if variant == "hinge" and label_smoothing:
         raise UserError("label_smoothing has no meaning with variant hinge", hint="remove it, or use variant sigmoid")
@@ -199,7 +203,10 @@ def divergence_score(u: Tensor, divergence: str, alpha: float) -> Tensor:
 
 def nll(batch: PairBatch, reduction: Literal["sum", "sequence", "token"]) -> Tensor:
     """Negative log-likelihood [P] of the chosen sides: summed, by token of the side, or so that its mean over pairs is
-    the mean over all chosen tokens of the optimiser batch."""
+    the mean over all chosen tokens of the optimiser batch.
+
+    Raises ValueError for a batch without the lengths that the reduction needs.
+    """
     if reduction == "sum":
         return -batch.chosen_logp
     if batch.chosen_length is None:
@@ -218,14 +225,14 @@ def log_ratios(batch: PairBatch) -> tuple[Tensor, Tensor]:
 
 
 def anchor(logp: Tensor | None) -> Tensor:
-    """Log-probs of another policy, as a constant."""
+    """Log-probs of another policy, as a constant. Raises ValueError if there are none."""
     if logp is None:
         raise ValueError("this pair loss needs the log-probs of a reference or an earlier policy")
     return logp.detach()
 
 
 def per_token(batch: PairBatch, chosen: Tensor, rejected: Tensor, who: str) -> tuple[Tensor, Tensor]:
-    """Both sides divided by their lengths; 0 counts as 1."""
+    """Both sides divided by their lengths; 0 counts as 1. Raises ValueError for a batch without lengths."""
     if batch.chosen_length is None or batch.rejected_length is None:
         raise ValueError(f"{who} needs the lengths of both sides")
     return chosen / batch.chosen_length.clamp(min=1), rejected / batch.rejected_length.clamp(min=1)

@@ -18,7 +18,8 @@ def kto(
 
     z0 = the mean log-ratio of mismatched completions, at least 0 and constant: an estimate of the KL to the reference.
     Weights: keep (desirable_weight * good rows) / (undesirable_weight * bad rows) between 1 and 4/3. Stats: kl (z0),
-    chosen_rewards (beta h, of good and bad rows), accuracy (h on the right side of z0).
+    chosen_rewards (beta h, of good and bad rows), accuracy (h on the right side of z0). Raises ValueError for a batch
+    without labels.
     """
     if batch.label is None:
         raise ValueError("kto needs the label of every row")

@@ -1,6 +1,8 @@
 """Pair losses of methods that train in rounds on samples of their own, and anchor on the policies of earlier rounds.
 
 What a round's pairs were sampled from is `prev` in a PairBatch, the reference `ref`; in the first round they are one.
+
+Shapes: log-probs, scores and losses [P]; those of several earlier policies [J,P].
 """
 
 from __future__ import annotations
@@ -128,7 +130,10 @@ def mnpo(
 
 
 def opponents(history: Tensor | None, weights: tuple[float, ...] | None) -> Tensor | float:
-    """Weighted mean [P] of log-probs [J,P] of earlier policies; 0 without any."""
+    """Weighted mean [P] of log-probs [J,P] of earlier policies; 0 without any.
+
+    Raises UserError for weights of another number than there are policies.
+    """
     if history is None or len(history) == 0:
         return 0.0
     given = torch.ones(len(history)) if weights is None else torch.as_tensor(weights)[: len(history)]

@@ -1,4 +1,7 @@
-"""Soft steps away from the policy that sampled: a KL to it instead of a clip."""
+"""Soft steps away from the policy that sampled: a KL to it instead of a clip.
+
+Shapes: logp, values and stats [N,T].
+"""
 
 from __future__ import annotations
 

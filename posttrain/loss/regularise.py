@@ -90,7 +90,8 @@ def calibrl(
 
     Right answers are pushed above the expert's likelihood, wrong ones below it, and only weakly (negative_slope) once
     they are there. Rows without an expert, or of unknown correctness, have no term. Stat [N,T]: `calibrl/reached`.
-    The authors take coef 0.1 and aggregation token_mean.
+    The authors take coef 0.1 and aggregation token_mean. Raises ValueError for a batch without expert_logp or
+    correctness.
     """
     if batch.expert_logp is None or batch.correct is None:
         raise ValueError("calibrl needs expert_logp and correctness")
@@ -128,7 +129,7 @@ def forward_kl(
     rho = exp(hat - logp), hat = log_softmax(phi * reference logits) of the sampled token, phi from `reference_power`:
     right answers stay near the reference, wrong ones near a flattened one, so they may explore. Gradient -rho ln rho.
     hat - logp is limited to [-20, 5], beyond which the gradient is that at the limit. phi_min 1 is the plain forward KL
-    to the reference. Stat [N,T]: `forward_kl`.
+    to the reference. Stat [N,T]: `forward_kl`. Raises ValueError for a batch without tempered_ref_logp.
     """
     del phi_min, reward_min, reward_max  # the pass of the reference policy has used them, see reference_power
     if batch.tempered_ref_logp is None:
@@ -142,7 +143,10 @@ def forward_kl(
 def reference_power(
     batch: RolloutBatch, *, phi_min: float = 0.5, reward_min: float = 0.0, reward_max: float = 1.0
 ) -> Tensor:
-    """phi [N] = phi_min + (1 - phi_min) * the reward scaled to [0, 1]; an unscored row, or no range of rewards: 1."""
+    """phi [N] = phi_min + (1 - phi_min) * the reward scaled to [0, 1]; an unscored row, or no range of rewards: 1.
+
+    Raises ValueError for a batch without rewards.
+    """
     if batch.rewards is None:
         raise ValueError("the batch has no rewards")
     if reward_max <= reward_min:

@@ -16,6 +16,7 @@ def reinforce(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """-A logp per token; gradient -A. Nothing is clipped: put a correction beside it when samples are off-policy.
 
     Under aggregation `seq_mean_token_sum` this is the policy gradient of the sequence reward. Stat [N,T]: `ratio`.
+    Source: Williams, 1992.
     """
     values = -token_advantages(batch, logp) * torch.where(batch.mask, logp, 0.0)
     return TokenLoss(torch.where(batch.mask, values, 0.0), {"ratio": token_ratio(batch, logp).detach()})

@@ -17,6 +17,7 @@ def load_balance(logits: Sequence[Tensor], rows: Tensor, count: int, chosen: int
     f_e: of the row's tokens, the share that is sent to expert e; P_e: the mean of its probability, which carries the
     gradient. Switch Transformer (2101.03961), equations 4 to 6; `chosen`, the experts a token is sent to, is the value
     of an even load. logits: those of each layer's router, [tokens, experts]. rows [tokens]: the row of each token.
+    Shapes: each of logits [M,E] with M tokens and E experts, rows [M], the result [N].
     """
     sizes = torch.bincount(rows, minlength=count).clamp(min=1)[:, None]
     total = torch.zeros(count, device=rows.device)
@@ -36,7 +37,7 @@ def router_balance(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     f_e is the share of a row's tokens, prompt included, that is sent to expert e, P_e the mean probability that the
     router gives it; the mean over layers. An even load gives the number of experts a token is sent to. It is the loss
     of transformers, of each row by itself, so that micro-batches do not change it; a row counts by its trained tokens.
-    Stat [N]: `router_loss`.
+    Stat [N]: `router_loss`. Raises ValueError for a batch without router_loss.
     """
     if batch.router_loss is None:
         raise ValueError("router_balance needs router_loss, which a pass of a mixture of experts gives")

@@ -18,7 +18,7 @@ def rover(batch: RolloutBatch, logp: Tensor, *, rho: float = 1.0, next_q_scale: 
     m_t is the mean over the vocabulary of the log-probs at position t, m_old that of the policy at rollout time; the
     second term is 0 where t + 1 is not a trained token. A is the centred reward (advantage `group`, scale none; the
     paper's Math script divides by the std + 1e-6). No clip. rho 1 and next_q_scale 1 are the paper's. Stats [N,T]: `q`,
-    `target`, `ratio`.
+    `target`, `ratio`. Raises ValueError for a batch without the vocabulary means of the log-probs.
     """
     if batch.vocab_mean_logp is None or batch.old_vocab_mean_logp is None:
         raise ValueError("rover needs the vocabulary means of the log-probs, now and at rollout time")

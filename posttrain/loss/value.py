@@ -26,7 +26,8 @@ def value(
 
     max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2) / 2, v the critic now, v_old at rollout time, R the
     return that the advantage function gives. reduce `mean`: the mean of the two errors, as SAFE takes it; huber d: the
-    error is x^2 / 2 up to d and d (|x| - d / 2) beyond, in place of x^2 / 2. Stat [N,T]: `value/error` (v - R).
+    error is x^2 / 2 up to d and d (|x| - d / 2) beyond, in place of x^2 / 2. Stat [N,T]: `value/error` (v - R). Raises
+    ValueError for a batch without old and new values or returns.
     """
     if batch.values is None or batch.new_values is None or batch.returns is None:
         raise ValueError("the value loss needs the critic's values, then and now, and returns")

@@ -1,4 +1,7 @@
-"""Merge rules without differences from a base: interpolation on the sphere, averages over checkpoints, soups."""
+"""Merge rules without differences from a base: interpolation on the sphere, averages over checkpoints, soups.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def slerp(
     """Spherical interpolation from the first model (t 0) to the second (t 1), tensor by tensor (mergekit's `slerp`).
 
     A `base_model` is the first of the two. Linear where the tensors are nearly parallel (|cosine| > dot_threshold) or
-    one has a norm of at most eps; mergekit treats a tensor of zeros as orthogonal to everything.
+    one has a norm of at most eps; mergekit treats a tensor of zeros as orthogonal to everything. Raises MergeError
+    unless there are exactly two models.
     """
     del base, weights
     if len(models) != 2:
@@ -80,7 +84,10 @@ def checkpoint_average(
 def checkpoint_shares(
     count: int, *, mode: Literal["last_k", "ema"], k: int | None, decay: float, bias_correction: bool
 ) -> list[float]:
-    """What each of `count` checkpoints, oldest first, has of the average; the shares sum to 1."""
+    """What each of `count` checkpoints, oldest first, has of the average; the shares sum to 1.
+
+    Raises MergeError for a decay outside of [0, 1) or a k below 1.
+    """
     if mode == "last_k":
         if k is not None and k < 1:
             raise MergeError(f"k {k}: at least one checkpoint must be averaged")

@@ -1,4 +1,7 @@
-"""Large tensors processed block by block: no large temporaries, and a block stays in the processor's cache."""
+"""Large tensors processed block by block: no large temporaries, and a block stays in the processor's cache.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result.
+"""
 
 from __future__ import annotations
 

@@ -196,7 +196,10 @@ def _pattern(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def check(inputs: Sequence[Adapter], final: Path) -> None:
-    """Refuse adapters of different bases, modules or shapes, and an output that is an input."""
+    """Refuse adapters of different bases, modules or shapes, and an output that is an input.
+
+    Raises MergeError for each of these.
+    """
     first = inputs[0]
     for other in inputs[1:]:
         pair = f"{first.name} and {other.name}"
@@ -220,6 +223,7 @@ def check(inputs: Sequence[Adapter], final: Path) -> None:
 
 
 def arguments(recipe: MergeRecipe) -> Arguments:
+    """The arguments of `combine` that a recipe gives."""
     rule = registry.get("merge", recipe.merge_method)
     return Arguments.of(rule, [recipe.parameters], [model.parameters for model in recipe.models])
 
@@ -233,7 +237,7 @@ def _at(name: str, inputs: Sequence[Adapter]) -> At:
 
 
 def combine(recipe: MergeRecipe, inputs: Sequence[Adapter]) -> tuple[dict[str, Factors], list[float]]:
-    """Factors of the result by module, and the weights of the first one."""
+    """Factors of the result by module, and the weights of the first one. Raises MergeError that names the module."""
     settings = arguments(recipe)
     found = {}
     for name in inputs[0].modules:
@@ -261,7 +265,10 @@ def distance_from_sum(
 
 
 def write(folder: Path, combined: Mapping[str, Factors], first: Adapter, dtype: torch.dtype) -> dict[str, int]:
-    """Weights and config, with alpha = rank in each module so that its scale is 1. Returns the ranks by module."""
+    """Weights and config, with alpha = rank in each module so that its scale is 1. Returns the ranks by module.
+
+    Raises MergeError for weights that overflow the dtype, RunError if what was written does not read back.
+    """
     tensors = {}
     for name, (a, b, scale) in combined.items():
         tensors[name], tensors[partner(name)] = (scale * a).to(dtype).contiguous(), b.to(dtype).contiguous()

@@ -3,6 +3,8 @@
 Every rule is `rule(models, base, weights, *, keys...)` as in rules.py. Rules that need `draws` get a tensor of uniform
 numbers for each model as their fourth argument. A key that may differ between models takes one number, or a list of
 them.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result. Stacked parts are [M, ...].
 """
 
 from __future__ import annotations
@@ -186,7 +188,7 @@ def update_selective(
     Restores accuracy that was lost in length training, while answers stay nearly as short. The paper does not state
     whether its quarter is taken per `tensor` (every layer is represented) or over the whole model (`global`: passes
     over both models first count the entries to keep in each tensor). `at_least_one` keeps one entry where the share
-    rounds to none.
+    rounds to none. Raises MergeError for granularity `global` without the count.
     """
     del weights
     start = required(base, "update_selective")
@@ -248,7 +250,7 @@ def stock_share_of_products(products: Mapping[tuple[int, int], Tensor], count: i
     """model_stock's t: N c / (1 + (N - 1) c), c the mean cosine of all pairs of N differences, held within [0, 1].
 
     products: (i, j), i <= j -> inner product of the differences i and j. A pair in which one has a norm of at most eps
-    counts as cosine 0.
+    counts as cosine 0. Raises MergeError for fewer than two models.
     """
     if count < 2:
         raise MergeError("model_stock needs at least two models beside the base")

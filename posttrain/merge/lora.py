@@ -36,7 +36,11 @@ def scaling(alpha: float, rank: int, *, rslora: bool = False) -> float:
 def fold_matrices(
     weight: Tensor, lora_a: Tensor, lora_b: Tensor, *, alpha: float, rslora: bool = False, fan_in_fan_out: bool = False
 ) -> Folded:
-    """W + s B A in the precision of `weight`; transposed for layers that store [in, out]. MergeError if not finite."""
+    """W + s B A in the precision of `weight`; transposed for layers that store [in, out]. MergeError if not finite.
+
+    Shapes: weight [O,I], or [I,O] with fan_in_fan_out; lora_a [R,I], lora_b [O,R]. Raises MergeError if the result is
+    not finite.
+    """
     scale = scaling(alpha, lora_a.shape[0], rslora=rslora)
     product = scale * (lora_b @ lora_a)
     merged = weight + (product.T if fan_in_fan_out else product)
@@ -56,7 +60,7 @@ def combine(
 
     cat: exactly sum_i w_i s_i B_i A_i, ranks add up. svd: the same sum, best approximation of the given rank. linear: A
     and B mixed apart with sqrt|w s| (the sign in A), as PEFT does; it has cross terms, so it is not the sum, and needs
-    equal ranks.
+    equal ranks. Raises MergeError for `svd` without a rank, and for `linear` with adapters of several ranks.
     """
     shares = [weight * adapter.scaling for weight, adapter in zip(weights, adapters, strict=True)]
     if method == "linear":
@@ -113,6 +117,6 @@ def combined_delta(
     method: Literal["cat", "svd", "linear"] = "cat",
     rank: int | None = None,
 ) -> Tensor:
-    """What the combined adapter adds to the weight, [out, in]."""
+    """What the combined adapter adds to the weight, [out, in]. The result is [O,I]."""
     joined = combine(adapters, weights, method, rank=rank)
     return joined.scaling * (joined.b @ joined.a)

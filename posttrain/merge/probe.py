@@ -74,7 +74,10 @@ def _logits(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def gap(before: torch.Tensor, after: torch.Tensor) -> dict[str, float | None]:
-    """The largest gap between two outputs, None where their shapes differ, and the largest logit of the second."""
+    """The largest gap between two outputs, None where their shapes differ, and the largest logit of the second.
+
+    Tensors of any shape.
+    """
     same = before.shape == after.shape
     return {
         "logit_gap": float((after - before).abs().max()) if same else None,

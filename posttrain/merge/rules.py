@@ -5,6 +5,8 @@ order of the recipe, `base` the base model's tensor or None, and one weight a mo
 inputs are), and the result is returned in that precision: the caller casts to the output's dtype.
 
 Integer and boolean buffers cannot be averaged: `merge_tensor` copies them from the base or the first model.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result.
 """
 
 from __future__ import annotations

@@ -77,7 +77,10 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
 
 
 def check(plan: Plan, directory: RunDirectory) -> None:
-    """Print the compatibility table and the warnings; refuse what cannot be merged, overwritten or stored."""
+    """Print the compatibility table and the warnings; refuse what cannot be merged, overwritten or stored.
+
+    Raises MergeError if the output is, or holds, an input.
+    """
     checks = compare(plan)
     _print_table(table(checks, plan.sources))
     for warning in [*(c.warning for c in checks if c.warning), *plan.warnings]:

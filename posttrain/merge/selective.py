@@ -1,4 +1,7 @@
-"""Merge rules that choose entry by entry whose change is taken: by who made it, its size, or how much it matters."""
+"""Merge rules that choose entry by entry whose change is taken: by who made it, its size, or how much it matters.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result.
+"""
 
 from __future__ import annotations
 

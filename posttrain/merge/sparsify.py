@@ -1,6 +1,8 @@
 """What is left of a difference between two models: pure functions, one tensor at a time.
 
 A `draw` holds one uniform number in [0, 1) an entry; the caller makes it, so that the functions stay pure.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Merge rules that interpolate directions and lengths apart: along great circles, and averages on the sphere."""
+"""Merge rules that interpolate directions and lengths apart: along great circles, and averages on the sphere.
+
+Shapes: the tensors of one call have any shape, all the same; so has the result. Directions
+are those of the flattened tensors.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,7 @@ def multislerp(
     mergekit interpolates in the plane that touches the sphere at that mean direction, where the weighted sum of all
     models is 0: so the mean direction is what comes out (https://goddard.blog/posts/multislerp-wow-what-a-cool-idea).
     With a `base_model` of differences from it. One model is itself. Two that cancel are averaged on a line; MergeError
-    for more.
+    for more. Raises MergeError if the weighted directions cancel.
     """
     if len(models) == 1:
         return raised(models[0]).clone()

@@ -1,4 +1,7 @@
-"""Merges of whole models in memory that are more than one rule on each tensor; a model is name -> tensor."""
+"""Merges of whole models in memory that are more than one rule on each tensor; a model is name -> tensor.
+
+Shapes: tensors of one name have any shape, the same in all models.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,8 @@ def model_soup(
 ) -> Soup:
     """The mean of all models, or of those that a greedy soup keeps.
 
-    greedy: `val_scores` holds each model's validation score, `table` those of sets: "0,2" -> score.
+    greedy: `val_scores` holds each model's validation score, `table` those of sets: "0,2" -> score. Raises MergeError
+    for a greedy soup without validation scores.
     """
     kept = list(range(len(models)))
     if mode == "greedy":

@@ -1,4 +1,7 @@
-"""The merge itself, one tensor name at a time, and the check of the written files."""
+"""The merge itself, one tensor name at a time, and the check of the written files.
+
+Shapes: tensors of one name have any shape, the same in all models.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Reading takes one tensor at a time; writing lays out a shard from names, dtypes and shapes alone and then streams the
 data, so that a merge needs memory for a few tensors and not for a model. Format: 8 bytes little-endian header length,
 a JSON header, then the data without gaps (https://github.com/huggingface/safetensors#format).
+
+Shapes: tensors have any shape; a Spec names it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ class Vocabulary:
 
 
 def by_token(vocabulary: Vocabulary, tensors: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
-    """The embeddings of several models (folder -> tensor [its rows, ...]) with the rows of the result."""
+    """The embeddings of several models (folder -> tensor [its rows, ...]) with the rows of the result.
+
+    Shapes: [V, ...], V the tokens of a model; the results have a row for each token of the merged one.
+    """
     size = vocabulary.tokens
     instead = _of_others(vocabulary, tensors)
     for token, place in vocabulary.fixed.items():
@@ -267,7 +270,10 @@ def _rows(source: Source) -> int:
 
 
 def template(asked: str | None, models: Sequence[Source], tokenizer: Source) -> str | None:
-    """The chat template to write, None for the tokenizer's own. MergeError if there is no tokenizer."""
+    """The chat template to write, None for the tokenizer's own. MergeError if there is no tokenizer.
+
+    Raises MergeError if the model has no tokenizer.
+    """
     if asked is None:
         return None
     if tokenizer.vocabulary is None:

@@ -103,7 +103,7 @@ def persona_faithfulness(
     """{"reward", "per_statement"}: the expected number of persona statements that a reply respects (APC).
 
     By statement: relevant and entailed, or not relevant and not contradicted. average: their share instead. ValueError
-    for something that is no probability.
+    for something that is no probability. Raises ValueError for a number outside of 0 to 1.
     """
     for p in (*p_relevant, *p_entail, *p_contradict):
         if not 0 <= p <= 1:

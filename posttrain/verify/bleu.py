@@ -88,7 +88,8 @@ def choose(
     """Rising indices of k prompts by the score of the base model's own answers (BLEUBERI).
 
     hard: the lowest scores; easy: the highest; random: the first of `seed_order`, a permutation that the caller drew.
-    Of equal scores the earlier prompt goes first; k above the number of prompts is all.
+    Of equal scores the earlier prompt goes first; k above the number of prompts is all. Raises ValueError for an
+    unknown mode, and for `random` without seed_order.
     """
     if mode == "random":
         if seed_order is None:

@@ -69,11 +69,13 @@ def _is_remainder(value: Any, modulus: Any) -> bool:
 
 
 def congruent(one: Formula, other: Formula, modulus: Formula) -> bool:
+    """Whether two whole numbers differ by a multiple of the modulus; False for anything else."""
     whole = all(value.expr.is_Integer for value in (one, other, modulus)) and modulus.expr != 0
     return bool(whole and (one.expr - other.expr) % modulus.expr == 0)
 
 
 def close(x: Any, y: Any, share: Any) -> bool:
+    """Whether x and y differ by at most this share of the larger one."""
     return bool(abs(x - y) <= share * max(abs(x), abs(y)))
 
 

@@ -55,7 +55,8 @@ def code_reward(
     is the expected one but for blanks at line ends and blank lines at the end. f = passed / tests. partial: f. binary:
     1 if all pass. pass_fail: the same, but the first failure ends the tests. weighted_sum: 1 if all pass, plus
     pass_weight * f; no_code without a program, compile_fail if it does not compile. In the other modes both are 0.
-    budget_s: seconds for all tests; one that it leaves no time for fails. Raises SandboxError without a sandbox.
+    budget_s: seconds for all tests; one that it leaves no time for fails. Raises SandboxError without a sandbox. Raises
+    ValueError for an unknown mode.
     """
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")

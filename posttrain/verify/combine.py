@@ -37,6 +37,7 @@ def combine(
     clips: scores are limited to [low, high] before they are weighted. conditions: where the component named there has
     no score or one below the least, this one counts as 0, whatever it is; where that one failed, nobody knows, and the
     row is not scored.
+    Raises RewardError for a None of a component whose `on_none` is `error`.
     """
     conditions, failed = conditions or {}, failed or {}
     components = {

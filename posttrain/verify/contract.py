@@ -46,7 +46,7 @@ def batched(size: Any = None) -> Any:
     size None, also `@batched` alone: all rows of a step in one call. Columns and built-ins come as lists too, one entry
     a row, in the order of the rows. Its timeout_s is that of the whole call; if it raises or is late, all rows of the
     call have no score. Use it where a call costs much beside a row (a model, a server); rows of one group are beside
-    each other.
+    each other. Raises ValueError for a size below 1.
     """
     if callable(size):
         return batched()(size)

@@ -13,10 +13,12 @@ END = Token("end", "")
 
 
 def opens(token: Token) -> bool:
+    """Whether a token opens a bracket or an environment."""
     return token.kind in ("sign", "command") and (token.text in OPENERS or token.text.startswith("begin:"))
 
 
 def closes(token: Token) -> bool:
+    """Whether a token closes a bracket or an environment."""
     return token.kind in ("sign", "command") and (token.text in CLOSERS or token.text.startswith("end:"))
 
 

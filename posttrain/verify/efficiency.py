@@ -28,7 +28,10 @@ def max_budget(correct: float, length: float, target: float, *, alpha: float = 0
 
 
 def repetition(items: Sequence[Hashable], ngram_size: int, max_penalty: float) -> float:
-    """max_penalty * (1 - distinct n-grams / all n-grams), 0 if there is none; a positive penalty is a ValueError."""
+    """max_penalty * (1 - distinct n-grams / all n-grams), 0 if there is none; a positive penalty is a ValueError.
+
+    Raises ValueError for a positive max_penalty or an ngram_size below 1.
+    """
     if max_penalty > 0:
         raise ValueError(f"max_penalty {max_penalty} would reward repetition")
     if ngram_size < 1:

@@ -289,7 +289,10 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {
 
 
 def extract(text: str, order: Sequence[Extractor]) -> str | None:
-    """What the first extractor of `order` that finds something finds; None if none does."""
+    """What the first extractor of `order` that finds something finds; None if none does.
+
+    Raises ValueError for an unknown extractor.
+    """
     text = shown(text)
     for name in order:
         if name not in EXTRACTORS:

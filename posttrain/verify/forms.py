@@ -43,7 +43,8 @@ def registered_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def function_of(name: str, argument: Any) -> Any:
     """sympy's function of an argument, worked out only where that is a look-up: of numbers and parts of pi.
 
-    Elsewhere sympy asks for signs and zeros, whose cost doubles with every function within another.
+    Elsewhere sympy asks for signs and zeros, whose cost doubles with every function within another. Raises Unreadable
+    for an argument that is no number or is too large.
     """
     if not isinstance(argument, Expr):
         raise Unreadable("a function of no number")

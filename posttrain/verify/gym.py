@@ -46,7 +46,7 @@ def scorer(task: str, params: str = "{}") -> Score:
 
     An answer on which the task's code fails scores 0, if the code works on the gold; else what it raised is raised. One
     that is not a number where the gold is (`nan` is as far from everything as from the gold) is unreadable. Raises
-    ValueError for no task.
+    ValueError for no task. Raises ValueError for a task that reasoning-gym does not have.
     """
     from reasoning_gym.factory import DATASETS
 

@@ -58,6 +58,7 @@ def check(result: int, what: str) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """Call mount(2). Raises OSError with the target."""
     check(libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()), f"mount {target}")
 
 
@@ -396,6 +397,7 @@ def tell(report: int, work: Callable[[], str | None]) -> None:
 
 
 def main() -> None:
+    """Run the program of the specification whose file descriptor is the first argument, within its limits."""
     spec_file, report = map(int, sys.argv[1:])
     os.set_inheritable(report, False)
     with open(spec_file, encoding="utf-8") as file:  # closes it: the program does not have it either

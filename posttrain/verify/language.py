@@ -93,7 +93,7 @@ def language_share(completion: str, *, language: str = "en", forbid_scripts: Seq
     """Units of the last thought (of everything, without one) in the scripts of the language / units; 1 without any.
 
     Only `prose` is counted. forbid_scripts: a letter of one of them gives 0. Languages in Latin script are not told
-    apart.
+    apart. Raises ValueError for an unknown language.
     """
     if language not in SCRIPTS:
         raise ValueError(f"unknown language {language!r}; known: {', '.join(sorted(SCRIPTS))}")

@@ -64,6 +64,7 @@ def _applied(reader: Reader, name: str) -> Any:
 
 
 def read_subscript(reader: Reader) -> str:
+    """The subscript that follows, as `_TEXT`; empty where there is none."""
     if not reader.take("_"):
         return ""
     if not reader.take("{"):

@@ -16,6 +16,7 @@ LARGEST_ARGUMENT = Float("1e10000", 15)  # of a function
 
 
 def add(left: Any, right: Any) -> Expr:
+    """left + right of two finite numbers. Raises Unreadable for others."""
     if not (isinstance(left, Expr) and isinstance(right, Expr)):
         raise Unreadable("a sum of no numbers")
     if left in INFINITE or right in INFINITE:
@@ -24,6 +25,7 @@ def add(left: Any, right: Any) -> Expr:
 
 
 def times(left: Any, right: Any) -> Any:
+    """left * right of two numbers, or of a number and a matrix. Raises Unreadable for others."""
     for number, grid in ((left, right), (right, left)):
         if isinstance(grid, Grid) and isinstance(number, Expr):
             rows = (tuple(dataclasses.replace(one, expr=Mul(number, one.expr)) for one in row) for row in grid.rows)
@@ -36,7 +38,10 @@ def times(left: Any, right: Any) -> Any:
 
 
 def raised_to(base: Any, exponent: Any) -> Expr:
-    """base ** exponent, if what sympy does with it takes a short time whatever the numbers."""
+    """base ** exponent, if what sympy does with it takes a short time whatever the numbers.
+
+    Raises Unreadable for other powers, and for what is no number.
+    """
     if not (isinstance(base, Expr) and isinstance(exponent, Expr)):
         raise Unreadable("a power of no number")
     if base == 0 and exponent.is_nonpositive:
@@ -64,16 +69,19 @@ def is_long(number: Any) -> bool:
 
 
 def negative(value: Any) -> Expr:
+    """-value of a number or a matrix. Raises Unreadable for others."""
     return times(S.NegativeOne, value)
 
 
 def reciprocal(value: Any) -> Expr:
+    """1 / value of a number other than 0. Raises Unreadable for others."""
     if not isinstance(value, Expr) or value == 0:
         raise Unreadable("a quotient of no numbers")
     return Pow(value, -1)
 
 
 def joined(kind: str, left: Any, right: Any) -> Any:
+    """A union or intersection (`kind`) of two sets, not worked out. Raises Unreadable for a number."""
     if isinstance(left, Symbol) and isinstance(right, Symbol):
         mark = f" {kind} "
         return Symbol(mark.join(sorted((*left.name.split(mark), right.name))))

@@ -143,7 +143,8 @@ def reseek(
     max_answer_tags. judge: for each information block that a judge block follows, with s = its similarity to the gold:
     Yes and the answer right: positive; Yes and wrong: negative, half of it if s >= threshold; No: negative if s >=
     threshold, else a fifth of positive; other words: 0. No answer: all 0. similarity: one number a pair, None = 1 if a
-    gold stands in the information, else 0. max_judged: only the first so many pairs count (None: all).
+    gold stands in the information, else 0. max_judged: only the first so many pairs count (None: all). Raises
+    ValueError if there are not as many similarities as judged blocks.
     """
     golds = golds_of(answer)
     if not golds:
@@ -270,7 +271,7 @@ def traced_answer(
 def cited(block: str, gold: Sequence[int], how: Literal["f1", "exact"]) -> float:
     """F1 of the numbers in the text against the gold ones, as sets, or 1 if the sets are equal; 0 if none is cited.
 
-    Negative numbers and decimals cite nothing.
+    Negative numbers and decimals cite nothing. Raises ValueError for an unknown `how`.
     """
     if how not in ("f1", "exact"):
         raise ValueError(f"unknown citation {how!r}; known: f1, exact")

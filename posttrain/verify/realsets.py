@@ -226,6 +226,7 @@ def meet(one: Pieces, other: Pieces) -> Pieces:
 
 
 def complement(pieces: Pieces) -> Pieces:
+    """The real numbers that are in none of the pieces."""
     found, start = [], LOWEST
     for low, high in union(pieces):
         if low.at > start.at or (low.at == start.at and start.closed and not low.closed):

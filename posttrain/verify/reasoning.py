@@ -210,7 +210,8 @@ def critique(
 
     Stage 1: 1 if the verdict is right about the original answer, else -1. Stage 2: discrimination[1] if the verdict is
     wrong or missing, else discrimination[0] + refine_values of (original, refined answer): both right, only the
-    original, only the refined, neither. A refined answer that could not be graded (None) is wrong.
+    original, only the refined, neither. A refined answer that could not be graded (None) is wrong. Raises ValueError
+    for a stage other than 1 and 2.
     """
     said, truth = verdict(completion), bool(original_correct)
     judged_right = said is not None and said == truth

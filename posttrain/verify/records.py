@@ -66,6 +66,7 @@ def has_names(group: Group) -> bool:
 
 
 def bare_value(member: Any) -> Any:
+    """What a member that is `name = value` says of its name; other members as they are."""
     return said_value(member) if _name_of(member) is not None else member
 
 

@@ -118,7 +118,8 @@ def sql_reward(
     table. A gold without rows is earned by any query of a table without rows. syntax: the query runs. judge: 1 if
     execution is right, else the score of a judge in [0, 1]. schema: overlap of the tables and columns that the queries
     name. ngram: overlap of their n-grams of tokens. weights: of parts, over execution 3, judge 2 and 1 for the others.
-    A gold query that does not run gives None. The tokeniser and the rules for empty sets are ours.
+    A gold query that does not run gives None. The tokeniser and the rules for empty sets are ours. Raises ValueError
+    for weights of unknown parts.
     """
     if unknown := sorted((weights or {}).keys() - WEIGHTS.keys()):
         raise ValueError(f"weights of unknown parts: {', '.join(unknown)}; known: {', '.join(WEIGHTS)}")

@@ -98,7 +98,7 @@ def _matrix(reader: Reader) -> Grid:
 
 
 def transposed(value: Any) -> Grid:
-    """A matrix with rows for columns; of a tuple, the column."""
+    """A matrix with rows for columns; of a tuple, the column. Raises Unreadable for a value that is neither."""
     if isinstance(value, Grid):
         return Grid(tuple(zip(*value.rows, strict=True)))
     if value.kind != "()":

@@ -70,7 +70,10 @@ def _f1(prediction: str, gold: str) -> float:
 
 
 def match(prediction: str, golds: Sequence[str], metric: Metric) -> float:
-    """The score of an answer by exact match, by a gold that stands in it, or by word F1."""
+    """The score of an answer by exact match, by a gold that stands in it, or by word F1.
+
+    Raises ValueError for an unknown metric.
+    """
     if metric == "em":
         return exact_match(prediction, golds)
     if metric == "subem":

@@ -97,7 +97,10 @@ class Trial:
 
 
 def try_rewards(rewards: Sequence[Reward], scoring: Scoring, base_dir: Path | None, rows: Sequence[Row]) -> Trial:
-    """Score the variants of up to 64 rows. Raises RewardError for missing columns or a broken contract."""
+    """Score the variants of up to 64 rows. Raises RewardError for missing columns or a broken contract.
+
+    Raises DataError if no row has a gold.
+    """
     with Scorer(rewards, scoring, base_dir) as scorer:
         check_columns(scorer.rewards, {column for row in rows for column in row})
         chosen = spread(rows, AUDITED_ROWS)

@@ -33,7 +33,7 @@ _IRREGULAR = {"men": "man", "women": "woman", "children": "child", "feet": "foot
 def read_unit(reader: Reader, value: Any) -> tuple[int, str]:
     """(what the words multiply the number by, the unit): 5 million people are 5 * 10^6, `people`.
 
-    Words that say more than a unit (`or six`, `at least`) make the answer unreadable.
+    Words that say more than a unit (`or six`, `at least`) make the answer unreadable. Raises Unreadable for these.
     """
     scale, unit = 1, _words(reader)
     found = re.findall(r"[^\W\d_]+", unit.casefold())
@@ -121,6 +121,7 @@ def words_beside(unit: str) -> frozenset[str]:
 
 
 def singular(word: str) -> str:
+    """An English noun without its plural ending."""
     if word in _IRREGULAR:
         return _IRREGULAR[word]
     if word.endswith("ies") and len(word) > 4:

@@ -94,6 +94,7 @@ def walk(value: Any) -> Iterator[Any]:
 
 
 def formulas(value: Any) -> list[Formula]:
+    """All formulas within a value, in order."""
     return [one for one in walk(value) if isinstance(one, Formula)]
 
 
