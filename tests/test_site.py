@@ -40,7 +40,7 @@ def pages(site: tuple[ModuleType, ModuleType]) -> dict[str, str]:
     return found
 
 
-def navigation() -> list[str]:
+def navigation(hooks: ModuleType) -> list[str]:
     """The pages of the navigation, in order."""
 
     def below(entry: object) -> list[str]:
@@ -50,13 +50,13 @@ def navigation() -> list[str]:
         return [page for value in values for page in below(value)]  # type: ignore[attr-defined]
 
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    return below(yaml.safe_load(text)["nav"])
+    return below(hooks.expand(yaml.safe_load(text)["nav"]))
 
 
 def test_every_page_is_in_the_navigation_once(pages: dict[str, str], site: tuple[ModuleType, ModuleType]) -> None:
     written = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
     outside = [uri for name, uri in site[1].OUTSIDE.items() if (ROOT / name).exists()]
-    assert sorted(navigation()) == sorted([*written, *outside, *pages])
+    assert sorted(navigation(site[1])) == sorted([*written, *outside, *pages])
 
 
 def test_reference_of_keys_is_complete(pages: dict[str, str]) -> None:

@@ -27,6 +27,25 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".jsonl": "json"
 LONGEST = 60_000  # characters of a file that a page shows
 
 
+def on_config(config: Any) -> Any:
+    """In the navigation a folder of generated pages stands for its pages."""
+    config["nav"] = expand(config["nav"])
+    return config
+
+
+def expand(nav: Any) -> Any:
+    """The navigation with generated pages in place of their folder, an index first and without a title."""
+    if isinstance(nav, list):
+        return [expand(entry) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: expand(value) for title, value in nav.items()}
+    if not nav.endswith("/"):
+        return nav
+    pages = {uri: text for uri, text in reference.pages().items() if uri.startswith(nav)}
+    titles = {uri: text.partition("\n")[0].removeprefix("# ").replace("`", "") for uri, text in pages.items()}
+    return [uri if uri.endswith("/index.md") else {title: uri} for uri, title in titles.items()]
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages, the pages from outside docs/, and a page for each file of the code that is linked."""
     from mkdocs.structure.files import File

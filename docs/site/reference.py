@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import re
 from collections.abc import Iterator, Sequence
@@ -33,19 +34,20 @@ MODULES = {  # modules of the page on the interface
 }
 
 
+@functools.cache
 def pages() -> dict[str, str]:
     """All generated pages: path below docs/ -> Markdown."""
     found = {"reference/cli.md": commands(), "reference/methods/index.md": presets()}
     found |= {f"reference/recipe/{verb.replace('-', '_')}.md": recipe_keys(verb) for verb in STAGES}
     found |= {f"reference/methods/{kind}.md": components(kind) for kind in catalogue.KINDS}
-    found |= {f"reference/python/{name}.md": package(name, about) for name, about in PACKAGES.items()}
-    return found | {"reference/python/index.md": interface()}
+    found |= {"reference/python/index.md": interface()}
+    return found | {f"reference/python/{name}.md": package(name, about) for name, about in PACKAGES.items()}
 
 
 def recipe_keys(verb: str) -> str:
     """The keys that a stage takes, a table for each section."""
     about = f"Generated from the schema; `posttrain recipe keys {verb}` prints the same. `N` is a place in a list."
-    lines = [f"# Keys of `{verb}`", "", about, ""]
+    lines = [f"# `{verb}`: keys of a recipe", "", about, ""]
     for section, keys in groupby(key_list.listed(STAGES[verb]), lambda key: key.key.partition(".")[0]):
         first, *inner = keys
         default = f", default {code(first.default)}" if first.default != key_list.REQUIRED else ", required"
