@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain.verify import sandbox
 from posttrain.verify.code import Mode, code_reward
+from posttrain.verify.milestones import milestone_reward
 from posttrain.verify.structured import from_json
 
 
@@ -52,6 +53,42 @@ def code_exec(
     return None if found["reward"] is None else found
 
 
+def milestones(
+    completion: str,
+    milestones: Sequence[str] | None,
+    score_pattern: str | None = None,
+    stdin: str = "",
+    *,
+    base: float = -10.0,
+    credit: float = 0.1,
+    timeout_s: float = 10.0,
+    memory_mb: int = 512,
+    allow_unsandboxed: bool = False,
+) -> dict[str, float] | None:
+    """The score that the last Python block prints, else credit for how far it got: agents that write ML programs
+    (2509.01684); None without milestones.
+
+    milestones: regular expressions, each of a statement's source (`read_csv`, `\\.fit\\(`). After the first statement
+    that one finds, a line is inserted that prints a mark with a random number, so that the program cannot print it
+    itself; the paper lets a frozen model insert them. score_pattern: what the program prints when it has a result, with
+    one group for the number; no such line: base + credit a milestone that was passed. Keep scores above base + credit *
+    milestones. Logged part: matched.
+    """
+    if not milestones:
+        return None
+    return milestone_reward(
+        completion,
+        milestones,
+        score_pattern,
+        stdin=stdin,
+        base=base,
+        credit=credit,
+        timeout_s=timeout_s,
+        memory_mb=memory_mb,
+        allow_unsandboxed=allow_unsandboxed,
+    )
+
+
 def CHECK(function: str, params: Mapping[str, Any]) -> list[str]:
     """Nothing runs where there is no sandbox."""
     return sandbox.problems(params)
@@ -63,18 +100,30 @@ def setup() -> None:
 
 
 _TESTS = [{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1\n", "output": "0"}]
+_FAR = {"milestones": [r"input\(", "print"], "stdin": "2 3\n"}
 _SUM = "Here it is:\n```python\na, b = map(int, input().split())\nprint(%s)\n```"
 
-EXAMPLES = [
-    (_SUM % "a + b", {"tests": _TESTS}, {"reward": 1.0, "passed": 2.0}),
-    (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.5),
-    (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.05, {"mode": "weighted_sum"}),
-    (_SUM % "a + b); print('debug'", {"tests": _TESTS}, 0.0, {"mode": "binary"}),
-    (_SUM % "a +", {"tests": _TESTS}, -0.1, {"mode": "weighted_sum"}),
-    ("Just add them.", {"tests": _TESTS}, -1.0, {"mode": "weighted_sum"}),
-    ("", {"tests": _TESTS}, 0.0),
-    ("", {"tests": []}, None),
-]
+EXAMPLES = {
+    "code_exec": [
+        (_SUM % "a + b", {"tests": _TESTS}, {"reward": 1.0, "passed": 2.0}),
+        (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.5),
+        (_SUM % "abs(a) + abs(b)", {"tests": _TESTS}, 0.05, {"mode": "weighted_sum"}),
+        (_SUM % "a + b); print('debug'", {"tests": _TESTS}, 0.0, {"mode": "binary"}),
+        (_SUM % "a +", {"tests": _TESTS}, -0.1, {"mode": "weighted_sum"}),
+        ("Just add them.", {"tests": _TESTS}, -1.0, {"mode": "weighted_sum"}),
+        ("", {"tests": _TESTS}, 0.0),
+        ("", {"tests": []}, None),
+    ],
+    "milestones": [
+        (_SUM % "a + b", _FAR | {"score_pattern": r"^(\d+)$"}, {"reward": 5.0, "matched": 2.0}),
+        (_SUM % "a + b); print(1 / 0", _FAR, {"reward": -9.8, "matched": 2.0}),
+        (_SUM % "1 / 0", _FAR, {"reward": -9.9, "matched": 1.0}),
+        ("```python\nprint('<milestone 0>')\n```", _FAR, {"reward": -9.9, "matched": 1.0}),
+        ("```python\na +\n```", _FAR, {"reward": -10.0, "matched": 0.0}),
+        ("", _FAR, -10.0),
+        ("", {"milestones": None}, None),
+    ],
+}
 
 
 def GOLD(row: Mapping[str, Any]) -> str | None:
@@ -82,7 +131,15 @@ def GOLD(row: Mapping[str, Any]) -> str | None:
     return None if row.get("answer") is None else f"<think>so</think>\n```python\n{row['answer']}\n```"
 
 
-ROWS = [
+_ROWS = [
     {"prompt": "Add.", "tests": _TESTS, "answer": "a, b = map(int, input().split())\nprint(a + b)"},
     {"prompt": "Double.", "tests": [{"input": "4", "output": "8"}], "answer": "print(int(input()) * 2)"},
 ]
+
+ROWS = {
+    "code_exec": _ROWS,
+    "milestones": {
+        "rows": [{**row, **_FAR, "score_pattern": r"^(\d+)$"} for row in _ROWS],
+        "correct": "code.code_exec",
+    },
+}

@@ -15,18 +15,17 @@ cannot be read is no score: the row abstains (`on_none`) and the logged part `un
 away is an error, which stops the run above scoring.max_error_rate. Not for `correct: true`: a judge can be talked to.
 """
 
-import asyncio
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from posttrain.verify import endpoint as server
 from posttrain.verify import judging
-from posttrain.verify.contract import judge
+from posttrain.verify.asking import ask_all, reply_summary
+from posttrain.verify.contract import batched, judge
 from posttrain.verify.extract import after_think
 
 
@@ -65,8 +64,8 @@ async def rating(
         "low": f"{scale[0]:g}",
         "high": f"{scale[1]:g}",
     }
-    replies = await _asked(endpoint, [judging.filled(text, fields)], range(seed, seed + samples), concurrency)
-    return _summary(replies, [judging.read_score(reply.text, scale, pattern) for reply in replies])
+    replies = await ask_all(endpoint, [judging.filled(text, fields)], range(seed, seed + samples), concurrency)
+    return reply_summary(replies, [judging.read_score(reply.text, scale, pattern) for reply in replies])
 
 
 @judge(timeout_s=900)
@@ -95,10 +94,10 @@ async def rubric(
         "completion": judging.marked(shown, longest),
         "criteria": "\n".join(f"{number}. {text}" for number, (text, _) in enumerate(criteria, 1)),
     }
-    replies = await _asked(endpoint, [judging.filled(judging.RUBRIC, fields)], [seed], concurrency)
+    replies = await ask_all(endpoint, [judging.filled(judging.RUBRIC, fields)], [seed], concurrency)
     met = judging.read_checks(replies[0].text, len(criteria))
     total = sum(weight for _, weight in criteria)
-    return _summary(
+    return reply_summary(
         replies, [None if met is None else sum(w for (_, w), yes in zip(criteria, met, strict=True) if yes) / total]
     )
 
@@ -131,40 +130,60 @@ async def versus(
         judging.filled(judging.PAIR, {"prompt": task, "first": first, "second": second})
         for first, second in ((mine, theirs), (theirs, mine))
     ]
-    replies = await _asked(endpoint, asked, [seed], concurrency)
+    replies = await ask_all(endpoint, asked, [seed], concurrency)
     once, again = (judging.read_verdict(reply.text) for reply in replies)
     both = None if once is None or again is None else (once + 1 - again) / 2
-    return _summary(replies, [once, again]) | {"reward": both}
+    return reply_summary(replies, [once, again]) | {"reward": both}
 
 
-async def _asked(
-    endpoint: server.Settings, texts: Sequence[str], seeds: Sequence[int], concurrency: int
-) -> list[server.Reply]:
-    """The replies to all texts with all seeds; requests of this worker wait for each other beyond `concurrency`."""
-    loop, threads, place = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
-    chats = [([{"role": "user", "content": text}], seed) for text in texts for seed in seeds]
-    return await asyncio.gather(
-        *(loop.run_in_executor(threads, server.ask, place, messages, seed) for messages, seed in chats)
-    )
+@judge(timeout_s=3600)
+@batched
+async def win_rate(
+    completions: Sequence[str],
+    messages: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    endpoint: server.Settings,
+    opponents: int | None = None,
+    seed: int = 0,
+    thought: bool = False,
+    longest: int = 20_000,
+    concurrency: int = 8,
+) -> list[dict[str, float | None]]:
+    """How often an answer beats the others of its group, 0 to 1: self-play without a reward model (SPO, 2401.04056).
 
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=count)
+    Each pair is asked about twice, with the two in either place, because judges prefer a place; a pair without a
+    readable reply counts as a tie. Nothing is worse than anything, unasked, and earns 0. opponents: compare each answer
+    with the next so many of its group only (default: with all, which is G (G - 1) requests a group of G). Answers to
+    one prompt are a group. The other parameters are those of `rating`. Logged parts: unparsed, the share of replies
+    about the answer that could not be read; cached.
+    """
+    shown = [judging.marked(text if thought else after_think(text), longest) for text in completions]
+    tasks = [judging.question(asked) for asked in messages]
+    compared = judging.comparisons(tasks, opponents)
+    asked = [(a, b) for a, b in compared if completions[a].strip() and completions[b].strip()]
+    texts = [
+        judging.filled(judging.PAIR, {"prompt": tasks[a], "first": shown[a], "second": shown[b]}) for a, b in asked
+    ]
+    replies = dict(zip(asked, await ask_all(endpoint, texts, [seed], concurrency) if texts else [], strict=True))
+    verdicts = {
+        (a, b): judging.read_verdict(replies[a, b].text)
+        if (a, b) in replies
+        else judging.unasked(completions[a], completions[b])
+        for a, b in compared
+    }
+    wins = judging.win_rates(tasks, verdicts)
+    found: list[dict[str, float | None]] = []
+    for place, (text, reward) in enumerate(zip(completions, wins, strict=True)):
+        mine = [pair for pair in asked if place in pair]
+        unread = sum(verdicts[pair] is None for pair in mine) / len(mine) if mine else 0.0
+        cached = sum(replies[pair].cached for pair in mine) / len(mine) if mine else 0.0
+        found.append({"reward": reward if text.strip() else 0.0, "unparsed": unread, "cached": cached})
+    return found
 
 
 @cache
 def _template(path: Path) -> str:
     return path.read_text(encoding="utf-8")
-
-
-def _summary(replies: Sequence[server.Reply], scores: Sequence[float | None]) -> dict[str, float | None]:
-    read = [score for score in scores if score is not None]
-    return {
-        "reward": sum(read) / len(read) if read else None,
-        "unparsed": 1 - len(read) / len(scores),
-        "cached": sum(reply.cached for reply in replies) / len(replies),
-    }
 
 
 def CHECK(function: str, params: Mapping[str, Any]) -> list[str]:
@@ -219,6 +238,10 @@ EXAMPLES = {
         ("", {"answer": "Azure."}, 0.0, _says("Verdict: A")),
         ("Blue.", {"answer": ""}, None, _says("Verdict: A")),
     ],
+    "win_rate": [  # each an only answer of its group
+        ("Blue.", _TASK, {"reward": 0.5, "unparsed": 0.0}, _says("Verdict: A")),
+        ("", _TASK, 0.0, _says("Verdict: A")),
+    ],
 }
 
 _ROW = {"prompt": "Name a colour of the sky.", "answer": "blue", "rubric": ["a colour", "short"]}
@@ -227,4 +250,5 @@ ROWS = {
     "rating": {"rows": [_ROW], "params": _says("Score: 9")},
     "rubric": {"rows": [_ROW], "params": _says("1: yes\n2: no")},
     "versus": {"rows": [_ROW], "params": _says("Verdict: A")},
+    "win_rate": {"rows": [_ROW], "params": _says("Verdict: A"), "correct": "judge.rating"},
 }

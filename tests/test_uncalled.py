@@ -24,7 +24,7 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/turns.py": {"action_advantages", "information_gain_terms", "merged_steps"},
     "data/decontaminate.py": {"of_pass_rate"},
-    "data/pairs.py": {"concise_labels", "generalisation_factor", "win_rate_rewards"},
+    "data/pairs.py": {"generalisation_factor"},
     "evaluate/consensus.py": {"arm_consensus"},
     "loss/decoupled.py": {"ewma"},
     "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},
@@ -40,9 +40,8 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "rollout/search.py": {"step_labels"},
     "rollout/segments.py": {"layout"},
     "train/episodes.py": {"step_loss"},
-    "verify/agents.py": {"episode_steps", "persona_faithfulness", "submission_reward", "turn_score"},
+    "verify/agents.py": {"episode_steps"},
     "verify/reasoning.py": {"shuffled_consistency"},
-    "verify/stability.py": {"stability"},
 }
 REGISTERED = re.compile(r"register|command|callback|validator|serializer")  # decorators by which others find a function
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

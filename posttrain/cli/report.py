@@ -40,8 +40,16 @@ def report(
         Path | None,
         typer.Option("--output", metavar="FILE", help="Default: report.html in the run, compare.html in the last one."),
     ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option("--fit", metavar="METRIC", help="Where does this metric of the runs saturate over the steps?"),
+    ] = None,
 ) -> None:
-    """Write the page of a run, or of several over each other; with --serve, a page that renews itself."""
+    """Write the page of a run, or of several over each other; with --serve, a page that renews itself; with --fit, the
+    sigmoid in which a metric saturates."""
+    if fit is not None:
+        _fit(run, fit)
+        return
     if serve:
         if output is not None:
             raise UserError("--output is for a page that is written", hint="leave out --serve, or --output")
@@ -58,6 +66,28 @@ def report(
         say(f"{view.path}: {view.status.state}{f' ({view.status.message})' if view.status.message else ''}")
     write_report(views, page)
     terminal.say(str(page))
+
+
+def _fit(run: Sequence[Path], metric: str) -> None:
+    """Print the scaling fit of a metric of each run: y = start + (top - start) / (1 + (half-way / step)^slope)."""
+    from posttrain.errors import did_you_mean
+    from posttrain.run.metrics import read_metrics
+    from posttrain.run.scaling import fit_scaling
+
+    for path in run:
+        rows = read_metrics(path)
+        points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]
+        if not points:
+            known = sorted({key for row in rows for key in row})
+            raise UserError(f"{path} has no metric `{metric}`", hint=did_you_mean(metric, known))
+        start = points[0][1]
+        steps, values = zip(*[(step, value) for step, value in points if step > 0], strict=True)
+        found = fit_scaling(steps, values, start, top=max(1.0, *values))
+        low, high = found.interval
+        terminal.say(
+            f"{path}: {metric} goes from {start:.3f} to {found.asymptote:.3f} [{low:.3f}, {high:.3f}], half-way at "
+            f"step {found.midpoint:.0f}, slope {found.slope:.2f}; root mean square error {found.rmse:.3f}"
+        )
 
 
 def _serve(run: Sequence[Path], port: int) -> None:

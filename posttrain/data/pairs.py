@@ -233,19 +233,6 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def win_rate_rewards(pref: Sequence[Table]) -> list[list[float]]:
-    """Mean chance [B][G] to beat the other answers of the group (arXiv 2401.04056), from pref [B][G][G].
-
-    The diagonal does not count, a missing judgement is 1/2, and so is the reward of an only answer. Ask for both orders
-    and average them: judges prefer a position. Cyclic preferences give equal rewards.
-    """
-    return [[_rate([p for j, p in enumerate(row) if j != i]) for i, row in enumerate(table)] for table in pref]
-
-
-def _rate(chances: Sequence[float | None]) -> float:
-    return sum(0.5 if c is None else c for c in chances) / len(chances) if chances else 0.5
-
-
 class Tournament(NamedTuple):
     chosen: int
     rejected: int

@@ -20,10 +20,13 @@ from posttrain.evaluate.best_of import SUM, best_of, check_name
 from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.habits import habit_rates
+from posttrain.evaluate.labels import label_report
 from posttrain.evaluate.probe import contamination
+from posttrain.evaluate.reward_stability import reward_stability
 from posttrain.evaluate.sampling import COMPLETIONS, Record, asked_rows, prepare, printed, sample
 from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.evaluate.votes import joined
+from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
 from posttrain.rollout.told import told
 from posttrain.run.directory import RunDirectory
@@ -72,6 +75,8 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
         **({} if seen is None else {"contamination": seen}),
         **(best_of_summary(records, recipe) if settings.best_of else {}),
+        **({"stability": stability_of(records, recipe)} if settings.stability else {}),
+        **({"labels": label_report(records, golds_of(prepared.rows), settings.labels)} if settings.labels else {}),
         **({"habits": habit_rates([r["completion"] for r in records])} if settings.habits else {}),
         "samples": n,
         "dropped": {cause: len(uids) for cause, uids in prepared.dropped.items()},
@@ -90,6 +95,17 @@ def best_of_summary(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, 
     by, settings = recipe.eval.best_of or SUM, recipe.eval
     rows = best_of(records, by, level=settings.level, resamples=settings.bootstrap, seed=recipe.run.seed)
     return {"best_of": {"by": by, "rows": rows}, "tables": [best_of_table(rows, by)]}
+
+
+def stability_of(records: Sequence[Record], recipe: EvalRecipe) -> dict[str, Any]:
+    """The summary's key `stability`."""
+    weights = {reward_name(reward): reward.weight for reward in recipe.rewards if reward.weight}
+    return reward_stability(records, weights, share=recipe.eval.stability or 0.0)
+
+
+def golds_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """uid -> answer of the data's rows."""
+    return {str(row["uid"]): row.get("answer") for row in rows}
 
 
 def against_baseline(
@@ -220,6 +236,19 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
             f"shown {row['ratio']:.0%} of a problem, {row['completion_rate']:.1%} are continued word by word "
             f"(ROUGE-L {row['rouge_l']:.2f}){answers}"
         )
+    if found := summary.get("labels"):
+        f1, ece = (f"{found[key]:.3f}" if found[key] is not None else "-" for key in ("macro_f1", "ece"))
+        lines.append(f"labels of {counted(found['questions'], 'question')}: macro F1 {f1}, calibration error {ece}")
+    if (found := summary.get("stability")) and found["problems"]:
+        lines.append(
+            f"rewards: {found['tied']:.1%} of {counted(found['problems'], 'problem')} have several best answers"
+        )
+        lines += [
+            f"  {one['reward']} weighs {found['share']:.0%} more: {one['flips']:.1%} get another best answer, the "
+            f"policy moves by {one['soft_tv']:.3f} (at most {one['soft_bound']:.3f}) with a KL of "
+            f"{found['temperature']:g}"
+            for one in found["components"]
+        ]
     for name, rate in summary.get("habits", {}).items():
         lines.append(f"{name}: in {rate['share']:.1%} of the completions, {rate['count']:.2f} times in the mean")
     return lines

@@ -27,6 +27,7 @@ from posttrain.recipe.objective_checks import (
 )
 
 Entry = dict[str, Any]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # kind -> (what a reader calls it, its key in a recipe, how it stands there), in the order in which a step calls them
 KINDS = {
@@ -54,10 +55,13 @@ KINDS = {
 # Names of papers and of the field for what has a plainer name here.
 OTHER_NAMES = {
     "action_aware_sft": "token_weight/action_aware",
+    "asearcher_reward": "reward/qa.asearcher",
     "adhint_adv": "advantage/adhint",
+    "apc": "reward/audits.persona",
     "batch_norm": "advantage/batch",
     "bleuberi_select": "reward/bleu.bleuberi",
     "cm2_checklist": "advantage/per_turn",
+    "cm2_turn_score": "reward/audits.checklist",
     "cosine_length": "reward/length.cosine",
     "dare": "merge/dare_linear",
     "dart_step_entropy": "select/step_entropy",
@@ -78,9 +82,11 @@ OTHER_NAMES = {
     "linear_merge": "merge/linear",
     "loss_aggregation": "loss/clip",
     "math_verify": "reward/math.accuracy",
+    "mle_partial_credit": "reward/code.milestones",
     "ngram_repetition": "reward/length.ngram_repetition",
     "on_policy_distill": "kl/k1_straight_through",
     "otc_reward": "group_reward/optimal_tool_calls",
+    "partial_credit": "reward/code.milestones",
     "proact_mc_critic": "advantage/mc_critic",
     "ram_merge": "merge/ram",
     "random_calculation": "reward/numeric.distance",
@@ -92,6 +98,7 @@ OTHER_NAMES = {
     "scma": "reward/efficiency.segment_importance",
     "sft_completion_only": "token_weight/ce",
     "soft_overlong": "reward/length.soft_overlong",
+    "spo_winrate": "reward/judge.win_rate",
     "thurstone_rank": "group_reward/thurstone",
     "toolrl_scale": "reward/tools.toolrl",
     "update_selective_merge": "merge/update_selective",
@@ -371,7 +378,7 @@ def _rewards() -> list[Entry]:
     return found
 
 
-def _keys(function: ast.FunctionDef) -> Entry:
+def _keys(function: Function) -> Entry:
     """Type and default of a function's keyword-only arguments. A default that is no literal stays source text."""
     keys: Entry = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
@@ -384,11 +391,11 @@ def _keys(function: ast.FunctionDef) -> Entry:
     return keys
 
 
-def _reward_functions(path: Path) -> list[ast.FunctionDef]:
-    """The functions that a script's EXAMPLES name, or the first function that takes a completion."""
+def _reward_functions(path: Path) -> list[Function]:
+    """The functions that a script's EXAMPLES name, or the first function that takes a completion, or all of them."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    takers = [f for f in functions if f.args.args and f.args.args[0].arg == "completion"]
+    functions = [node for node in tree.body if isinstance(node, Function) and not node.name.startswith("_")]
+    takers = [f for f in functions if f.args.args and f.args.args[0].arg in ("completion", "completions")]
     for node in tree.body:
         if (
             isinstance(node, ast.Assign)

@@ -9,16 +9,38 @@ KEYS = {
         "reference: extrapolated  # of `rounds`",
     ),
     "accuracy_capability": ("where gains of accuracy come from, by difficulty", "eval: {baseline: runs/before}"),
+    "a_parl": (
+        "bilevel alignment, which is not offered: what carries over is a reward model that is trained again on new "
+        "comparisons between rounds of rl",
+        "rounds: {count: 3}  # stages reward-model and rl; docs/self_improvement.md",
+    ),
     "avg_at_k": ("mean accuracy over k samples a problem", "eval: {samples: 16}  # `accuracy`"),
     "bootstrap_ci": ("intervals over problems", "eval: {bootstrap: 10000, level: 0.95}"),
     "cons_at_k": ("majority vote", "eval: {samples: 16, k: [1, 16]}  # `cons@16`"),
     "contamination_check": ("were the problems seen in training?", "eval: {contamination: {}}"),
+    "drqa": (
+        "chains to judge: right and concise, right and verbose, or wrong",
+        "data: {source: recipes/data/concise.py:chains, size: 3000, params: {alone: runs/one, together: runs/several}}",
+    ),
     "efficiency_metrics": ("accuracy for tokens, against a baseline", "eval: {baseline: runs/before, aes: [1, 3, 5]}"),
     "lora_merge": ("fold an adapter into its model", "posttrain merge adapter.yaml  # docs/merging.md"),
+    "lspo": (
+        "the last step of iterated self-play in a game: the text of the best cluster over that of the worst; the game, "
+        "its clusters and CFR are not offered",
+        "builder: best_worst  # stage pairs, the value of a cluster as reward",
+    ),
+    "moderation_rl": (
+        "label tasks: rewards that add up, label probabilities by sampling, and where returns saturate",
+        'eval: {samples: 16, labels: ["yes", "no"]}  # and: posttrain report RUN --fit eval/accuracy',
+    ),
     "neftune": ("noise on the input embeddings", "objective: {neftune: 5}"),
     "octothinker": ("a constant learning rate, then down", "optim: {schedule: stable_decay}"),
     "packing": ("many examples in one row", "batch: {packing: true}"),
     "pass_at_k": ("unbiased pass@k", "eval: {samples: 16, k: [1, 16]}"),
+    "policy_cliff": (
+        "how many problems have ties or another best answer when a reward weighs a little more",
+        "eval: {samples: 8, stability: 0.1}",
+    ),
     "preference_separability": (
         "does style alone tell the sides of pairs apart?",
         "separability: 0.9  # stage pairs",
@@ -41,17 +63,10 @@ KEYS = {
 # Formulas that no recipe key reaches: name -> (what it is, its function).
 FORMULAS = {
     "acre": ("consistency under shuffled options", "verify.reasoning:shuffled_consistency"),
-    "apc": ("persona faithfulness", "verify.agents:persona_faithfulness"),
     "arm_consensus": ("consensus of ARM's modes", "evaluate.consensus:arm_consensus"),
-    "cm2_turn_score": ("the score of a turn by its checklist", "verify.agents:turn_score"),
     "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
-    "drqa": ("labels for concise answers", "data.pairs:concise_labels"),
-    "mle_partial_credit": ("milestone credit for programs", "verify.agents:submission_reward"),
     "model_soup": ("greedy and uniform soups", "merge.states:model_soup"),
-    "partial_credit": ("milestone credit for programs", "verify.agents:submission_reward"),
-    "policy_cliff": ("stability of rewards", "verify.stability:stability"),
     "pra": ("labels of search steps", "rollout.search:step_labels"),
-    "spo_winrate": ("win rates of a pairwise judge as rewards", "data.pairs:win_rate_rewards"),
     "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
 }
 

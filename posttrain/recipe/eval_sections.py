@@ -51,6 +51,14 @@ class EvalSettings(Section):
         None,
         description="name of a reward, or `reward` for their weighted sum: how right is the best-scored of n samples",
     )
+    stability: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="share by which each reward's weight is moved: how many problems get another best completion, how "
+        "many have ties (The Policy Cliff); needs several samples",
+    )
+    labels: list[str] | None = Field(
+        None, min_length=2, description="answers are one of these: F1 by label, probabilities by sampling, calibration"
+    )
     habits: bool = Field(False, description="count verification, backtracking, subgoals, backward chaining by patterns")
 
 

@@ -117,6 +117,62 @@ def read_verdict(reply: str) -> float | None:
     return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()] if found else None
 
 
+def comparisons(prompts: Sequence[str], opponents: int | None = None) -> list[tuple[int, int]]:
+    """Pairs (first, second) of places with the same prompt, in both orders; each with its next `opponents` only, in the
+    order of a circle, or with all."""
+    groups: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(place)
+    found: dict[tuple[int, int], None] = {}
+    for group in groups.values():
+        for number, place in enumerate(group):
+            others = [group[(number + step) % len(group)] for step in range(1, len(group))][:opponents]
+            found |= dict.fromkeys(pair for other in others for pair in ((place, other), (other, place)))
+    return list(found)
+
+
+def unasked(first: str, second: str) -> float:
+    """What the first of two texts earns where one is blank: nothing is worse than anything."""
+    return 0.5 if first.strip() == second.strip() else float(bool(first.strip()))
+
+
+def win_rates(prompts: Sequence[str], verdicts: Mapping[tuple[int, int], float | None]) -> list[float]:
+    """What each answer earns against those that it was compared with, from what the first of each pair earned."""
+    places = range(len(prompts))
+    table = [[_both_orders(verdicts, one, other) for other in places] for one in places]
+    return win_rate_rewards([table], [[[(one, other) in verdicts for other in places] for one in places]])[0]
+
+
+def _both_orders(verdicts: Mapping[tuple[int, int], float | None], one: int, other: int) -> float | None:
+    """The chance that one beats the other: the mean over both orders, of those that could be read."""
+    first, second = verdicts.get((one, other)), verdicts.get((other, one))
+    known = [*([] if first is None else [first]), *([] if second is None else [1 - second])]
+    return sum(known) / len(known) if known else None
+
+
+def win_rate_rewards(
+    pref: Sequence[Sequence[Sequence[float | None]]], compared: Sequence[Sequence[Sequence[bool]]] | None = None
+) -> list[list[float]]:
+    """Mean chance [B][G] to beat the other answers of the group (arXiv 2401.04056), from pref [B][G][G].
+
+    The diagonal does not count, a missing judgement is 1/2, and so is the reward of an answer that was compared with
+    none. compared: which pairs count, default all. Ask for both orders and average them: judges prefer a position.
+    Cyclic preferences give equal rewards.
+    """
+    return [
+        [
+            mean_chance([p for j, p in enumerate(row) if j != i and (compared is None or compared[b][i][j])])
+            for i, row in enumerate(table)
+        ]
+        for b, table in enumerate(pref)
+    ]
+
+
+def mean_chance(chances: Sequence[float | None]) -> float:
+    """Mean of chances to win; a missing one is 1/2, and so is the mean of none."""
+    return sum(0.5 if c is None else c for c in chances) / len(chances) if chances else 0.5
+
+
 def criteria_of(rubric: Any) -> list[tuple[str, float]]:
     """(text, weight) of a rubric: texts, or {"text", "weight"}; [] for none. Raises ValueError."""
     listed = [line for line in rubric.splitlines() if line.strip()] if isinstance(rubric, str) else list(rubric or [])

@@ -10,7 +10,11 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.data.rows import load_rows
+from posttrain.places import shipped
 from posttrain.recipe.load import load
+from posttrain.recipe.sections import Data
+
+BUILDERS = shipped("recipes") / "data" / "concise.py"
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -62,3 +66,38 @@ def test_inspect_shows_what_is_trained(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
     assert "»Conclusion: wrong" in result.stdout
+
+
+def test_chains_to_judge_are_labelled_by_right_and_by_how_they_were_asked(tmp_path: Path) -> None:
+    """DRQA: short parts of bundles are A, chains of a question alone B, wrong ones C; longer parts are none."""
+    problems = write(tmp_path / "p.jsonl", [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(6)])
+    bundle = Data(source=f"{BUILDERS}:bundles", size=3, params={"file": str(problems)})
+    asked = load_rows(bundle, tmp_path)
+    assert all(row["prompt"].count("Question ") == 2 for row in asked)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir(), together.mkdir()
+    write(alone / "problems.jsonl", [{"uid": str(n), "row": {"prompt": f"{n}+1?"}} for n in range(6)])
+    long = "Let me think about this for a long while. " * 3
+    write(
+        alone / "completions.jsonl",
+        [{"uid": str(n), "completion": f"{long}\\boxed{{{n + 1}}}", "correct": n < 4} for n in range(6)],
+    )
+    write(together / "problems.jsonl", [{"uid": str(n), "row": row} for n, row in enumerate(asked)])
+
+    def answered(row: dict[str, Any], before: str = "") -> str:
+        golds = json.loads(row["answer"])
+        return "\n".join(f"Answer {n}: {before}\\boxed{{{gold}}}" for n, gold in enumerate(golds, 1))
+
+    write(
+        together / "completions.jsonl",
+        [
+            {"uid": "0", "completion": answered(asked[0])},
+            {"uid": "1", "completion": answered(asked[1], long * 2)},
+            {"uid": "2", "completion": "no headings"},
+        ],
+    )
+    params = {"alone": str(alone), "together": str(together)}
+    rows = load_rows(Data(source=f"{BUILDERS}:chains", params=params), tmp_path)
+    assert [row["answer"] for row in rows] == ["A", "B", "C", "A", "B", "C"]
+    assert all(long in row["prompt"] for row in rows if row["answer"] in "BC")
+    assert not any(long in row["prompt"] for row in rows if row["answer"] == "A")

@@ -148,11 +148,11 @@ def offline_and_online(function: Callable[..., Any], inputs: Names, outputs: Nam
     return adapter
 
 
-def weighted(output: str, *, components: str, weights: str) -> Adapter:
-    """The product's own sum of reward components, as a table."""
+def weighted(output: str, *, components: str, weights: str, table: bool = True) -> Adapter:
+    """The product's own sum of reward components, as a table or as rows."""
 
     def adapter(case: Case) -> dict[str, Any]:
         rewards, ids = combined(case["inputs"][components], case["params"][weights], None)
-        return {output: by_table(rewards, ids)}
+        return {output: by_table(rewards, ids) if table else rewards}
 
     return adapter

@@ -91,3 +91,21 @@ def test_criteria() -> None:
     assert judging.criteria_of(None) == []
     with pytest.raises(ValueError, match="not a criterion"):
         judging.criteria_of([{"text": "a", "weight": 0}])
+
+
+def test_every_pair_of_a_group_is_compared_in_both_orders() -> None:
+    pairs = judging.comparisons(["a", "b", "a", "a"])
+    assert sorted(pairs) == [(0, 2), (0, 3), (2, 0), (2, 3), (3, 0), (3, 2)]
+    assert judging.comparisons(["a"]) == []
+    few = judging.comparisons(["a"] * 5, opponents=1)
+    assert sorted(few) == sorted([(n, (n + 1) % 5) for n in range(5)] + [((n + 1) % 5, n) for n in range(5)])
+
+
+def test_win_rates_are_means_over_both_orders_and_those_compared() -> None:
+    verdicts = {(0, 1): 1.0, (1, 0): 0.0, (0, 2): 1.0, (2, 0): 1.0, (1, 2): None, (2, 1): None}
+    assert judging.win_rates(["a"] * 3, verdicts) == [0.75, 0.25, 0.5]
+    assert judging.win_rates(["a", "b"], {}) == [0.5, 0.5]
+    always_first = dict.fromkeys(judging.comparisons(["a"] * 4), 1.0)
+    assert judging.win_rates(["a"] * 4, always_first) == [0.5] * 4  # a judge that prefers a place tells nothing
+    cycle = {(0, 1): 1.0, (1, 2): 1.0, (2, 0): 1.0, (1, 0): 0.0, (2, 1): 0.0, (0, 2): 0.0}
+    assert judging.win_rates(["a"] * 3, cycle) == [0.5] * 3

@@ -1,10 +1,14 @@
 """Estimators of evaluation."""
 
-from mechanics import call, reward
+from mechanics import call, parts, reading, reward
 from model_modes import listed, on_states
+from pair_modes import weighted
 from step_modes import chosen
 
-from posttrain.evaluate import consensus, contamination, efficiency, estimators
+from posttrain.evaluate import consensus, contamination, efficiency, estimators, labels
+from posttrain.run import scaling
+
+MODERATION = "alphas components asymptote midpoint r0 slope x classes labels"  # what its parts read
 
 ADAPTERS = {
     "pass_at_k": call(estimators.pass_at_k, outputs="pass_at_k"),
@@ -44,6 +48,17 @@ ADAPTERS = {
             "self_distillation_gain": "self_distillation_gain",
             "capability_gain": "capability_gain",
         },
+    ),
+    "moderation_rl": parts(
+        {
+            "reward": reading(
+                "alphas components",
+                weighted("rewards", components="components", weights="alphas", table=False),
+                MODERATION,
+            ),
+            "sigmoid": reading("asymptote midpoint r0 slope x", call(scaling.scaling_curve, outputs="y"), MODERATION),
+            "calibrate": reading("classes labels", call(labels.label_probabilities, outputs="prob"), MODERATION),
+        }
     ),
     "four_habits": listed(
         reward("countdown.expression"),

@@ -17,6 +17,7 @@ from posttrain.loss import (
     reward_model,
 )
 from posttrain.rollout import search
+from posttrain.verify import judging
 
 LIGHT_R1 = (  # what its parts read
     "train bench ngram beta chosen_logps rejected_logps ref_chosen_logps ref_rejected_logps pass_rate low high"
@@ -273,7 +274,7 @@ ADAPTERS = {
         },
         drops={"gain_id": ["sft_weight"]},
     ),
-    "spo_winrate": call(builders.win_rate_rewards, outputs="rewards"),
+    "spo_winrate": call(judging.win_rate_rewards, outputs="rewards"),
     "preference_separability": call(
         separability.separability,
         outputs={

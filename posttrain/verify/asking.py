@@ -1,0 +1,36 @@
+"""Requests of a reward to the model that judges: many at once, in threads, and what their replies say together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+from posttrain.verify import endpoint as server
+
+
+async def ask_all(
+    endpoint: server.Settings, texts: Sequence[str], seeds: Sequence[int], concurrency: int
+) -> list[server.Reply]:
+    """The replies to all texts with all seeds; requests of this worker wait for each other beyond `concurrency`."""
+    loop, threads, place = asyncio.get_running_loop(), _threads(concurrency), server.Endpoint(**endpoint)
+    chats = [([{"role": "user", "content": text}], seed) for text in texts for seed in seeds]
+    return await asyncio.gather(
+        *(loop.run_in_executor(threads, server.ask, place, messages, seed) for messages, seed in chats)
+    )
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=count)
+
+
+def reply_summary(replies: Sequence[server.Reply], scores: Sequence[float | None]) -> dict[str, float | None]:
+    """{"reward": mean of the readable scores, "unparsed": share that could not be read, "cached": share from disk}."""
+    read = [score for score in scores if score is not None]
+    return {
+        "reward": sum(read) / len(read) if read else None,
+        "unparsed": 1 - len(read) / len(scores),
+        "cached": sum(reply.cached for reply in replies) / len(replies),
+    }
