@@ -35,14 +35,14 @@ def label_report(
     answers = [[None if r["answer"] is None else qa_norm(str(r["answer"])) for r in p] for p in problems]
     chances = label_probabilities(answers, names)
     said = [names[max(range(len(names)), key=lambda i: row[i])] if any(row) else None for row in chances]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for place, name in enumerate(names):
         hits = sum(a == b == name for a, b in zip(said, truth, strict=True))
         asked, named = truth.count(name), said.count(name)
         f1 = 2 * hits / (asked + named) if asked + named else None
         mean = sum(row[place] for row in chances) / len(chances) if chances else None
         rows.append({"label": classes[place], "questions": asked, "named": named, "f1": f1, "mean_probability": mean})
-    known = [row["f1"] for row in rows if row["questions"]]
+    known = [f1 for row in rows if row["questions"] and (f1 := row["f1"]) is not None]
     return {
         "macro_f1": sum(known) / len(known) if known else None,
         "ece": expected_calibration_error(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.evaluate.summary import by_problem
-from posttrain.verify.stability import stability
+from posttrain.verify.stability import Stability, stability
 
 
 def reward_stability(
@@ -56,12 +56,12 @@ def reward_stability(
 
 def _compared(
     rows: Sequence[Mapping[str, Any]], weights: Mapping[str, float], moved: str, share: float, temperature: float
-) -> Any:
+) -> Stability:
     other = {**weights, moved: weights[moved] * (1 + share)}
-    totals = [
+    before, after = (
         [sum(w * (row.get(name) or 0.0) for name, w in each.items()) for row in rows] for each in (weights, other)
-    ]
-    return stability(*totals, [0.0] * len(rows), temperature=temperature)
+    )
+    return stability(before, after, [0.0] * len(rows), temperature=temperature)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -190,7 +190,9 @@ def test_presets(name: str, loads: Loads) -> None:
     found = preset(name)
     base = RL if found.stage == "rl" else SFT.replace("sft", found.stage)
     loaded = loads(
-        base + f"algorithm: {name}\n" + (f"objective: {found.example['objective']}\n" if found.example else "")
+        base
+        + f"algorithm: {name}\n"
+        + (f"objective: {found.example['objective']}\n" if "objective" in found.example else "")
     )
     for path, value in leaves(found.choices):
         arrived: Any = loaded.resolved
