@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.verify.extract import Extractor, after_think
 from posttrain.verify.extract import extract as find_answer
-from posttrain.verify.gym import entry_of, scorer
+from posttrain.verify.gym import entry_of, import_tasks, scorer
 
 
 def score(
@@ -43,7 +43,7 @@ def score(
 
 def setup() -> None:
     """Called once in each worker, outside the time limit of a call: importing reasoning-gym takes a second."""
-    import reasoning_gym  # noqa: F401
+    import_tasks()
 
 
 _SUM = {"gym_task": "chain_sum", "gym_entry": json.dumps({"question": "2 + 3 =", "answer": "5", "metadata": {}})}

@@ -83,6 +83,9 @@ def needs(values: Mapping[str, Any]) -> Iterator[Need]:
     held_out = (values.get("eval") or {}).get("data") or {}
     for key, source in [("data.source", data.get("source")), *mix, ("eval.data.source", held_out.get("source"))]:
         yield from _of_source(str(source or ""), key)
+    for number, reward in enumerate(values.get("rewards") or ()):
+        if str(reward.get("use", "")).startswith("gym."):
+            yield "reasoning_gym", f"rewards: {reward['use']}", "gym", f"rewards.{number}.use"
 
 
 def _trainer(stage: str) -> tuple[str, ...]:

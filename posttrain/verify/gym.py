@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Any
 
 from posttrain import typed_json
+from posttrain.errors import MissingExtra
 from posttrain.verify.size import too_large
 
 Score = Callable[[str, Any], float]
@@ -38,6 +39,14 @@ _NOT_FINITE = re.compile(r"(?<![a-z])(?:nan|inf(?:inity)?)(?![a-hk-z])", re.IGNO
 _CHARACTERS = re.compile(r"[\w\s+\-*/^().,=×÷·−]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]|[A-Za-z_)]\s*\.")
+
+
+def import_tasks() -> None:
+    """Import reasoning-gym with all its tasks (a second). Raises MissingExtra where it is not installed."""
+    try:
+        import reasoning_gym  # noqa: F401
+    except ModuleNotFoundError as cause:
+        raise MissingExtra("reasoning-gym", "the reward gym.score", "gym") from cause
 
 
 @functools.cache

@@ -45,6 +45,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({"model": {"path": "tiny", "lora": {}}}, "model.lora needs peft", "train"),
         ({"model": {"path": "a.gguf"}}, "a .gguf model needs gguf", "train"),
         ({"data": {"source": "gym:chain_sum", "size": 4}}, "data gym:chain_sum needs reasoning-gym", "gym"),
+        ({"rewards": [{"use": "gym.score"}]}, "rewards: gym.score needs reasoning-gym", "gym"),
         (
             {"stage": "eval", "data": {"mix": [{"source": "some/hub"}]}, "run": {}},
             "data some/hub needs datasets",

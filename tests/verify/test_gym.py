@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from reasoning_gym.factory import DATASETS
 
 from posttrain import typed_json
 from posttrain.data import gym as data
-from posttrain.verify.gym import is_formula, read_literal, reading_literals, scorer
+from posttrain.errors import MissingExtra
+from posttrain.verify.gym import import_tasks, is_formula, read_literal, reading_literals, scorer
 from posttrain.verify.probes import NAMES
 
 FORMULAS = ("countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication")
@@ -223,3 +225,10 @@ def test_a_second_answer_behind_the_right_one_is_not_paid(task: str) -> None:
     other = "7/9" if "fraction" in task else "other words"
     assert scorer(task)(gold, entry) == 1.0
     assert [scorer(task)(f"{gold} or {other}", entry), scorer(task)(f"{gold} {other}", entry)] == [0.0, 0.0]
+
+
+def test_without_reasoning_gym_the_reward_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(MissingExtra, match=r"the reward gym\.score needs reasoning-gym") as raised:
+        import_tasks()
+    assert "posttrain[gym]" in str(raised.value)
