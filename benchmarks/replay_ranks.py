@@ -214,6 +214,7 @@ def pieces(spec: dict[str, Any]) -> tuple[TrainContext, RolloutBatch, Sequences]
         engine=nobody,
         scorer=nobody,
         sampler=nobody,
+        values=None,
         prompts=[],
         objective=Objective.from_recipe(recipe),
         controls=Controls.from_recipe(recipe),

@@ -125,6 +125,7 @@ class Rollout:
     against: tuple[float | None, ...] = ()  # rewards of the opponent's answers to the prompt
     variant: Variant | None = None  # what was sampled from in place of the data's prompt; None = the prompt itself
     loss_ids: tuple[int, ...] | None = None  # prompt tokens of the trained pass; None = those of `prompt`
+    bin: int | None = None  # that the prompt sampler put its prompt into
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -226,6 +227,8 @@ class RolloutBatch:
     vocab_mean_logp: Tensor | None = None  # [N,T]
     new_entropy: Tensor | None = None  # [N,T] nats
     router_loss: Tensor | None = None  # [N] load-balancing loss of a mixture of experts over a row's tokens
+    bins: Tensor | None = None  # [N] int64, bin that the prompt sampler put the row's prompt into
+    sampler_state: Mapping[str, Any] = field(default_factory=dict)  # what the prompt sampler knows before the step
     step: int = 0  # finished steps of the run
     total_steps: int = 1  # planned steps of the run
     memory: Mapping[str, Any] = field(default_factory=dict)  # component name -> what it remembers from the last step

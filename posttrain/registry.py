@@ -34,6 +34,7 @@ INDEX = Path(__file__).with_name("components.json")
 # kind -> the package whose modules register components of that kind, in the order in which a step calls them
 PACKAGES = {
     "prompt_variants": "posttrain.variants",
+    "sampler": "posttrain.curriculum",
     "group_reward": "posttrain.advantage",
     "keep": "posttrain.advantage",
     "advantage": "posttrain.advantage",
@@ -55,6 +56,7 @@ PACKAGES = {
 
 Kind = Literal[
     "prompt_variants",
+    "sampler",
     "group_reward",
     "keep",
     "advantage",
@@ -96,10 +98,10 @@ class Component:
 _components: dict[tuple[str, str], Component] = {}
 
 
-OWN_WORDS = ("prompt_variants", "pair_loss", "token_weight", "merge", "task")  # whose `needs` speak of no batch
+OWN_WORDS = ("sampler", "prompt_variants", "pair_loss", "token_weight", "merge", "task")  # no words of a batch
 ALWAYS_THERE = (  # fields of a batch that need not be asked for
-    "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "selected", "step", "total_steps",
-    "truncated", "turn_rewards", "versions",
+    "advantages", "group_ids", "keep", "lengths", "mask", "memory", "reward_weights", "sampler_state", "selected",
+    "step", "total_steps", "truncated", "turn_rewards", "versions",
 )  # fmt: skip
 
 
@@ -117,9 +119,9 @@ def register(
     paper: arXiv id. needs: what it must have, so that a recipe which cannot work, or would do nothing, is refused at
     load: fields of the batch (`ref_logp`, `rollout_logp`, `old_logp`, `entropy`, ...), `groups` (more than one
     completion a prompt), `several_updates` (more than one a step), `all_correct` (groups that are all right must not be
-    filtered out), `every_group` (of a step: none may be filtered out), `every_row` (a gradient where the advantage is
-    0), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit` (of a loss: it reads rewards or
-    correctness and no advantages), `frozen_critic` (its `values` are those of
+    filtered out), `every_group` (of a step: none may be filtered out), `equal_groups` (all of one size), `every_row` (a
+    gradient where the advantage is 0), `own_mean` (of a loss: it says by `counted` what its mean is over), `own_credit`
+    (of a loss: it reads rewards or correctness and no advantages), `frozen_critic` (its `values` are those of
     `critic.path`), `multiplies` (a controller: the recipe's number must not be 0), `measured_kl` (a controller: it
     follows the metric `kl`). Of prompt variants: `solution` (a data column with solutions), `begins_answer` (tokens
     before what is sampled, which turns of tools have no place for), `hinted` (rows are marked that had help). note:

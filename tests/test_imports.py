@@ -28,9 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "track": {"errors", "terminal", "run"},
     "verify": FOUNDATION | {"scratch"},
     "loss": {"batch", "registry", "errors"},
-    "advantage": {"batch", "registry", "errors", "options"},
+    "advantage": {"batch", "registry", "errors", "options", "curriculum"},
     "control": {"registry", "errors"},
     "variants": {"batch", "registry", "errors", "options"},
+    "curriculum": {"registry", "errors", "options", "seeds"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
     "data": FOUNDATION | {"batch", "chat", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
@@ -40,8 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": FOUNDATION
     | {"callable_module", "chat", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
     "train": FOUNDATION
-    | {"batch", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools", "seeds"}
-    | {"variants"},
+    | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
+    | {"seeds", "variants"},
     "callable_module": set(),
     "api": FOUNDATION | {"cli", "pipeline", "run", "train"},
     "pipeline": FOUNDATION | {"run", "report", "track", "evaluate"},

@@ -23,6 +23,8 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "advantage/keep.py": {"oversample"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/turns.py": {"action_advantages", "information_gain_terms", "merged_steps"},
+    "curriculum/difficulty.py": {"learnability"},
+    "curriculum/selection.py": {"by_reasoning", "fold_copies", "lowest_pass_rates", "selective_buffer"},
     "data/decontaminate.py": {"of_pass_rate"},
     "data/pairs.py": {"generalisation_factor"},
     "evaluate/consensus.py": {"arm_consensus"},

@@ -21,7 +21,7 @@ Variant = Literal["paper", "released"]
     "advantage",
     "riskpo",
     paper="2510.00911",
-    needs=("groups", "every_group"),
+    needs=("groups", "every_group", "equal_groups"),
     note="`paper` is read from a note that quotes the equation; the released code differs in weights and credit. "
     "Bundles take rollouts in the order in which they were sampled, which is as good as a shuffle.",
 )

@@ -32,6 +32,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # kind -> (what a reader calls it, its key in a recipe, how it stands there), in the order in which a step calls them
 KINDS = {
     "prompt_variants": ("what is sampled from in place of the data's prompts", "prompt_variants", "one"),
+    "sampler": ("which prompts a step draws, and how many rollouts each gets", "sampler", "one"),
     "reward": ("reward of a row", "rewards", "list"),
     "group_reward": ("reward of a group", "group_rewards", "list"),
     "keep": ("filter of groups and rows", "keep", "one"),
@@ -226,6 +227,7 @@ def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
 _CONFLICTS = {
     "groups": "rollout.group_size 1: it compares the completions of a prompt",
     "several_updates": "one update a step: it would do nothing",
+    "equal_groups": "a `sampler` that divides rollouts unequally or leaves prompts out",
     "turn_ids": "rollouts of a single turn: it needs `tools` or an `environment`, or steps (`scoring.split`)",
     "edge_ids": "`scoring.split`: it needs real turns",
     "turn_states": "`scoring.split`: it needs real turns",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from posttrain.recipe.rl_sections import Loss
+from posttrain.recipe.sampler_checks import SAMPLER_CHECKS, sampler_gives
 from posttrain.recipe.section import ComponentSection
 from posttrain.recipe.stages import RlRecipe
 
@@ -29,10 +30,12 @@ FROM_HINTS = {"hinted", "hint_mask"}  # with `prompt_variants` that give hints
 FROM_OPPONENT = {"opponent_rewards", "opponent_logp"}  # with `opponent`
 MARKS = {
     *("groups", "several_updates", "all_correct", "every_row", "every_group", "own_mean", "frozen_critic"),
-    *("multiplies", "measured_kl", "own_credit"),
+    *("multiplies", "measured_kl", "own_credit", "equal_groups"),
 }
 WHY_NOT = {
     **dict.fromkeys(("edge_ids", "turn_states"), "rollouts of several turns: `tools` or an `environment`"),
+    **dict.fromkeys(("bins", "bin_scores"), "a sampler that bins prompts (`sampler: gdro`)"),
+    "kl_threshold": "a sampler that sets it (`sampler: taco`)",
     **dict.fromkeys(("opponent_rewards", "opponent_logp"), "a policy to play against: `opponent: {ema: 0.01}`"),
     "turn_ids": "rollouts of several turns (`tools` or an `environment`), or the steps of one (`scoring.split`)",
     **dict.fromkeys(("trajectory_ids", "step_ids", "state_ids", "dones"), "rollouts whose turns are rows of their own"),
@@ -85,7 +88,8 @@ def _given(recipe: RlRecipe) -> set[str]:
     """What only recipes with turns, steps, an opponent, hints or given solutions provide."""
     hints = FROM_HINTS if recipe.prompt_variants and recipe.prompt_variants.may("hinted") else set()
     given = {"expert_logp", *(["external"] if recipe.solutions.in_group else [])} if recipe.solutions else set()
-    return _by_turn(recipe) | (FROM_OPPONENT if recipe.opponent else set()) | hints | given
+    opponent = FROM_OPPONENT if recipe.opponent else set()
+    return _by_turn(recipe) | opponent | hints | given | sampler_gives(recipe)
 
 
 def _by_turn(recipe: RlRecipe) -> set[str]:
@@ -424,4 +428,5 @@ CHECKS = (
     _frozen_critic,
     _opponent,
     _stored,
+    *SAMPLER_CHECKS,
 )

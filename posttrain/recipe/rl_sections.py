@@ -20,6 +20,13 @@ class PromptVariants(ComponentSection):
         return word in self.needs or ":" in self.use
 
 
+class PromptSamplerSection(ComponentSection):
+    """Which prompts a step draws, and how many rollouts each gets."""
+
+    kinds: ClassVar = ("sampler",)
+    use: str = "uniform"
+
+
 class GroupReward(ComponentSection):
     """A reward of a whole group: it makes new rewards from those of the rows, their components and lengths."""
 

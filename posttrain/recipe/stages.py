@@ -28,6 +28,7 @@ from posttrain.recipe.rl_sections import (
     Kl,
     Loss,
     Opponent,
+    PromptSamplerSection,
     PromptVariants,
     Regulariser,
     RlBatch,
@@ -236,6 +237,10 @@ class RlRecipe(Acting, Tracked):
     algorithm: str | None = Field(None, description="a preset; see `posttrain methods list`")
     model: Model
     data: Data
+    sampler: PromptSamplerSection = Field(
+        default_factory=lambda: PromptSamplerSection.model_validate({}),
+        description="which prompts a step draws, and how many rollouts each gets",
+    )
     rollout: Rollout = Field(default_factory=Rollout)
     prompt_variants: PromptVariants | None = Field(
         None, description="what is sampled from in place of the data's prompts, and what the loss sees of it"
@@ -294,7 +299,7 @@ class RlRecipe(Acting, Tracked):
     def every_component(self) -> list[tuple[str, ComponentSection]]:
         """`components`, and those that a step calls before it has rewards."""
         variants = [("prompt_variants", self.prompt_variants)] if self.prompt_variants else []
-        return [*variants, *self.components()]
+        return [("sampler", self.sampler), *variants, *self.components()]
 
     @model_validator(mode="after")
     def _minibatches_have_rows(self) -> RlRecipe:

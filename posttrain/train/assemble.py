@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -15,7 +16,6 @@ from posttrain.batch import Prompt
 from posttrain.data import columns
 from posttrain.data.account import told
 from posttrain.data.prepare import Prepared, prepare_prompts
-from posttrain.data.sampler import PromptSampler
 from posttrain.errors import counted
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
@@ -39,6 +39,8 @@ from posttrain.train.objective import Objective
 from posttrain.train.offline import solution_completions, stored_completions
 from posttrain.train.opponent import Opponent
 from posttrain.train.plan import explained_out_of_memory
+from posttrain.train.prompt_sampler import StepSampler
+from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy, reference_of
 from posttrain.train.rehearsal import rehearse
 from posttrain.train.scoring import check_turns
@@ -59,6 +61,7 @@ class Work:
     steps: int
     objective: Objective
     controls: Controls
+    sampler: StepSampler
     offer: Offer | None  # tools or an environment
     stored: Tokens | None  # completions that the data bring, where they are trained on
     variants: PromptVariants | None  # of the prompts
@@ -89,6 +92,7 @@ def prepared(recipe: RlRecipe) -> Work:
     steps = total_steps(recipe, len(prompts))
     objective = Objective.from_recipe(recipe)
     controls = Controls.from_recipe(recipe, steps)
+    sampler = StepSampler.from_recipe(recipe, prompts, steps)
     columns.refuse_missing([prompt.row for prompt in prompts], columns_of(recipe), acts=recipe.acts)
     rehearse(objective, recipe, prompts)
     stored = None
@@ -101,7 +105,9 @@ def prepared(recipe: RlRecipe) -> Work:
         shown = offer.row if offer else None
         solutions = solution_completions(prompts, column, tokenizer, recipe.data, limit, shown)
     held_out = prepare_held_out(recipe, tokenizer, offer)
-    return Work(prompts, left_out(data), steps, objective, controls, offer, stored, variants, solutions, held_out)
+    return Work(
+        prompts, left_out(data), steps, objective, controls, sampler, offer, stored, variants, solutions, held_out
+    )
 
 
 def columns_of(recipe: RlRecipe) -> list[columns.Wanted]:
@@ -157,9 +163,7 @@ def assembled(
                 loaded=loaded,
                 engine=engine,
                 scorer=scorer,
-                sampler=PromptSampler(
-                    len(work.prompts), recipe.rollout.prompts_per_step, recipe.run.seed, recipe.data.shuffle
-                ),
+                sampler=work.sampler,
                 prompts=work.prompts,
                 objective=work.objective,
                 controls=work.controls,
@@ -172,6 +176,7 @@ def assembled(
                 critic=critic,
                 variants=work.variants,
                 solutions=work.solutions,
+                values=values_for(work.sampler, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 watchdog=watchdog,
                 dump=directory.path / "failed",
@@ -187,6 +192,14 @@ def critic_of(recipe: RlRecipe, objective: Objective, loaded: models.LoadedModel
     if recipe.critic.path is not None:
         return frozen_head(loaded, recipe.critic.path, recipe.base_dir)
     return value_head(loaded) if objective.needs & {"values", "new_values"} else None
+
+
+def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues | None:
+    """The value head of a sampler that reads predicted values of prompts."""
+    if "values" not in sampler.needs:
+        return None
+    own: Any = sampler.sampler
+    return PromptValues(loaded, lr=own.value_lr, steps=own.value_steps, metric=own.metric)
 
 
 def engine_of(

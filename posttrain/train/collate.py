@@ -61,6 +61,7 @@ def rollout_batch(
         opponent_rewards=_against(rollouts),
         lengths=torch.tensor([sum(len(s.ids) for s in r.segments if s.kind == "model") for r in rollouts]),
         answer_ids=None if answers is None else _answers(rollouts, answers),
+        bins=_bins(rollouts),
         rollout_logp=_rows(list(map(_logps, rollouts)), width, np.nan, np.float32),
         versions=_rows(list(map(_versions, rollouts)), width, 0, np.int32),
     )
@@ -91,6 +92,12 @@ def _put_there(rollouts: Sequence[Rollout], width: int) -> dict[str, Tensor]:
         "hint_mask": _rows(hints, width, False, np.bool_),
         "external": _rows(given, width, False, np.bool_),
     }
+
+
+def _bins(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """The bins of the rows' prompts; None where the sampler has put one into none."""
+    bins = [r.bin for r in rollouts]
+    return None if any(b is None for b in bins) else torch.tensor(bins)
 
 
 def turn_of_each(rollout: Rollout) -> NDArray[np.int64]:

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch
-from posttrain.errors import RunError
+from posttrain.curriculum.protocol import Group, Plan
+from posttrain.errors import RunError, counted
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.seeds import derive
 from posttrain.train import checkpoint, distributed
@@ -25,9 +26,10 @@ from posttrain.train.context import TrainContext
 from posttrain.train.dynamic_sampling import DynamicSamplingBuffer
 from posttrain.train.given import solution_rows
 from posttrain.train.opponent import Opponent
+from posttrain.train.prompt_sampler import MOST_REQUESTS, groups_of
 from posttrain.train.rl_metrics import sample_records
 from posttrain.train.scoring import scoring, throughput
-from posttrain.train.variants import sample_in_rounds
+from posttrain.train.variants import APART, sample_in_rounds
 from posttrain.verify.failures import Calls, Failures, together
 
 WATCHED = 4  # prompts a generation whose engine log-probs are kept for the mismatch metrics, if no component reads all
@@ -55,6 +57,7 @@ class StepRollouts:
     metrics: dict[str, Any]  # of their rewards and generation rounds
     calls: list[Calls]  # of their rewards, one entry a generation round
     position: int  # prompts taken from the stream until then, theirs included
+    groups: list[Group] = field(default_factory=list)  # what was sampled, with what `keep` dropped and measurements
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, if they were collected beside the training
 
 
@@ -73,20 +76,78 @@ def collect(
     failures = ctx.scorer.failures(history=state.calls)
     rollouts: list[Rollout] = []
     calls: list[Calls] = []
-    while True:
-        start = distributed.from_main(stream.claim(settings.prompts_per_step))
-        drawn = ctx.sampler.take(start, settings.prompts_per_step)
-        mine = distributed.tried(sample_share, ctx, state, drawn, buffer, metrics, on_generated)
+    groups: list[Group] = []
+    for refused in itertools.count():
+        start = distributed.from_main(stream.claim(ctx.sampler.places(settings)))
+        fresh, sampled, made = sample_groups(ctx, state, start, groups, buffer, metrics, failures, on_generated)
+        groups, calls = groups + sampled, calls + made
+        if not fresh:
+            check_patience(ctx, refused)
+            continue
+        kept = distributed.all_of(distributed.tried(select_groups, ctx, state, buffer, fresh))[0]
+        rollouts += [r for r in fresh if r.group in kept]
+        if buffer.full:
+            break
+    metrics = throughput(distributed.total(metrics), distributed.world())
+    metrics["rollout/gen_batches"] = buffer.batches
+    return StepRollouts(state.step, rollouts, metrics, calls, start + ctx.sampler.places(settings), groups)
+
+
+def sample_groups(
+    ctx: TrainContext,
+    state: checkpoint.State,
+    start: int,
+    before: Sequence[Group],
+    buffer: DynamicSamplingBuffer,
+    metrics: dict[str, Any],
+    failures: Failures,
+    on_generated: Callable[[], object],
+) -> tuple[list[Rollout], list[Group], list[Calls]]:
+    """The scored rollouts of all ranks for one request to the prompt sampler, its groups, and the calls that scored
+    them. A sampler that asks for another round sees the rewards of the one before. start: the request's place in the
+    uniform order. before: the step's groups so far. No rollouts where the sampler names no prompts."""
+    settings, first_group = ctx.recipe.rollout, buffer.batches * ctx.recipe.rollout.prompts_per_step
+    taken = list(dict.fromkeys(group.prompt for group in before if not group.measured))
+    values = predicted_values(ctx, start)
+    rollouts: list[Rollout] = []
+    measured: list[Group] = []
+    seen: list[Group] = []
+    calls: list[Calls] = []
+    for number in itertools.count():
+        plan = ctx.sampler.propose(
+            state.sampler, state.step, settings, start, round_=number, taken=taken, seen=seen, values=values
+        )
+        round_ = (start, number) if number or plan.measure else ()
+        mine = distributed.tried(sample_share, ctx, state, plan, buffer, metrics, on_generated, round_)
         with ctx.watchdog.phase("gather"):  # which waits for the slowest rank
             found = distributed.all_of(mine)
         fresh = sorted(itertools.chain(*(share.rollouts for share in found)), key=lambda r: r.group)
         calls += distributed.together(count_calls, failures, [one for share in found for one in share.calls])
-        kept = distributed.all_of(distributed.tried(select_groups, ctx, state, buffer, fresh))[0]
-        rollouts += [r for r in fresh if r.group in kept]
-        if buffer.full:
-            metrics = throughput(distributed.total(metrics), distributed.world())
-            metrics["rollout/gen_batches"] = buffer.batches
-            return StepRollouts(state.step, rollouts, metrics, calls, start + len(drawn))
+        seen = groups_of(plan, fresh, ctx.sampler.pool, first_group, seen)
+        if plan.measure:
+            measured += seen
+        else:
+            rollouts += fresh
+        if not plan.again:
+            break
+    return sorted(rollouts, key=lambda r: r.group), [*measured, *([] if plan.measure else seen)], calls
+
+
+def predicted_values(ctx: TrainContext, start: int) -> list[float]:
+    """What the value head predicts for the prompts of a request, for samplers that read it."""
+    if ctx.values is None:
+        return []
+    with ctx.watchdog.phase("values"), ctx.compiled():
+        return ctx.values.predict(ctx, ctx.sampler.candidates(start, ctx.recipe.rollout))
+
+
+def check_patience(ctx: TrainContext, refused: int) -> None:
+    """Raises RunError where the sampler has named no prompts too often in a row."""
+    if refused + 1 >= MOST_REQUESTS:
+        raise RunError(
+            f"sampler `{ctx.sampler.name}` names no prompts in {counted(MOST_REQUESTS, 'request')} in a row",
+            hint="use harder prompts: where it leaves out what the model solves, nothing may be left",
+        )
 
 
 @dataclass(frozen=True)
@@ -100,32 +161,39 @@ class Share:
 def sample_share(
     ctx: TrainContext,
     state: checkpoint.State,
-    drawn: Sequence[int],
+    plan: Plan,
     buffer: DynamicSamplingBuffer,
     metrics: dict[str, Any],
     on_generated: Callable[[], object],
+    round_: Sequence[int] = (),
 ) -> Share:
-    """This rank's scored rollouts of its share of prompts `drawn`. Adds counts to `metrics`; talks to no other rank."""
-    prompts, calls = [ctx.prompts[i] for i in drawn], list[Calls]()
+    """This rank's scored rollouts of its share of the plan's prompts. Adds counts to `metrics`; talks to no other rank.
+
+    round_: what tells the seeds of a further round from those of the first.
+    """
+    prompts, calls = [ctx.prompts[i] for i in plan.prompts], list[Calls]()
     batches = buffer.batches  # how often the step has drawn prompts before
     first_group = batches * ctx.recipe.rollout.prompts_per_step
-    seed = derive(ctx.recipe.run.seed, "rollout", state.step, batches)
-    share = distributed.share(len(drawn))
-    sample = partial(sample_prompts, ctx, state.step, metrics, calls, first_group=first_group)
-    if ctx.variants is None:
-        fresh = sample(prompts, seed=seed, share=share, on_generated=None if buffer.refills else on_generated)
+    seed = derive(ctx.recipe.run.seed, "rollout", state.step, batches, *round_)
+    share, last = distributed.share(len(prompts)), not (buffer.refills or plan.again)
+    sample = partial(sample_prompts, ctx, state.step, metrics, calls, plan, first_group=first_group)
+    if ctx.variants is None or plan.measure:
+        fresh = sample(prompts, seed=seed, share=share, on_generated=on_generated if last else None)
     else:
         memory = state.memory.get(ctx.variants.name)
         fresh = sample_in_rounds(
             ctx.variants, prompts, share, sample, step=state.step, seed=seed, memory=memory, first_group=first_group
         )
-        if not buffer.refills:
+        if last:
             on_generated()
-    if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group:
+    if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group and not plan.measure:
         given, scored = solution_rows(ctx, state.step, fresh, metrics)
         fresh, calls = [*fresh, *given], [*calls, *scored]
+    if plan.bins:
+        for rollout in fresh:
+            rollout.bin = plan.bins[rollout.group % APART - first_group]
     if ctx.opponent is not None:
-        calls += play(ctx, state, drawn, fresh, ctx.opponent, first_group=first_group)
+        calls += play(ctx, state, plan.prompts, fresh, ctx.opponent, first_group=first_group)
     return Share(fresh, calls)
 
 
@@ -134,6 +202,7 @@ def sample_prompts(
     step: int,
     metrics: dict[str, Any],
     calls: list[Calls],
+    plan: Plan,
     prompts: Sequence[Prompt],
     *,
     seed: int,
@@ -142,7 +211,8 @@ def sample_prompts(
     finish: Callable[[Rollout, int], None] | None = None,
     on_generated: Callable[[], object] | None = None,
 ) -> list[Rollout]:
-    """Rollouts of prompts[share], scored. Adds counts to `metrics` and the calls of the rewards to `calls`.
+    """Rollouts of prompts[share], scored: of each as many as the plan says, which takes one call of the engine for each
+    size of a group. Adds counts to `metrics` and the calls of the rewards to `calls`.
 
     finish: changes a rollout, given its prompt's place in `prompts`, before it is scored.
     """
@@ -153,20 +223,22 @@ def sample_prompts(
                 finish(rollout, rollout.group - first_group)
         return rollouts
 
-    settings = ctx.recipe.rollout
+    settings = ctx.recipe.rollout.model_copy(update={"temperature": 0.0} if plan.measure else {})
+    fresh: list[Rollout] = []
     with ctx.watchdog.phase("rollout"), scoring(ctx, step) as scored:
         on_complete = scored.on_complete
-        fresh = ctx.engine.generate(
-            prompts,
-            settings.group_size,
-            settings,
-            seed=seed,
-            first_group=first_group,
-            logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
-            share=share,
-            done=None if on_complete is None else lambda rollouts: on_complete(finished(rollouts)),
-        )
-        finished(fresh)
+        for size in sorted({count for count in plan.rollouts if count}):
+            fresh += ctx.engine.generate(
+                prompts,
+                size,
+                settings,
+                seed=seed if size == settings.group_size else derive(seed, "size", size),
+                first_group=first_group,
+                logprobs="rollout_logp" in ctx.objective.needs or WATCHED,
+                share=[place for place in share if plan.rollouts[place] == size],
+                done=None if on_complete is None else lambda rollouts: on_complete(finished(rollouts)),
+            )
+        fresh = sorted(finished(fresh), key=lambda r: r.group)
         if on_generated is not None:
             on_generated()
     with ctx.watchdog.phase("score"):
@@ -247,4 +319,5 @@ def batch_of(ctx: TrainContext, rollouts: Sequence[Rollout], state: checkpoint.S
     answers = answer_extractors(ctx.recipe.rewards) if "answer_ids" in ctx.objective.needs else None
     batch = rollout_batch(rollouts, answers, ctx.objective.needs, ctx.recipe.advantage.params.get("similarity"))
     weights = {reward_name(reward): reward.weight for reward in ctx.recipe.rewards}
+    batch = batch.replace(sampler_state=state.sampler or {})
     return batch.replace(reward_weights=weights, step=state.step, total_steps=ctx.steps, memory=state.memory)

@@ -13,7 +13,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from posttrain.batch import Prompt
-from posttrain.data.sampler import PromptSampler
 from posttrain.models import load as models
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import Engine
@@ -24,6 +23,8 @@ from posttrain.train.compiled import Switch
 from posttrain.train.controls import Controls, check_limits
 from posttrain.train.objective import Objective
 from posttrain.train.opponent import Opponent
+from posttrain.train.prompt_sampler import StepSampler
+from posttrain.train.prompt_values import PromptValues
 from posttrain.train.reference import ReferencePolicy
 from posttrain.train.variants import PromptVariants
 from posttrain.verify.score import Scorer
@@ -37,7 +38,7 @@ class TrainContext:
     loaded: models.LoadedModel
     engine: Engine
     scorer: Scorer
-    sampler: PromptSampler
+    sampler: StepSampler
     prompts: Sequence[Prompt]
     objective: Objective
     controls: Controls
@@ -46,6 +47,7 @@ class TrainContext:
     steps: int
     reference: ReferencePolicy | None
     critic: nn.Module | None  # a value head, where a component reads values
+    values: PromptValues | None  # a value head on prompts, for a sampler that reads it
     opponent: Opponent | None  # a slow copy of the policy, where one is played against
     packed: bool  # rows without padding; where the architecture or the device cannot, padded
     watchdog: Watchdog

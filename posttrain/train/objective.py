@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from posttrain.advantage.tokens import token_rewards
-from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss
+from posttrain.batch import GroupLoss, RolloutBatch, TokenLoss, row_mean
 from posttrain.errors import UserError
 from posttrain.loss.aggregate import Aggregation, Totals, aggregate, totals
 from posttrain.recipe.objective_checks import used
@@ -318,6 +318,19 @@ class Objective:
         if totals.weight == 0:
             return found.values.sum() / max(totals.groups, 1.0), sums
         return (found.values * _weights(found)).sum() / totals.weight, sums
+
+    def row_losses(self, batch: RolloutBatch, logp: Tensor) -> Tensor:
+        """The policy loss of each row [N] at these log-probs: the mean over its trained tokens of steps 10 and 12, KL
+        included, regularisers not. NaN for rows that `keep` dropped; 0 for those without a trained token."""
+        with torch.no_grad():
+            rows = _with_stand_ins(batch)
+            active = self.has_signal(batch)[:, None] & batch.mask
+            logp = torch.where(active, logp, 0.0 if rows.old_logp is None else rows.old_logp)
+            values = self.surrogate(rows, logp).values
+            if self.kl is not None and not self.kl_in_reward:
+                values = values + self.kl.coef * self.kl(rows, logp).values
+            losses = row_mean(values.double(), active)
+        return losses if batch.keep is None else torch.where(batch.keep, losses, torch.nan)
 
     def added(self, part: Part, term: TokenLoss, batch: RolloutBatch, totals: Totals) -> Tensor:
         """Steps 12 and 13 for one term: its coefficient * what it is when aggregated."""

@@ -216,6 +216,18 @@ def _prompts(p: TrainContext, batch: RolloutBatch, sequences: Sequences) -> Roll
     return batch.replace(prompt_logp=found["logp"][expand], prompt_mask=mask[expand])
 
 
+def prompt_states(p: TrainContext, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """The policy's last hidden state [N,H] at the last token of each prompt, without gradient; on all ranks."""
+    ids = tuple(np.array([*prompt, prompt[-1]], np.int64) for prompt in prompts)  # what the next token is says nothing
+    sequences = Sequences(ids, tuple(map(len, prompts)))
+
+    def last(some: Sequences, _: list[int]) -> dict[str, Tensor]:
+        return {"hidden": scores(p, p.loaded.model, some, 1, Extras(hidden=True))["hidden"][:, 0]}
+
+    with torch.no_grad(), evaluating(p.loaded.model):
+        return _in_parts(p, sequences, range(len(ids)), last)["hidden"]
+
+
 def _in_parts(
     p: TrainContext,
     sequences: Sequences,

@@ -14,6 +14,7 @@ from typing import Any
 
 from posttrain import terminal
 from posttrain.batch import Rollout, RolloutBatch
+from posttrain.curriculum.protocol import Plan
 from posttrain.recipe.stages import RlRecipe
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
@@ -104,7 +105,8 @@ def measured_start(ctx: TrainContext, prompts: int) -> Report:
 def sample(ctx: TrainContext, state: State, prompts: int) -> list[Rollout]:
     """The scored rollouts of the run's first prompts. Raises RunError if too many calls of a reward fail."""
     buffer = ctx.objective.sampling_buffer(prompts, 1)
-    share = sample_share(ctx, state, ctx.sampler.take(0, prompts), buffer, {}, lambda: None)
+    plan = Plan(ctx.sampler.order.take(0, prompts), [ctx.recipe.rollout.group_size] * prompts)
+    share = sample_share(ctx, state, plan, buffer, {}, lambda: None)
     failures = ctx.scorer.failures()
     for calls in share.calls:
         failures.add(calls)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, Turn
 from posttrain.errors import RecipeError, UserError
+from posttrain.places import split_function
 from posttrain.recipe.reward_checks import reward_name
+from posttrain.recipe.sampler_checks import sampler_gives
 from posttrain.recipe.stages import RlRecipe
 from posttrain.registry import script_line
 from posttrain.train.collate import rollout_batch
@@ -53,7 +55,6 @@ def _run(objective: Objective, batch: RolloutBatch) -> None:
 
 
 def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], names: Sequence[str]) -> RolloutBatch:
-    settings = recipe.rollout
     by_turn = "turn_scores" in objective.needs
     rollouts = [
         Rollout(
@@ -66,13 +67,14 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
             scores=dict.fromkeys(names, float(row % 2)),
             reward=float(torch.rand(())),
             correct=row % 2 == 0,
+            bin=group % 2 if "bins" in objective.needs else None,
             against=(0.5,) * recipe.opponent.samples if recipe.opponent else (),
             turns=(Turn(str(row % 2), reward=float(row % 2)),) if recipe.acts else (),
             part_ends=(TOKENS - 1,) if by_turn else (),
             turn_scores={name: (float(row % 2),) for name in names} if by_turn else {},
         )
-        for group in range(settings.prompts_per_step)
-        for row in range(settings.group_size)
+        for group, size in enumerate(_sizes(recipe))
+        for row in range(size)
     ]
     put_there = objective.needs & {"hinted", "hint_mask", "external"}
     needs = objective.needs if recipe.acts or recipe.scoring.split else put_there
@@ -84,7 +86,15 @@ def _batch(objective: Objective, recipe: RlRecipe, prompts: Sequence[Prompt], na
         made["router_loss"] = torch.rand(len(batch))
     if "new_values" in made:
         made["new_values"].requires_grad_()  # a loss may train the critic alone
-    return batch.replace(**made, reward_weights=weights)
+    sampler = {"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.5} if sampler_gives(recipe) else {}
+    return batch.replace(**made, reward_weights=weights, sampler_state=sampler)
+
+
+def _sizes(recipe: RlRecipe) -> list[int]:
+    """Rollouts of each prompt: of several numbers where the sampler may divide them so."""
+    prompts, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
+    unequal = "unequal" in recipe.sampler.needs or split_function(recipe.sampler.use) is not None
+    return [size + (unequal and size > 1) * (1 - 2 * (group % 2)) for group in range(prompts)]
 
 
 def _like(mask: Tensor, *more: int) -> Tensor:

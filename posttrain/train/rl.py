@@ -21,7 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.batch import Rollout
+from torch import Tensor
+
+from posttrain.batch import Rollout, RolloutBatch
+from posttrain.curriculum.protocol import Group
 from posttrain.errors import Interrupted
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
@@ -46,6 +49,7 @@ from posttrain.train.held_out import evaluate_step, rl_evaluation
 from posttrain.train.peak import peak_memory
 from posttrain.train.plan import explained_out_of_memory
 from posttrain.train.policy import measure, measure_beside
+from posttrain.train.prompt_sampler import with_outcomes
 from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
@@ -168,7 +172,8 @@ def step(
 ) -> tuple[list[Rollout], dict[str, Any], saved_rollouts.Saved]:
     """One RL step on the rollouts that `source` gives. Returns them, the step's metrics, and what `whatif` needs of
     them; moves `state` past the prompts that they answer."""
-    rollouts, gathered = source.next(ctx, state)
+    taken = source.next(ctx, state)
+    rollouts = taken.rollouts
     sequences = sequences_of(rollouts)
     state.tokens += sum(sequences.lengths)
     state.memory = learnt(ctx.variants, rollouts, state.memory)
@@ -179,7 +184,7 @@ def step(
     batch = ctx.objective.assign(scored)
     state.memory = dict(batch.memory)
     values = {
-        **gathered,
+        **taken.metrics,
         **rollout_metrics(rollouts, batch),
         **variant_metrics(rollouts),
         **ctx.objective.paid_kl_metrics(scored),
@@ -195,6 +200,7 @@ def step(
         metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
     )
     state.scaler = ctx.scaler.state_dict()
+    values |= update_sampler(ctx, state, taken.groups, scored, batch, measured, logp)
     if ctx.opponent is not None:
         ctx.opponent.follow(ctx.loaded.model)
     values |= sampled_metrics(scored, ctx.recipe.rollout, metrics["trained_tokens"], ctx.recipe.batch.epochs)
@@ -204,10 +210,30 @@ def step(
     return rollouts, {**values, **metrics}, saved_rollouts.of(scored, measured, logp)
 
 
+def update_sampler(
+    ctx: TrainContext,
+    state: checkpoint.State,
+    groups: list[Group],
+    scored: RolloutBatch,
+    batch: RolloutBatch,
+    measured: RolloutBatch,
+    logp: Tensor,
+) -> dict[str, float]:
+    """Say to the prompt sampler what became of the step's groups; returns its metrics. scored, batch, measured: before
+    and after advantages were assigned, and in the update."""
+    losses = ctx.objective.row_losses(measured, logp) if "row_loss" in ctx.sampler.needs else None
+    outcomes = distributed.from_main(with_outcomes(groups, scored, batch.keep, losses))
+    state.sampler = ctx.sampler.update(state.sampler, outcomes, state.step)
+    learnt = {} if ctx.values is None else ctx.values.learn(outcomes)
+    return {**ctx.sampler.metrics(state.sampler, outcomes), **learnt}
+
+
 def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: checkpoint.State) -> None:
-    """Load what `checkpoint.restore` does not: opponent, rollouts and loss scale. Steps sync the engine."""
+    """Load what `checkpoint.restore` does not: opponent, values of prompts, rollouts, loss scale."""
     if ctx.opponent is not None:
         ctx.opponent.load(folder)
+    if ctx.values is not None:
+        ctx.values.load(folder)
     source.load(folder, ctx, state)
     if state.scaler:
         ctx.scaler.load_state_dict(state.scaler)

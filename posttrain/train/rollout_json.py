@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.batch import Prompt, Rollout, Segment, ToolCall, Turn, Variant
+from posttrain.train import prompt_sampler
 from posttrain.train.collect import StepRollouts
 from posttrain.verify.failures import Calls
 
@@ -43,7 +44,7 @@ def to_dict(batch: StepRollouts) -> dict[str, Any]:
             "sampled": None if r.variant is None else [r.prompt.text, list(r.prompt.ids)],
         }
     rest = {name: getattr(batch, name) for name in ("step", "metrics", "calls", "position")}
-    return {"rollouts": rows, **rest}
+    return {"rollouts": rows, **rest, "groups": list(map(prompt_sampler.to_dict, batch.groups))}
 
 
 def from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepRollouts:
@@ -54,6 +55,7 @@ def from_dict(values: Mapping[str, Any], prompts: Mapping[str, Prompt]) -> StepR
         metrics=dict(values["metrics"]),
         calls=[Calls._make(calls) for calls in values["calls"]],
         position=values["position"],
+        groups=list(map(prompt_sampler.from_dict, values.get("groups", ()))),
     )
 
 

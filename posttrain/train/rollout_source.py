@@ -12,7 +12,7 @@ fourth. Elsewhere it ends first, and the engine sleeps during the update.
 
 Without `partial` the rollouts depend on the recipe, the step and the weights, not on timing nor on where the engine
 runs. With it timing matters too, and each token records which version sampled it. A batch of rollouts is begun with the
-controllers' numbers and the components' memory of the step that begins it.
+controllers' numbers, the components' memory and the prompt sampler's state of the step that begins it.
 
 A checkpoint waits for the rollouts in progress and holds them, so that a resumed run goes on with the same ones.
 """
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from posttrain.batch import Rollout
 from posttrain.errors import EngineError
@@ -41,8 +41,8 @@ PATIENCE_S = 60.0  # to wait for rollouts that are given up, or saved after an e
 class RolloutSource(Protocol):
     """Gives each step its rollouts. Each rank has one, and all ranks call the same methods in the same order."""
 
-    def next(self, ctx: TrainContext, state: State) -> tuple[list[Rollout], dict[str, Any]]:
-        """The scored rollouts of step `state.step`, and metrics of how they were collected.
+    def next(self, ctx: TrainContext, state: State) -> StepRollouts:
+        """The scored rollouts of step `state.step`, with metrics of how they were collected.
 
         The engine gets the trainer's weights first; one that shares the trainer's GPU is left asleep. Moves `state`
         past the prompts and reward calls of these rollouts.
@@ -78,14 +78,14 @@ def rollout_source(ctx: TrainContext) -> RolloutSource:
 class SynchronousRollouts:
     """Every step draws its own rollouts, with the newest weights: between two steps there are none."""
 
-    def next(self, ctx: TrainContext, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+    def next(self, ctx: TrainContext, state: State) -> StepRollouts:
         """See `RolloutSource.next`."""
         ctx.sync(state.step)
         batch = collect(ctx, state, PromptStream(state.position))
         if not ctx.engine.apart:
             ctx.engine.sleep()
         distributed.together(take_batch, ctx, state, batch, 0)
-        return batch.rollouts, batch.metrics
+        return batch
 
     def finish(self, ctx: TrainContext, state: State) -> None: ...
 
@@ -113,7 +113,7 @@ class AsyncRollouts:
         # Each task in progress talks to other ranks over a group of its own: messages of two threads must not mix.
         self._groups = [distributed.new_group() for _ in range(self._staleness + 1)]
 
-    def next(self, ctx: TrainContext, state: State) -> tuple[list[Rollout], dict[str, Any]]:
+    def next(self, ctx: TrainContext, state: State) -> StepRollouts:
         """See `RolloutSource.next`."""
         step = state.step
         self._tasks = {n: task for n, task in self._tasks.items() if n >= step}
@@ -136,7 +136,7 @@ class AsyncRollouts:
         except Exception as error:
             task.error = error  # not to be saved: the run would go on to fail again
             raise
-        return batch.rollouts, batch.metrics
+        return batch
 
     def _begin(self, ctx: TrainContext, state: State, *, version: int) -> RolloutTask:
         """Begin to collect the rollouts of step `state.step` with the weights that the engine holds."""

@@ -58,9 +58,9 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "r.yaml:15:1  num_generations: unknown key",
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
-            " model, data, rollout, rewards, scoring, group_rewards, keep, advantage, factors, bonuses, spread, select,"
-            " corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, eval, extends, run,"
-            " track",
+            " model, data, sampler, rollout, rewards, scoring, group_rewards, keep, advantage, factors, bonuses,"
+            " spread, select, corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, eval,"
+            " extends, run, track",
             "  hint: write `rollout.group_size`",
             "r.yaml:17:9  run.seed: must be a whole number, not 4.7",
         ]
@@ -127,7 +127,7 @@ def test_rewards_that_are_missing_are_shown(written: str, errors: Errors) -> Non
 
 def test_a_component_without_a_name(errors: Errors) -> None:
     told = errors(RL + "keep: {metric: reward}\n")
-    assert told.startswith("r.yaml:6:1  keep.use: is missing\n  known: dynamic_sampling, ")
+    assert told.startswith("r.yaml:6:1  keep.use: is missing\n  known: balanced_difficulty_filter, dynamic_sampling, ")
     assert told.endswith("; or path/file.py:function")
 
 

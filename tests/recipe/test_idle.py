@@ -211,7 +211,7 @@ rewards rewards.use rewards.name rewards.weight rewards.params rewards.correct
 rewards.condition rewards.condition.on rewards.condition.min rewards.timeout_s rewards.canary
 scoring scoring.workers scoring.correct_at scoring.max_error_rate scoring.memory_mb
 group_rewards group_rewards.use keep keep.use advantage advantage.use factors factors.use bonuses bonuses.use
-spread spread.use select select.use corrections corrections.use kl kl.use kl.coef kl.where
+sampler sampler.use spread spread.use select select.use corrections corrections.use kl kl.use kl.coef kl.where
 regularisers regularisers.use regularisers.coef regularisers.aggregation controllers controllers.use
 critic.lr critic.path opponent opponent.ema opponent.samples
 eval eval.every eval.data eval.data.source eval.data.size eval.data.skip eval.data.columns

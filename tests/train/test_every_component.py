@@ -21,7 +21,7 @@ import pytest
 from posttrain import registry
 from posttrain.batch import Correction, GroupLoss, TokenLoss
 from posttrain.errors import RecipeError
-from posttrain.recipe import objective_checks, presets
+from posttrain.recipe import objective_checks, presets, sampler_checks
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train import rl
@@ -62,7 +62,10 @@ NUMBERS: dict[str, Values] = {
     "engine_ratio": {"clip_max": 1.05},
     "off_policy_seq_mask": {"threshold": 1e-3},
     "k1": {"where": "reward"},
+    "prompt_gdro": {"mode": "paper", "eta": 50.0},
 }
+
+SAMPLERS: dict[str, Values] = {"taco": {"threshold": 0.2}}
 
 SCRIPT = '''
 from posttrain.verify.contract import per_turn
@@ -101,7 +104,8 @@ def nothing(batch, logp):
 def out_of_reach(entry: Mapping[str, Any]) -> set[str]:
     """What it needs and no recipe gives."""
     checks = objective_checks
-    given = checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
+    given = set().union(*sampler_checks.GIVES.values())
+    given |= checks.FROM_ROLLOUTS | checks.FROM_MODEL | checks.MARKS | checks.FROM_COMPONENTS | checks.FROM_TURNS
     given |= checks.FROM_OPPONENT | checks.FROM_HINTS | checks.FROM_SOLUTIONS
     return set(entry["needs"]) - given - {"mc_values"}
 
@@ -119,7 +123,8 @@ REACHED = [pytest.param(*k, id="-".join(k), marks=() if k in FIRST else pytest.m
 
 
 def test_every_kind_has_its_place() -> None:
-    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants"}  # the last: test_prompt_variants.py
+    # of the others, the last: test_prompt_variants.py and test_prompt_sampler.py
+    others = {"pair_loss", "token_weight", "merge", "task", "prompt_variants", "sampler"}
     assert {*PLACES, *others} == registry.index().keys()
     assert set(PLACES.values()) <= RlRecipe.model_fields.keys() and len(REACHED) > 80
 
@@ -176,6 +181,9 @@ def base(entry: Mapping[str, Any]) -> Values:
         by_turn = [name for name in named_by(entry) if name.startswith("meta_")] or ["first_digits"]
         values["rewards"] = [r for r in values["rewards"] if r.get("name") not in by_turn]
         values["rewards"] += [{"use": "parts.py:first_digits", "name": name} for name in by_turn]
+    for sampler, given in sampler_checks.GIVES.items():
+        if needs & given:
+            values["sampler"] = {"use": sampler, **SAMPLERS.get(sampler, {})}
     if "router_loss" in needs:
         values["model"]["path"] = "moe"
     if "rollout_logp" in needs:  # of rollouts that are an update old; a part of the user's may weigh them

@@ -10,6 +10,7 @@ import torch
 
 from posttrain import registry
 from posttrain.batch import RolloutBatch
+from posttrain.errors import UserError
 from posttrain.recipe import presets
 from posttrain.recipe.stages import RlRecipe
 from posttrain.train.objective import Objective
@@ -126,6 +127,32 @@ def test_split_equals_whole(name: str) -> None:
     for key, value in stats.items():
         if not key.endswith("/kl") or not objective.whole_groups:
             torch.testing.assert_close(sum(s.get(key, 0.0) for _, s in found), value, check_dtype=False)
+
+
+UNEQUAL = torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 3, 4])
+EQUAL_ONLY = {name for name in NAMES if any("equal_groups" in part.needs for part in objective_of(name).every_part)}
+TIES = {"d3s"}  # takes rows and tokens of equal worth in their order
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_may_differ_in_size_and_their_rows_may_stand_apart(name: str) -> None:
+    """Groups of 2, 4, 3, 5 and 1 rows; with the rows in another order, loss and gradient are the same, in that order.
+    What cannot do that says so before it is asked (`equal_groups`), and refuses."""
+    rows = batch(name).replace(group_ids=UNEQUAL, columns=dict.fromkeys(MARKS, (UNEQUAL + 1).to(F64)))
+    objective, logp = objective_of(name), policy()
+    if name in EQUAL_ONLY:
+        with pytest.raises(UserError, match="groups of sizes"):
+            objective.assign(rows)
+        return
+    loss, found = gradient(objective, rows, logp)
+    assert found.isfinite().all() and found.any()
+    order = torch.randperm(15, generator=torch.Generator().manual_seed(3))
+    moved = logp.detach()[order].requires_grad_()
+    other, theirs = gradient(objective, rows.select(order).replace(reward_weights=rows.reward_weights), moved)
+    if name not in TIES:
+        rough = 1e-5 if name in ROUGH else 1e-12
+        torch.testing.assert_close(other, loss, rtol=rough, atol=rough)
+        torch.testing.assert_close(theirs, found[order], rtol=rough, atol=rough)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -135,8 +135,7 @@ def trained(ctx: Context, source: AsyncRollouts, state: State, upto: int) -> lis
     """Take the rollouts of steps up to that one; the versions that drew them."""
     found = []
     while state.step < upto:
-        rollouts, _ = source.next(ctx, state)
-        found.append(rollouts[0].version)
+        found.append(source.next(ctx, state).rollouts[0].version)
         state.step += 1
     return found
 

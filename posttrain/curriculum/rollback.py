@@ -1,0 +1,140 @@
+"""TACO: prompts whose rollouts drive the KL up are set aside and come back later; epochs train on the middle of the
+rewards (arXiv 2505.20777)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from posttrain.curriculum.difficulty import middle
+from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
+from posttrain.registry import register
+from posttrain.seeds import derive
+
+
+class Rollback(NamedTuple):
+    """Which groups are clean, the uids that are set aside, and those that come back."""
+
+    clean: list[bool]
+    buffer: list[str]
+    reintroduced: list[str]
+
+
+def set_aside(
+    kl: Sequence[float], uids: Sequence[str], buffer: Sequence[str], *, threshold: float, interval: int, step: int
+) -> Rollback:
+    """Set prompts aside whose mean token KL is above the threshold (equal is clean), each once.
+
+    In every `interval`-th step, but not in step 0, the whole buffer comes back first and is emptied.
+    """
+    clean = [value <= threshold for value in kl]
+    returns = step > 0 and step % interval == 0
+    left = [] if returns else list(buffer)
+    dirty = [uid for uid, ok in zip(uids, clean, strict=True) if not ok]
+    return Rollback(clean, list(dict.fromkeys([*left, *dirty])), list(buffer) if returns else [])
+
+
+@register(
+    "sampler",
+    "taco",
+    paper="2505.20777",
+    needs=("group_kl",),
+    note=(
+        "Read from summaries of the paper: the rule of the threshold, z, ema and the percentiles are guesses. Needs"
+        " `keep: kl_rollback`, which takes the groups out of the step."
+    ),
+)
+@dataclass(frozen=True, kw_only=True)
+class Taco(Sampler):
+    """Prompts with a mean token KL to the reference above the threshold leave the step (`keep: kl_rollback`) and go
+    into a buffer; every `interval` steps all of them are drawn again, before others.
+
+    threshold: null = mean + z * std of a moving average (ema) of the KL of groups; nothing is set aside before it is
+    known. An epoch draws each prompt of the pool once, in an order of its own; with `band`, the next epoch's pool are
+    the prompts whose mean reward is between the shares low and high of all of them (ties may leave whole: by rank where
+    fewer than min_keep would stay). Prompts that `rollout.max_gen_batches` draws in place of others come from the
+    uniform order.
+    """
+
+    threshold: float | None = None
+    z: float = 2.0
+    ema: float = 0.1
+    interval: int = 100
+    band: bool = True
+    low: float = 0.25
+    high: float = 0.75
+    min_keep: int = 1
+
+    def start(self, pool: Pool) -> State:
+        first: State = {"kl_mean": None, "kl_var": 0.0, "kl_threshold": self.threshold, "buffer": [], "rewards": {}}
+        everything = list(range(len(pool)))
+        return {**first, "queue": _shuffled(everything, pool, 0), "from": 0, "pool": everything, "epoch": 0}
+
+    def propose(self, state: State, request: Request, pool: Pool) -> Plan:
+        if request.taken:
+            return Plan(request.stream, [request.group_size] * len(request.stream))
+        first = (request.step - state["from"]) * request.prompts
+        prompts = state["queue"][first : first + request.prompts]
+        again = _shuffled(state["pool"], pool, state["epoch"] + 1)  # for steps that are planned before the epoch's end
+        prompts += [again[(first + n) % len(again)] for n in range(len(prompts), request.prompts)]
+        return Plan(prompts, [request.group_size] * len(prompts))
+
+    def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
+        known = [group for group in groups if group.kl is not None]
+        used = state["kl_threshold"]
+        found = set_aside(
+            [group.kl or 0.0 for group in known],
+            [group.uid for group in known],
+            state["buffer"],
+            threshold=math.inf if used is None else used,
+            interval=self.interval,
+            step=step + 1,
+        )
+        rewards = {**state["rewards"], **{g.uid: r for g in groups if (r := g.mean_reward) is not None}}
+        new = {**state, **self._averaged(state, known), "buffer": found.buffer, "rewards": rewards}
+        return self._scheduled(new, found.reintroduced, pool, planned)
+
+    def metrics(self, state: State) -> dict[str, float]:
+        known = {} if state["kl_threshold"] is None else {"kl_threshold": state["kl_threshold"]}
+        return {"set_aside": len(state["buffer"]), "pool": len(state["pool"]), **known}
+
+    def _averaged(self, state: State, known: Sequence[Group]) -> State:
+        """The moving mean and variance of groups' KL, and the threshold that follows from them."""
+        mean, variance = state["kl_mean"], state["kl_var"]
+        for group in known:
+            assert group.kl is not None
+            if mean is None:
+                mean = group.kl
+                continue
+            gap = group.kl - mean
+            mean += self.ema * gap
+            variance = (1 - self.ema) * (variance + self.ema * gap * gap)
+        if self.threshold is not None or mean is None:
+            return {"kl_mean": mean, "kl_var": variance}
+        return {"kl_mean": mean, "kl_var": variance, "kl_threshold": mean + self.z * math.sqrt(variance)}
+
+    def _scheduled(self, state: State, returned: Sequence[str], pool: Pool, planned: int) -> State:
+        """The state with what comes back at the head of the queue, and with the next epoch where this one ends."""
+        numbers = {uid: n for n, uid in enumerate(pool.uids)}
+        back = [numbers[uid] for uid in returned if uid in numbers]
+        left = state["queue"][(planned - state["from"]) * pool.prompts_per_step :]
+        if left:
+            return {**state, "queue": [*back, *left], "from": planned} if back else state
+        now = state["pool"]
+        if self.band:
+            seen = [n for n in range(len(pool)) if pool.uids[n] in state["rewards"]]
+            stay = middle([state["rewards"][pool.uids[n]] for n in seen], self.low, self.high, self.min_keep)
+            now = [n for n, ok in zip(seen, stay, strict=True) if ok] or now
+        aside = {numbers[uid] for uid in state["buffer"] if uid in numbers}
+        epoch = state["epoch"] + 1
+        order = _shuffled([n for n in now if n not in aside] or now, pool, epoch)
+        return {**state, "queue": [*back, *order], "from": planned, "pool": now, "epoch": epoch, "rewards": {}}
+
+
+def _shuffled(numbers: Sequence[int], pool: Pool, epoch: int) -> list[int]:
+    order = list(numbers)
+    random.Random(derive(pool.seed, "taco", epoch)).shuffle(order)
+    return order

@@ -1,0 +1,210 @@
+"""Which prompts or rows are chosen, by a number of each: stages, pools, splits, targets. Pure formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from posttrain.errors import DataError
+
+Mode = Literal["cumulative", "exclusive"]
+Middle = Literal["sft", "rl", "drop"]
+
+
+class Stage(NamedTuple):
+    """The number of a stage, which prompts belong to it, and how likely each is to be drawn."""
+
+    number: int
+    allowed: list[float]
+    probabilities: list[float]
+
+
+def curriculum_stage(
+    difficulty: Sequence[float],
+    progress: float,
+    boundaries: Sequence[float],
+    *,
+    mode: Mode = "cumulative",
+    temperature: float | None = None,
+) -> Stage:
+    """Prompts of the stage that a share `progress` of the run has reached (SARI, CRAFT-GUI).
+
+    difficulty: from 0 (easy) to 1. boundaries: rising, the largest difficulty of each stage. A stage has what is not
+    harder than its boundary; `exclusive`: and harder than the one before. temperature: probabilities fall with
+    exp(-|difficulty - boundary| / temperature); None: all alike. Where nothing is allowed, all prompts are.
+    """
+    number = min(math.floor(progress * len(boundaries)), len(boundaries) - 1)
+    top = boundaries[number]
+    bottom = boundaries[number - 1] if mode == "exclusive" and number else -math.inf
+    allowed = [float(bottom < d <= top) for d in difficulty]
+    if not any(allowed):
+        return Stage(number, allowed, [1 / len(difficulty)] * len(difficulty))
+    logs = [0.0 if temperature is None else -abs(d - top) / temperature for d in difficulty]
+    highest = max(log for log, ok in zip(logs, allowed, strict=True) if ok)
+    weights = [ok * math.exp(min(log - highest, 0.0)) for log, ok in zip(logs, allowed, strict=True)]
+    return Stage(number, allowed, [weight / sum(weights) for weight in weights])
+
+
+def nearest_to(values: Sequence[float], count: int, target: float = 0.5) -> list[int]:
+    """Places of the `count` values that are nearest to `target`, the nearest first (ties: the first); PCL."""
+    return sorted(range(len(values)), key=lambda n: (abs(values[n] - target), n))[:count]
+
+
+def lowest_pass_rates(pool: Sequence[int], rates: Callable[[int], float | None], keep: int) -> list[int]:
+    """The `keep` prompts of a pool with the lowest pass rate, the lowest first (ties: the first); all if there are not
+    so many (DRIVE, arXiv 2511.06307). Raises DataError for one that was not measured."""
+    found = {prompt: rates(prompt) for prompt in pool}
+    missing = [prompt for prompt, value in found.items() if value is None]
+    if missing:
+        raise DataError(f"prompts {missing[:5]} of the pool have no pass rate", hint="measure all prompts of the pool")
+    return sorted(pool, key=lambda prompt: (found[prompt], prompt))[:keep]
+
+
+def fold_copies(fold_solved: Sequence[float], hard: Sequence[float], copies: int = 2) -> list[int]:
+    """How often each row of the next SFT fold is trained on: 0 if the model solves it, `copies` if it is hard, else 1
+    (DRIVE's arena learning)."""
+    return [0 if ok else copies if is_hard else 1 for ok, is_hard in zip(fold_solved, hard, strict=True)]
+
+
+def greedy_failures(
+    greedy_rewards: Sequence[float | None], *, solved_value: float = 1.0, divisor: int = 1, at_least: bool = False
+) -> tuple[list[int], list[int]]:
+    """(places whose greedy reward is not `solved_value`, the same padded by repetition from the front to a multiple of
+    `divisor`) (SELF, arXiv 2510.02230). at_least: a reward above `solved_value` counts as solved too."""
+    kept = [
+        n
+        for n, r in enumerate(greedy_rewards)
+        if r is None or not (r == solved_value or (at_least and r > solved_value))
+    ]
+    padded = [kept[n % len(kept)] for n in range(-(-len(kept) // divisor) * divisor)] if kept else []
+    return kept, padded
+
+
+class Split(NamedTuple):
+    """Places of rows for each of two stages, and of those for neither."""
+
+    sft: list[int]
+    rl: list[int]
+    dropped: list[int]
+
+
+def by_reasoning(
+    scores: Sequence[float | None], *, sft_max: float = 2, rl_min: float = 4, middle: Middle = "sft"
+) -> Split:
+    """Rows by a score of how much reasoning they take: <= sft_max for SFT, >= rl_min for RL, what is between as
+    `middle` says (DeReason, arXiv 2603.11193; that middle is a guess). Rows without a score are dropped."""
+    places: dict[str, list[int]] = {"sft": [], "rl": [], "drop": []}
+    for n, score in enumerate(scores):
+        known = score is not None and score == score
+        places[_side(score, sft_max, rl_min, middle) if known and score is not None else "drop"].append(n)
+    return Split(places["sft"], places["rl"], places["drop"])
+
+
+def _side(score: float, sft_max: float, rl_min: float, middle: Middle) -> str:
+    return "sft" if score <= sft_max else "rl" if score >= rl_min else middle
+
+
+def weighted_draw(weights: Sequence[float], count: int, uniform: Callable[[], float]) -> list[int]:
+    """`count` places drawn with probabilities in proportion to the weights, without replacement as long as there are
+    places left (then all are back). uniform: draws from [0, 1)."""
+    able = [n for n, weight in enumerate(weights) if weight > 0]
+    found: list[int] = []
+    while able and len(found) < count:
+        keys = {n: math.log(max(uniform(), 1e-300)) / weights[n] for n in able}
+        found += sorted(able, key=lambda n: (-keys[n], n))[: count - len(found)]
+    return found
+
+
+# --- weights of rows by the loss of their bin: GDRO's prompt player (arXiv 2601.19280, kishanpb/verl-gdro) ---
+
+
+class BinWeights(NamedTuple):
+    """q of each bin, and what the advantages of each row are multiplied by."""
+
+    bins: dict[str, float]
+    rows: list[float]
+
+
+def weights_of_bins(
+    row_bins: Sequence[int],
+    scores: Mapping[str, float],
+    *,
+    eta: float = 0.65,
+    gamma: float = 0.01,
+    max_weight: float = 15.0,
+    mode: str = "code",
+    zscore: bool = False,
+    z_cap: float | None = 3.0,
+    z_std_floor: float = 1e-3,
+    score_clip: float = 5.0,
+    num_bins: int | None = None,
+) -> BinWeights:
+    """Weights that favour bins with a high score (the average of their loss).
+
+    `code`: q = (1-gamma) softmax(eta * s) + gamma / K over the K bins of the batch, at most max_weight; a row weighs q
+    of its bin over the mean of q, at most max_weight. zscore: s is standardised over all bins seen, within +-z_cap
+    (None: all of it). `paper`: omega = exp(eta * clip(S, +-score_clip)) over all `num_bins`; rows weigh min(omega,
+    max_weight).
+    """
+    if not row_bins:
+        return BinWeights({}, [])
+    if mode == "paper":
+        every = list(range(num_bins)) if num_bins is not None else sorted({*row_bins, *map(int, scores)})
+        omega = {b: math.exp(eta * min(max(scores.get(str(b), 0.0), -score_clip), score_clip)) for b in every}
+        q = {b: (1 - gamma) * omega[b] / sum(omega.values()) + gamma / len(every) for b in every}
+        return BinWeights({str(b): q[b] for b in every}, [min(omega.get(b, 1.0), max_weight) for b in row_bins])
+    present = sorted(set(row_bins))
+    s = {b: scores.get(str(b), 0.0) for b in present}
+    if zscore and scores:
+        mean = sum(scores.values()) / len(scores)
+        std = math.sqrt(sum((value - mean) ** 2 for value in scores.values()) / len(scores))
+        cap = math.inf if z_cap is None else z_cap
+        s = {b: min(max((value - mean) / max(z_std_floor, std), -cap), cap) for b, value in s.items()}
+    top = max(s.values())
+    soft = {b: math.exp(eta * (value - top)) for b, value in s.items()}
+    q = {b: min((1 - gamma) * soft[b] / sum(soft.values()) + gamma / len(present), max_weight) for b in present}
+    mean_q = sum(q[b] for b in row_bins) / len(row_bins)
+    return BinWeights({str(b): q[b] for b in present}, [min(q[b] / mean_q, max_weight) for b in row_bins])
+
+
+def averaged_losses(
+    scores: Mapping[str, float],
+    row_bins: Sequence[int],
+    row_losses: Sequence[float],
+    *,
+    beta: float = 0.12,
+    by_share: bool = False,
+) -> dict[str, float]:
+    """The scores of bins after a step: (1-beta) S + beta * mean loss of the bin's rows; the mean itself the first time.
+
+    by_share: the mean is divided by the bin's share of the rows. Bins without rows stay. The average of a mean is what
+    takes the bias towards frequent bins out of EXP3.
+    """
+    found = {str(name): float(score) for name, score in scores.items()}
+    for b in sorted(set(row_bins)):
+        own = [loss for number, loss in zip(row_bins, row_losses, strict=True) if number == b]
+        loss = sum(own) / len(own) / (len(own) / len(row_bins) if by_share else 1)
+        found[str(b)] = (1 - beta) * found[str(b)] + beta * loss if str(b) in found else loss
+    return found
+
+
+# --- Skywork R1V2's selective sample buffer (arXiv 2504.16656) ---
+
+
+def selective_buffer(
+    advantages: Sequence[float],
+    ages: Sequence[float],
+    *,
+    tau: float = 1e-6,
+    max_age: float = 2,
+    capacity: int | None = None,
+    power: float = 1.0,
+) -> tuple[list[float], list[float]]:
+    """(which rows stay, how likely each is to be drawn): |advantage| > tau and age <= max_age, of more than `capacity`
+    the youngest, then the largest |advantage|, then the first; drawn in proportion to |advantage|^power."""
+    able = [n for n, (a, age) in enumerate(zip(advantages, ages, strict=True)) if abs(a) > tau and age <= max_age]
+    able = sorted(able, key=lambda n: (ages[n], -abs(advantages[n]), n))[:capacity]
+    kept = [float(n in set(able)) for n in range(len(advantages))]
+    weights = [ok * abs(a) ** power for ok, a in zip(kept, advantages, strict=True)]
+    return kept, [weight / sum(weights) if able else 0.0 for weight in weights]

@@ -1,0 +1,243 @@
+"""The prompt sampler of a run: asks the recipe's `sampler` for the prompts of a step, and says to it what became of
+them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from posttrain import registry
+from posttrain.batch import Prompt, Rollout, RolloutBatch
+from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
+from posttrain.data.sampler import PromptSampler
+from posttrain.errors import RecipeError, RunError
+from posttrain.recipe.rollout_sections import Rollout as Rollouts
+from posttrain.recipe.stages import RlRecipe
+from posttrain.seeds import derive
+from posttrain.train.parts import check_keys
+from posttrain.train.variants import APART
+
+MOST_REQUESTS = 16  # in a row to which a sampler names no prompts
+
+
+@dataclass(frozen=True)
+class StepSampler:
+    """A sampler with what it draws from. order: the uniform order of the data. needs: what the sampler says that it
+    needs. name: as the recipe has it."""
+
+    sampler: Sampler
+    order: PromptSampler
+    pool: Pool
+    name: str = "uniform"
+    needs: frozenset[str] = frozenset()
+    steps: int = 1
+    staleness: int = 0
+
+    @classmethod
+    def from_recipe(cls, recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> StepSampler:
+        """The sampler of a recipe; a class of the user is looked for beside it. Raises UserError for a name or an
+        argument that does not exist, for what is no sampler, and for what its `start` refuses."""
+        component = registry.resolve(recipe.sampler.kinds, recipe.sampler.use, recipe.base_dir)
+        check_keys(component, recipe.sampler)
+        made = component.function(**recipe.sampler.params)
+        for method in ("start", "places", "propose", "update", "metrics", "most"):
+            if not callable(getattr(made, method, None)):
+                raise RecipeError(
+                    f"sampler `{recipe.sampler.use}` has no method `{method}`",
+                    where="sampler",
+                    hint="derive the class from posttrain.curriculum.protocol.Sampler",
+                )
+        found = cls(
+            sampler=made,
+            order=PromptSampler(
+                len(prompts), recipe.rollout.prompts_per_step, recipe.run.seed, shuffle=recipe.data.shuffle
+            ),
+            pool=Pool(
+                [p.uid for p in prompts],
+                [p.row for p in prompts],
+                recipe.rollout.prompts_per_step,
+                recipe.rollout.group_size,
+                recipe.run.seed,
+            ),
+            name=recipe.sampler.use,
+            needs=frozenset(component.needs),
+            steps=steps,
+            staleness=recipe.rollout.staleness,
+        )
+        found.start()
+        return found
+
+    def start(self) -> State:
+        """The state before the first step."""
+        return self._plain(self.sampler.start(self.pool))
+
+    def places(self, settings: Rollouts) -> int:
+        """How many places of the uniform order a request takes."""
+        return self.sampler.places(settings.prompts_per_step)
+
+    def candidates(self, start: int, settings: Rollouts) -> list[int]:
+        """The prompts of the uniform order that a request gets, from place `start` on."""
+        return self.order.take(start, self.places(settings))
+
+    def propose(
+        self,
+        state: State | None,
+        step: int,
+        settings: Rollouts,
+        start: int,
+        *,
+        round_: int = 0,
+        taken: Sequence[int] = (),
+        seen: Sequence[Group] = (),
+        values: Sequence[float] = (),
+    ) -> Plan:
+        """The plan of step `step` (from 0), from the state that it begins with. start: its place in the uniform order.
+        Raises RunError for a plan that cannot be."""
+        request = Request(
+            step=step,
+            total_steps=self.steps,
+            prompts=settings.prompts_per_step,
+            group_size=settings.group_size,
+            stream=self.candidates(start, settings),
+            seed=derive(self.pool.seed, "sampler", step, start),
+            round=round_,
+            taken=taken,
+            seen=seen,
+            values=values,
+        )
+        plan = self.sampler.propose(self.start() if state is None else state, request, self.pool)
+        if problem := self._problem(plan, request):
+            raise RunError(f"sampler `{self.name}`: {problem}", where=f"step {step + 1}")
+        return plan
+
+    def _problem(self, plan: Plan, request: Request) -> str:
+        """What is wrong with a plan, or ""."""
+        numbers, counts = list(plan.prompts), list(plan.rollouts)
+        trained = [group.prompt for group in request.seen if not group.measured]
+        if len(numbers) != len(counts) or (plan.bins and len(plan.bins) != len(numbers)):
+            return f"{len(numbers)} prompts, {len(counts)} numbers of rollouts, {len(plan.bins)} bins"
+        if len(numbers) > request.prompts:
+            return f"{len(numbers)} prompts, and a step draws {request.prompts} (rollout.prompts_per_step)"
+        if any(not 0 <= n < len(self.pool) for n in numbers):
+            return f"prompt {next(n for n in numbers if not 0 <= n < len(self.pool))} of {len(self.pool)}, from 0"
+        if any(type(n) is not int or n < 0 for n in counts):
+            return f"rollouts {counts}, where whole numbers from 0 on are"
+        if trained and numbers != trained:
+            return "a round after one that is trained on names other prompts"
+        if numbers and not trained and 0 in counts:
+            return "a prompt without rollouts"
+        return ""
+
+    def update(self, state: State | None, groups: Sequence[Group], step: int) -> State:
+        """The state after step `step` with these groups."""
+        before = self.start() if state is None else state
+        planned = step + 1 + self.staleness
+        return self._plain(self.sampler.update(before, groups, self.pool, step=step, planned=planned))
+
+    def _plain(self, state: State) -> State:
+        """The state as a checkpoint gives it back, so that a resumed run has the same one."""
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise RunError(f"the state of sampler `{self.name}` is no JSON: {error}") from error
+
+    def metrics(self, state: State, groups: Sequence[Group]) -> dict[str, float]:
+        """What a step says of its groups and of the state after it. Uniform draws of equal groups say nothing."""
+        sizes = [len(group.rewards) for group in groups if not group.measured]
+        found = {f"sampler/{name}": value for name, value in self.sampler.metrics(state).items()}
+        if self.name == "uniform" or not sizes:
+            return found
+        measured = sum(len(group.rewards) for group in groups if group.measured)
+        return {
+            "sampler/prompts": len({group.prompt for group in groups if not group.measured}),
+            "sampler/smallest_group": min(sizes),
+            "sampler/largest_group": max(sizes),
+            "sampler/measured": measured,
+            **found,
+        }
+
+
+def groups_of(
+    plan: Plan, fresh: Sequence[Rollout], pool: Pool, first_group: int, before: Sequence[Group] = ()
+) -> list[Group]:
+    """The groups of a plan with the rewards of its scored rollouts, of a prompt's variants those without a hint; those
+    of an earlier round of the same prompts come first in their groups."""
+    earlier = {group.group: group for group in before if not group.measured}
+    rows: dict[int, list[Rollout]] = {}
+    for rollout in fresh:
+        if rollout.variant is None or not rollout.variant.hinted:
+            rows.setdefault(rollout.group % APART, []).append(rollout)
+    found = []
+    for place, prompt in enumerate(plan.prompts):
+        number = first_group + place
+        own, old = rows.get(number, []), earlier.get(number)
+        found.append(
+            Group(
+                prompt=prompt,
+                uid=pool.uids[prompt],
+                rewards=(*(old.rewards if old else ()), *(r.reward for r in own)),
+                correct=(
+                    *(old.correct if old else ()),
+                    *(None if r.correct is None else float(r.correct) for r in own),
+                ),
+                bin=plan.bins[place] if plan.bins else old.bin if old else None,
+                measured=plan.measure,
+                group=number,
+            )
+        )
+    return found
+
+
+def with_outcomes(
+    groups: Sequence[Group], scored: RolloutBatch, keep: Tensor | None, losses: Tensor | None
+) -> list[Group]:
+    """The groups with what the step has made of them. scored: the step's batch before advantages were assigned. keep
+    [N]: rows that stayed, None = all. losses [N]: the policy loss of each row, NaN = none."""
+    ids = scored.group_ids.cpu() % APART
+    kept = torch.ones_like(ids, dtype=torch.bool) if keep is None else keep.cpu()
+    kl = _token_kl(scored)
+    found = []
+    for group in groups:
+        rows = ids == group.group
+        if group.measured or not bool(rows.any()):
+            found.append(dataclasses.replace(group, kept=False))
+            continue
+        found.append(
+            dataclasses.replace(
+                group,
+                kept=bool((rows & kept).any()),
+                loss=None if losses is None else _known_mean(losses[rows]),
+                kl=None if kl is None else float(kl[0][rows].sum() / kl[1][rows].sum().clamp(min=1)),
+            )
+        )
+    return found
+
+
+def _known_mean(values: Tensor) -> float | None:
+    known = values[~values.isnan()]
+    return float(known.mean()) if len(known) else None
+
+
+def _token_kl(batch: RolloutBatch) -> tuple[Tensor, Tensor] | None:
+    """(sum over its trained tokens of the k3 estimate of KL(policy || reference), tokens) of each row; None where the
+    reference was not asked."""
+    if batch.ref_logp is None or batch.old_logp is None:
+        return None
+    gap = torch.where(batch.mask, batch.ref_logp - batch.old_logp, 0.0).double()
+    return (gap.exp() - 1 - gap).sum(-1).cpu(), batch.mask.sum(-1).cpu()
+
+
+def to_dict(group: Group) -> dict[str, Any]:
+    """A group as JSON values, for a checkpoint."""
+    return dataclasses.asdict(group)
+
+
+def from_dict(values: Mapping[str, Any]) -> Group:
+    """The inverse of `to_dict`."""
+    return Group(**{**values, "rewards": tuple(values["rewards"]), "correct": tuple(values["correct"])})

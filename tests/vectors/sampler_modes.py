@@ -1,0 +1,210 @@
+"""Modes for prompt samplers: what of a case goes to which function, and how the states of steps follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from mechanics import flat, tensor
+
+from posttrain.batch import RolloutBatch
+
+Case = Mapping[str, Any]
+Adapter = Callable[[Case], dict[str, Any]]
+Function = Callable[..., Any]
+
+
+def given(case: Case) -> dict[str, Any]:
+    """Params and inputs that are there, under their names."""
+    values = {**case["params"], **case["inputs"]}
+    return {k: v for k, v in values.items() if v is not None and k != "part"}
+
+
+def under(values: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """The values of `theirs` under `ours`, as far as they are there."""
+    return {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
+
+
+def several(function: Function, *outputs: str) -> Adapter:
+    """One call with the case's values; its results under these names, in order."""
+    return lambda case: dict(zip(outputs, function(**given(case)), strict=True))
+
+
+def filtered(keep: Function, rates: Function, measures: Function, default_beta: str) -> Adapter:
+    """A filter as a step calls it, and two measures of what can be learnt from a group."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        rows, ids = flat(values["correct"])
+        batch = RolloutBatch(group_ids=ids, mask=torch.ones(len(rows), 1).bool(), correct=rows)
+        kept = keep(batch, **under(values, t_low="t_low", t_high="t_high"))
+        first = [ids.tolist().index(group) for group in range(len(values["correct"]))]
+        found = [float(rates(rows, ids)[n]) for n in first]
+        measured = [measures(rate, values.get("beta", float(default_beta))) for rate in found]
+        return {
+            "pass_rate": found,
+            "keep": [int(kept[n]) for n in first],
+            "learnability": [bound for bound, _ in measured],
+            "kl_exact": [exact for _, exact in measured],
+        }
+
+    return adapter
+
+
+def nearest(select: Function) -> Adapter:
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        count = values.get("m", len(values["values"]))
+        return {"selected": select(values["values"], count, **under(values, target="tau"))}
+
+    return adapter
+
+
+def regressed(loss: Function) -> Adapter:
+    """A loss of values against the means of groups."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = tensor(case["inputs"]["values_selected"]).requires_grad_()
+        targets = tensor(case["inputs"]["rewards"]).nanmean(dim=1)
+        found = loss(values, targets)
+        found.backward()
+        return {"targets": targets, "loss": found.detach(), "grad_values": values.grad}
+
+    return adapter
+
+
+def classified(bin_of: Function, estimate: Function, indicator: Function) -> Adapter:
+    """Steps of prompts: each is classified by the evidence of the steps before."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        length, params = int(values.get("history_len", 0)), under(values, hysteresis="hysteresis")
+        params |= {"exclude_extremes": bool(values.get("exclude_extremes", False))}
+        history: dict[str, list[int]] = {}
+        previous: dict[str, int] = {}
+        bins = []
+        for uids, groups in zip(values["uids"], values["correct"], strict=True):
+            found = [
+                bin_of(estimate(history.get(u, []), length), values["edges"], previous=previous.get(u), **params)
+                for u in uids
+            ]
+            previous |= {uid: number for uid, number in zip(uids, found, strict=True) if number >= 0}
+            for uid, correct in zip(uids, groups, strict=True):
+                history.setdefault(uid, []).append(indicator(correct))
+            bins.append(found)
+        return {"bins": bins, "accuracy": {uid: estimate(own, length) for uid, own in history.items()}}
+
+    return adapter
+
+
+def weighed(weights: Function, averages: Function) -> Adapter:
+    """Weights from the scores before a step, and the scores after it."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        names = ("gamma", "max_weight", "mode", "z_std_floor", "score_clip", "num_bins")
+        params = under(values, eta="eta_q", **{name: name for name in names})
+        params |= {"zscore": bool(values.get("zscore", False))}
+        params |= {"z_cap": case["params"]["z_cap"]} if "z_cap" in case["params"] else {}
+        bins, scores = values["sample_bin"], values.get("scores", {})
+        found = weights(bins, scores, **params)
+        by_share = bool(values.get("loss_norm_by_class", False))
+        new = averages(scores, bins, values["sample_loss"], by_share=by_share, **under(values, beta="ema_beta"))
+        return {"bin_weight": found.bins, "sample_weight": found.rows, "new_scores": new}
+
+    return adapter
+
+
+def chosen_arms(probabilities: Function, choose: Function, spent: Function) -> Adapter:
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        counts, params = values["bin_counts"], under(values, eta="eta_q", gamma="gamma")
+        likely = {name: probabilities(scores, **params) for name, scores in values["arm_scores"].items()}
+        chosen = choose(values["arms"], likely, counts, values["total_budget"])
+        return {"probs": likely, "chosen": chosen, "total": spent(counts, chosen)}
+
+    return adapter
+
+
+def moved_arms(update: Function, price: Function) -> Adapter:
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        mean = {"mean": values.get("mean_n", 4.0)}
+        mu, arms, chosen = values.get("mu", 0.0), values["arms"], values["chosen"]
+        scores = update(
+            arms, values["arm_scores"], chosen, values["bin_loss"], mu=mu, **mean, **under(values, mode="mode")
+        )
+        new = price(mu, values["bin_counts"], chosen, **mean, **under(values, dual_lr="dual_lr"))
+        return {"arm_scores": scores, "mu": new}
+
+    return adapter
+
+
+def divided(allocate: Function) -> Adapter:
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        limits = under(values, least="n_min", most="n_max")
+        counts = allocate(values["pass_rate"], budget=int(values["total_budget"]), **limits)
+        return {"n": counts, "total": sum(counts)}
+
+    return adapter
+
+
+def shrinking(select: Function) -> Adapter:
+    """Each phase keeps prompts of the phase before."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        pool, pools = list(range(len(values["pass_rates"][0]))), []
+        for rates, keep in zip(values["pass_rates"], values["keep"], strict=False):
+            pool = select(pool, rates.__getitem__, keep)
+            pools.append(pool)
+        return {"pools": pools}
+
+    return adapter
+
+
+def banded(shares: Function, middle: Function) -> Adapter:
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        rewards = values["mean_reward"]
+        return {"ecdf": shares(rewards), "keep": middle(rewards, **under(values, low="low", high="high"))}
+
+    return adapter
+
+
+def set_aside(rollback: Function) -> Adapter:
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        times = {"interval": int(values.get("interval", 100)), "step": int(values["step"])}
+        buffer = values.get("buffer", [])
+        found = rollback(values["kl"], values["uids"], buffer, threshold=values["threshold"], **times)
+        return {"clean": found.clean, "buffer": found.buffer, "reintroduced": found.reintroduced}
+
+    return adapter
+
+
+def granted(width: Function, priority: Function, grant: Function, spread: Function) -> Adapter:
+    """Grants of rollouts, from counts and standard deviations or from the rewards so far."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(case)
+        counts = values.get("counts") or [sum(r is not None for r in row) for row in values["rewards"]]
+        stds = values.get("stds") or [spread(row) for row in values["rewards"]]
+        total = values.get("total", values.get("n_total", sum(counts)))
+        params = {**under(values, alpha="conf_alpha", explore="lam"), **under(values, alpha="alpha", explore="explore")}
+        limits = {**under(values, most="max_per_prompt"), **under(values, most="n_max", at_once="per_round")}
+        alpha = params.get("alpha", 0.05)
+        parts = [priority(n, s, total, **params) for n, s in zip(counts, stds, strict=True)]
+        found = grant(counts, stds, budget=int(values.get("budget", 4)), total=total, **params, **limits)
+        return {
+            "half_width": [width(n, s, alpha) for n, s in zip(counts, stds, strict=True)],
+            "delta": [delta for delta, _ in parts],
+            "bonus": [bonus for _, bonus in parts],
+            "priority": [sum(part) for part in parts],
+            "allocation": found,
+            "grant": found,
+        }
+
+    return adapter
