@@ -62,10 +62,15 @@ def _row_losses(recipe: RlRecipe) -> Found:
 
 
 def _variants(recipe: RlRecipe) -> Found:
-    """How many rollouts a prompt gets is said by one of the two."""
-    if recipe.prompt_variants is not None and "unequal" in recipe.sampler.needs:
+    """How many rollouts a prompt gets is said by one of the two; a solution joins a group once."""
+    if "unequal" not in recipe.sampler.needs:
+        return
+    right = "remove one of them, or take a sampler with groups of one size"
+    if recipe.prompt_variants is not None:
         what = f"`{recipe.sampler.use}` and prompt_variants `{recipe.prompt_variants.use}` both divide rollouts"
-        yield "sampler.use", what, "remove one of them, or take a sampler with groups of one size"
+        yield "sampler.use", what, right
+    if recipe.solutions is not None and recipe.solutions.in_group:
+        yield "sampler.use", f"`{recipe.sampler.use}` divides rollouts, and `solutions` adds to each group", right
 
 
 def _unequal_groups(recipe: RlRecipe) -> Found:

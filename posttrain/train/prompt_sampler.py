@@ -166,12 +166,13 @@ class StepSampler:
 def groups_of(
     plan: Plan, fresh: Sequence[Rollout], pool: Pool, first_group: int, before: Sequence[Group] = ()
 ) -> list[Group]:
-    """The groups of a plan with the rewards of its scored rollouts, of a prompt's variants those without a hint; those
-    of an earlier round of the same prompts come first in their groups."""
+    """The groups of a plan with the rewards of its scored rollouts, without hinted ones and given solutions; the
+    rollouts of an earlier round of the same prompts come first in their groups."""
     earlier = {group.group: group for group in before if not group.measured}
     rows: dict[int, list[Rollout]] = {}
     for rollout in fresh:
-        if rollout.variant is None or not rollout.variant.hinted:
+        hinted = rollout.variant is not None and rollout.variant.hinted
+        if not hinted and all(segment.kind != "given" for segment in rollout.segments):
             rows.setdefault(rollout.group % APART, []).append(rollout)
     found = []
     for place, prompt in enumerate(plan.prompts):
