@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from posttrain.api import Run as Run
     from posttrain.api import dpo as dpo
     from posttrain.api import generate as generate
+    from posttrain.api import harness as harness
     from posttrain.api import load_recipe as load_recipe
     from posttrain.api import reward_model as reward_model
     from posttrain.api import rl as rl
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_OF_API = ("Run", "dpo", "generate", "load_recipe", "reward_model", "rl", "sft")
-_PACKAGES = ("evaluate", "merge")  # are called themselves
+_OF_API = ("Run", "dpo", "generate", "harness", "load_recipe", "reward_model", "rl", "sft")
+_PACKAGES = ("evaluate", "export", "merge")  # are called themselves
 __all__ = ["PosttrainError", *_OF_API, *_PACKAGES]
 
 _process = sys.modules.get("multiprocessing.process")  # there already in a process that it has started

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,7 @@ class Run:
         return f'{head}<iframe sandbox="allow-scripts" srcdoc="{text}" style="width: 100%; height: 40em"></iframe>'
 
 
-_READERS = ("eval", "generate", "pairs")  # stages that read a model and make none
+_READERS = ("eval", "harness", "generate", "pairs")  # stages that read a model and make none
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Loaded:
@@ -158,8 +158,44 @@ dpo = _stage("dpo", "Preference optimisation on pairs: DPO and its relatives.")
 reward_model = _stage("reward-model", "Train a reward model on pairs or labels.")
 rl = _stage("rl", "Reinforcement learning with verifier rewards.")
 evaluate = _stage("eval", "Measure a model's accuracy on rows that reward scripts grade.")
+harness = _stage("harness", "Measure a model on benchmarks of lm-eval.")
 generate = _stage("generate", "Complete the prompts of a recipe.")
 merge = _stage("merge", "Merge models.")
+
+
+def export(
+    model: str | Path,
+    to: str = "merged",
+    output: str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    upload_as: str | None = None,
+    public: bool = False,
+    license: str | None = None,
+    evaluations: Sequence[str | Path] = (),
+    overwrite: bool = False,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Make a trained model usable elsewhere: `posttrain export`, with its options.
+
+    to: merged, gguf, ollama or hub:OWNER/NAME. overrides: keys of `model` (model={"revision": "v1"}). Returns what
+    export.json holds, `path` first. Raises UserError for what cannot be exported so, RunError where it failed.
+    """
+    from posttrain.cli import export as command
+
+    command.check_options(to, upload_as, public)
+    plan = command.plan_of(
+        str(model),
+        to,
+        list(_as_typed(overrides)),
+        Path(output) if output else None,
+        dtype,
+        upload_as,
+        license,
+        [Path(path) for path in evaluations],
+        overwrite=overwrite,
+    )
+    return command.carry_out(plan, public=public)
 
 
 def _run(verb: str, recipe: Any, output: str | Path | None, resume: bool, overrides: Mapping[str, Any]) -> Run:

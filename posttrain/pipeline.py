@@ -44,6 +44,7 @@ RUNNERS = {
     "rl": "posttrain.train.rl:run",
     "merge": "posttrain.merge.run:run",
     "eval": "posttrain.evaluate.run:run",
+    "harness": "posttrain.evaluate.harness:run",
     "generate": "posttrain.evaluate.generate:run",
     "pairs": "posttrain.evaluate.pairs:run",
     "run": "posttrain.pipeline:run",

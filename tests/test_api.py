@@ -46,19 +46,22 @@ def test_the_import_is_light_and_names_are_there() -> None:
 def test_the_page_has_every_signature() -> None:
     """As written on the page: names and defaults, without annotations."""
     written = dict(re.findall(r"^(\w+)(\(.*\)) -> \w+$", PAGE, re.MULTILINE))
-    assert set(written) == {"sft", "dpo", "rl", "reward_model", "evaluate", "generate", "merge", "load_recipe"}
+    stages = {"sft", "dpo", "rl", "reward_model", "evaluate", "harness", "generate", "merge"}
+    assert set(written) == stages | {"load_recipe", "export"}
     for name, text in written.items():
         function: Any = getattr(pt, name)
         parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
         assert str(inspect.Signature(parameters)) == text, name
-        assert inspect.signature(function).return_annotation in ("Run", "Loaded")
+        assert inspect.signature(function).return_annotation in ("Run", "Loaded", "dict[str, Any]")
 
 
 def test_packages_of_the_same_name_stay_packages() -> None:
     import posttrain.evaluate.estimators
+    import posttrain.export.card
     import posttrain.merge.rules
 
-    assert callable(pt.merge) and callable(pt.evaluate)
+    assert callable(pt.merge) and callable(pt.evaluate) and callable(pt.export)
+    assert callable(posttrain.export.card.gather)
     assert pt.merge is posttrain.merge and hasattr(posttrain.merge, "rules")
     assert callable(posttrain.evaluate.estimators.mean)
 
@@ -74,6 +77,20 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     assert re.search(r"reward by step: \[[\d., -]+\]", done.stdout) and "signal/share" in done.stdout
     assert "accuracy: " in done.stdout and re.search(r"merged: \S+final is finished", done.stdout)
     assert "3e-05 by the command line" in done.stdout and "optim.learning_rate" in done.stdout
+
+
+def test_an_export(folder: Path) -> None:
+    from posttrain.models import tiny
+
+    model, tokenizer = tiny.build()
+    model.save_pretrained(folder / "mine")
+    tokenizer.save_pretrained(folder / "mine")
+    done = pt.export(folder / "mine", "merged", "out", license="mit")  # type: ignore[operator]
+    assert done["path"] == "out" and "license: mit" in (folder / "out" / "README.md").read_text()
+    with pytest.raises(UserError, match="did you mean `gguf`"):
+        pt.export(folder / "mine", "ggfu")  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"overrides of an export are model\.KEY=VALUE"):
+        pt.export(folder / "mine", "merged", "other", run={"seed": 1})  # type: ignore[operator]
 
 
 @pytest.mark.usefixtures("folder")

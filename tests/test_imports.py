@@ -36,10 +36,23 @@ ALLOWED: dict[str, set[str]] = {
     "data": FOUNDATION | {"batch", "chat", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
     "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
-    "export": FOUNDATION | {"chat", "hub", "models", "run", "scratch"},
+    "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},
     "merge": FOUNDATION | {"models", "run", "seeds", "callable_module"},
     "evaluate": FOUNDATION
-    | {"callable_module", "chat", "batch", "data", "models", "rollout", "verify", "run", "loss", "tools", "seeds"},
+    | {
+        "callable_module",
+        "chat",
+        "batch",
+        "data",
+        "models",
+        "rollout",
+        "verify",
+        "run",
+        "loss",
+        "tools",
+        "seeds",
+        "hub",
+    },
     "train": FOUNDATION
     | {"batch", "curriculum", "data", "models", "rollout", "verify", "run", "advantage", "loss", "evaluate", "tools"}
     | {"seeds", "variants"},

@@ -38,7 +38,7 @@ LAZY = {
 PANELS = {
     "Train": ("sft", "dpo", "reward-model", "rl", "serve", "merge", "run", "sweep"),
     "Data": ("data", "pairs"),
-    "Measure": ("eval", "generate", "chat", "browse"),
+    "Measure": ("eval", "harness", "generate", "chat", "browse"),
     "Pass on": ("export",),
     "Follow": ("report", "runs", "diff", "track"),
     "Inspect": ("recipe", "plan", "preflight", "methods", "whatif", "reward", "tool", "doctor", "completion"),

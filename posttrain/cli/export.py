@@ -65,42 +65,64 @@ def export(
 
     Overrides are keys of `model`: model.chat_template=my.jinja, model.revision=..., model.trust_remote_code=true.
     """
-    repo = to.removeprefix(HUB) if to.startswith(HUB) else ""
-    _check_options(to, repo, upload_as, public)
-    section = _section(model, overrides or [])
+    check_options(to, upload_as, public)
+    plan = plan_of(
+        model, to, overrides or [], output, dtype, upload_as, licence, evaluations or (), overwrite=overwrite
+    )
+    if dry_run:
+        preview(plan, public, as_json)
+        return
+    tell(carry_out(plan, public=public), as_json)
+
+
+def plan_of(
+    model: str,
+    to: str,
+    overrides: Sequence[str],
+    output: Path | None,
+    dtype: str,
+    upload_as: str | None,
+    licence: str | None,
+    evaluations: Sequence[Path],
+    *,
+    overwrite: bool,
+) -> Plan:
+    """The plan of an export, everything checked that can be without loading the model."""
+    section = _section(model, overrides)
     from posttrain.export import card, run, source
 
     found = source.find_source(model)
-    for path in evaluations or ():
+    for path in evaluations:
         if not (path / "summary.json").is_file():
             raise UserError(
                 f"--eval: {path} is no finished evaluation", hint="name the run directory of `posttrain eval`"
             )
-    facts = card.gather(found, licence=licence, evaluations=evaluations or ())
+    repo = to.removeprefix(HUB) if to.startswith(HUB) else ""
+    facts = card.gather(found, licence=licence, evaluations=evaluations)
     where = output or run.default_output(found, f"hub-{repo.replace('/', '-')}" if repo else to)
     run.check_output(where, overwrite=overwrite)
     kind: Any = upload_as if repo else to
-    plan = run.make_plan(found, kind, section, dtype, where, facts, name=repo)
-    if dry_run:
-        preview(plan, repo, public, as_json)
-        return
-    if repo:
-        from posttrain.export import upload
+    return run.make_plan(found, kind, section, dtype, where, facts, name=repo)
 
-        upload.check_login()
+
+def carry_out(plan: Plan, *, public: bool) -> dict[str, Any]:
+    """Export, and upload where the plan has a name on the hub; returns what was done."""
+    from posttrain.export import run, upload
+
+    if not plan.name:
+        return run.run(plan)
+    upload.check_login()
     report = run.run(plan)
-    if repo:
-        say(f"uploading {where} to {repo}")
-        report |= upload.upload(where, repo, public=public)
-    tell(report, as_json)
+    say(f"uploading {plan.output} to {plan.name}")
+    return report | upload.upload(plan.output, plan.name, public=public)
 
 
-def _check_options(to: str, repo: str, upload_as: str | None, public: bool) -> None:
+def check_options(to: str, upload_as: str | None, public: bool) -> None:
     """Raises UserError for a target that there is not, and for options of the hub without it."""
-    if repo or to == HUB:
+    if to.startswith(HUB):
         from posttrain.export import upload
 
-        upload.check_name(repo)
+        upload.check_name(to.removeprefix(HUB))
         return
     if to not in KINDS:
         raise UserError(f"--to {to} is not known", allowed="merged, gguf, ollama, hub:OWNER/NAME", hint=_meant(to))
@@ -143,13 +165,13 @@ def _section(model: str, overrides: Sequence[str]) -> ModelSection:
     return loaded.require(GenerateRecipe).model
 
 
-def preview(plan: Plan, repo: str, public: bool, as_json: bool) -> None:
+def preview(plan: Plan, public: bool, as_json: bool) -> None:
     """What `--dry-run` prints: what would be written where, and the card."""
     from posttrain.cli.show import print_json
     from posttrain.export.card import write_card
     from posttrain.export.run import planned_files
 
-    files = planned_files(plan)
+    files, repo = planned_files(plan), plan.name
     if as_json:
         found = {"source": plan.source.path, "to": plan.kind, "dtype": plan.dtype, "output": str(plan.output)}
         hub = {"repository": repo, "private": not public} if repo else {}

@@ -61,6 +61,8 @@ def needs(values: Mapping[str, Any]) -> Iterator[Need]:
     stage = values["stage"]
     for package in ("torch", "transformers", *_trainer(stage)):
         yield package, f"stage {stage}", "train", "stage"
+    if stage == "harness":
+        yield "lm_eval", "stage harness (posttrain eval --harness)", "eval", "stage"
     for place in ENGINES:
         engine = values.get(place) or {}
         server = (engine.get("vllm") or {}).get("server") or {}

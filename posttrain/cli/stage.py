@@ -1,4 +1,4 @@
-"""The verbs that run a recipe: sft, dpo, reward-model, rl, merge, eval, pairs, run."""
+"""The verbs that run a recipe: sft, dpo, reward-model, rl, merge, eval, harness, pairs, run."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ VERBS = {
     "rl": "Reinforcement learning with verifier rewards.",
     "merge": "Merge models.",
     "eval": "Measure a model's accuracy on rows that reward scripts grade.",
+    "harness": "Measure a model on benchmarks of lm-eval.",
     "pairs": "Make preference pairs from the completions of an eval or a generate.",
     "run": "Run a pipeline of stages.",
 }
@@ -50,8 +51,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
+    own: dict[str, Callable[..., None]] = {"merge": _merge, "eval": _eval}
     for verb, about in VERBS.items():
-        app.command(verb, help=about)(_merge if verb == "merge" else _command(verb))
+        app.command(verb, help=about)(own.get(verb) or _command(verb))
 
 
 def _command(verb: str) -> Callable[..., None]:
@@ -131,6 +133,54 @@ def _merge(
     sweeping.sweep(
         ctx, recipe, overrides or [], sweep, evaluation, output, resume=resume, dry_run=dry_run, as_json=as_json
     )
+
+
+def _eval(
+    ctx: typer.Context,
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|MODEL", help="A recipe, or the name of a shipped one; with --harness, a model."),
+    ],
+    overrides: Overrides = None,
+    harness: Annotated[
+        str | None,
+        typer.Option("--harness", metavar="TASKS", help="Benchmarks of lm-eval instead of a recipe: gsm8k,ifeval."),
+    ] = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    allow_changed: AllowChanged = False,
+    output: Output = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    if harness is None:
+        _command("eval")(ctx, recipe, overrides, dry_run, resume, allow_changed, output, as_json, debug)
+        return
+    import yaml
+
+    from posttrain.cli import packages, preflight
+    from posttrain.export.source import find_source
+    from posttrain.recipe.load import load_dict
+
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or debug
+    if recipe.endswith((".yaml", ".yml")):
+        raise UserError(
+            f"--harness is for a model, and {recipe} is a recipe",
+            hint="a recipe says `stage: harness` and `tasks: [...]`, and is run by `posttrain harness RECIPE`",
+        )
+    tasks = [name.strip() for name in harness.split(",") if name.strip()]
+    values = {"stage": "harness", "model": {"path": find_source(recipe).path}, "tasks": tasks}
+    given = {**values, "name": "harness"}
+    loaded = load_dict(given, base_dir=Path.cwd(), where="command line", overrides=overrides or [])
+    loaded = replace(loaded, text=yaml.safe_dump(values, sort_keys=False))
+    preflight.check(loaded)
+    if dry_run:
+        preview(loaded, output, as_json)
+        return
+    packages.require(loaded)
+    typed = ["posttrain", "eval", recipe, "--harness", harness, *(overrides or [])]
+    summary, path = execute(ctx, loaded, output, resume, typed, allow_changed=allow_changed)
+    report(summary, path, as_json)
 
 
 def launch(typed: list[str], processes: int) -> int:

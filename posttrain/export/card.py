@@ -111,7 +111,7 @@ def _evaluations(source: Source) -> Iterator[Path]:
         recipe = read_json(file) or {}
         named = (recipe.get("model") or {}).get("path")
         done = (file.parent / "summary.json").is_file()
-        if recipe.get("stage") == "eval" and named and done and Path(named).resolve() == here:
+        if recipe.get("stage") in ("eval", "harness") and named and done and Path(named).resolve() == here:
             yield file.parent
 
 
@@ -190,7 +190,8 @@ def _metrics(facts: Facts) -> str:
     lines = ["## Evaluation\n", "| data | metric | mean | interval | problems |", "|---|---|---|---|---|"]
     for run in facts.evaluations:
         recipe, summary = _recipe(run), read_json(run / "summary.json") or {}
-        sources = ", ".join(_shown(source) for source in _sources(recipe))
+        harness = f"lm-eval {summary['lm_eval']}" if "lm_eval" in summary else ""
+        sources = harness or ", ".join(_shown(source) for source in _sources(recipe))
         for name, found in (summary.get("intervals") or {}).items():
             if found["mean"] is None:
                 continue

@@ -40,6 +40,7 @@ from posttrain.recipe.rollout_sections import EngineSection, Environment, Rollou
 from posttrain.recipe.section import (
     CompletionsName,
     ComponentSection,
+    Count,
     ModelName,
     NonNegative,
     PairsName,
@@ -359,6 +360,28 @@ class EvalRecipe(Acting, Tracked):
     eval: EvalSettings = Field(default_factory=EvalSettings)
 
 
+class HarnessRecipe(Tracked):
+    """Benchmarks of lm-eval (lm-evaluation-harness), with the model that posttrain loads."""
+
+    verb: ClassVar = "harness"
+    unused: ClassVar = {key: why for key, why in _READ_ONLY.items() if not key.startswith("data.")}
+    stage: Literal["harness"] = "harness"
+    model: Model
+    tasks: list[Annotated[str, Field(min_length=1)]] = Field(
+        min_length=1, description="tasks, groups or tags of lm-eval (gsm8k, mmlu, leaderboard_*), or FILE.yaml"
+    )
+    fewshot: Count | None = Field(None, description="examples in a prompt; default: the task's")
+    limit: Positive | None = Field(None, description="problems a task, the first ones; default: all")
+    chat: bool | None = Field(None, description="ask by the chat template; default: where the tokenizer has one")
+    max_new_tokens: Positive | None = Field(None, description="longest completion; default: the task's, or 256")
+    thought_end: str | None = Field(
+        None, description="text behind which the answer begins, e.g. </think>: what stands before is not graded"
+    )
+    engine: EngineSection = Field(default_factory=EngineSection)
+    bootstrap: Positive = Field(10000, description="resamples of the intervals")
+    level: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="confidence level of the intervals")
+
+
 class GenerateRecipe(Acting):
     """Completions of prompts, as JSON lines."""
 
@@ -453,6 +476,6 @@ STAGES: dict[str, type[Stage]] = {
     c.verb: c
     for c in (
         *(SftRecipe, DpoRecipe, RewardModelRecipe, RlRecipe),
-        *(MergeRecipe, EvalRecipe, GenerateRecipe, PairsRecipe, PipelineRecipe),
+        *(MergeRecipe, EvalRecipe, HarnessRecipe, GenerateRecipe, PairsRecipe, PipelineRecipe),
     )
 }

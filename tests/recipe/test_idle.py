@@ -226,6 +226,7 @@ slices slices.sources slices.sources.model slices.sources.layer_range slices.sou
 slices.parameters tokenizer tokenizer.source tokenizer.pad_to_multiple_of tokenizer.tokens tokenizer.tokens.source
 tokenizer.tokens.force tokenizer.tokens.source.kind tokenizer.tokens.source.model tokenizer.tokens.source.token
 tokenizer.tokens.source.token_id
+tasks fewshot limit chat max_new_tokens thought_end bootstrap level
 defaults stages seeds table
 """.split()  # noqa: SIM905  # fmt: skip
 

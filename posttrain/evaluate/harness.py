@@ -1,0 +1,283 @@
+"""The harness stage: tasks of lm-eval with the model that posttrain loads, summed up with our intervals.
+
+lm-eval has the tasks: prompts, few-shot examples, how answers are read and graded. Its mean over problems gets the
+interval of `posttrain eval`; a number that is no mean over problems gets lm-eval's own standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from posttrain import hub, terminal
+from posttrain.errors import DataError, MissingExtra, UserError, counted, did_you_mean
+from posttrain.evaluate.compare import PROBLEMS
+from posttrain.evaluate.estimators import Interval, bootstrap_ci
+from posttrain.evaluate.run import result_table
+from posttrain.evaluate.sampling import COMPLETIONS
+from posttrain.models.load import config_of, load
+from posttrain.places import find
+from posttrain.recipe.stages import HarnessRecipe
+from posttrain.rollout.engine import check_engine
+from posttrain.run.directory import RunDirectory
+from posttrain.run.durable import write_text
+from posttrain.run.jsonl import to_lines
+
+SEEDS = (0, 1234)  # with which lm-eval's command line seeds Python's and numpy's generators before it reads tasks
+FEWSHOT_SEED = 1234  # the same, of the examples in a prompt
+STDERR_ITERATIONS = 1000
+EQUAL = 1e-9  # between lm-eval's number and the mean of its values by problem
+BUILT_IN = "none"  # the filter that lm-eval names where a task has none
+
+Values = Mapping[tuple[str, str], Mapping[int, float]]  # (metric, filter) -> value of each problem
+
+
+def run(recipe: HarnessRecipe, directory: RunDirectory) -> dict[str, Any]:
+    """Measure the model and return the summary. Tasks and their data are read before the model.
+
+    completions.jsonl holds every answer with its grades, problems.jsonl one row a problem. Raises UserError for a task
+    that there is not, or that runs programs; DataError where its data cannot be had.
+    """
+    started = time.perf_counter()
+    check_engine(recipe.engine, lambda: config_of(recipe.model, recipe.base_dir))
+    lm_eval = import_lm_eval()
+    random.seed(SEEDS[0])
+    np.random.seed(SEEDS[1])
+    tasks = load_tasks(recipe)
+    for name, task in tasks["tasks"].items():
+        _settle(name, task, recipe)
+    loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+    chat = bool(loaded.tokenizer.chat_template) if recipe.chat is None else recipe.chat
+    if chat and not loaded.tokenizer.chat_template:
+        raise UserError("chat: true, but the model has no chat template", hint="give model.chat_template, or remove it")
+    from posttrain.evaluate.harness_model import HarnessModel
+
+    model = HarnessModel(loaded, recipe, chat=chat, scratch=directory.path / "engine")
+    results = lm_eval.evaluator.evaluate(
+        lm=model,
+        task_dict=tasks,
+        limit=recipe.limit,
+        bootstrap_iters=STDERR_ITERATIONS,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+    )
+    found = dict(measured(results, recipe))
+    _write(directory, results, recipe.run.samples_per_step)
+    cut = sum(rollout.finish == "length" for rollout in model.answers)
+    summary = {
+        "model": recipe.model.path,
+        "intervals": {name: asdict(interval) for name, interval in found.items()},
+        "problems": sum(count["effective"] for count in results["n-samples"].values()),
+        "tasks": {name: _described(name, results) for name in tasks["tasks"]},
+        "truncated": cut / len(model.answers) if model.answers else 0.0,
+        "chat": chat,
+        "engine": recipe.engine.engine,
+        "seed": recipe.run.seed,
+        "lm_eval": lm_eval.__version__,
+        "seconds": round(time.perf_counter() - started, 2),
+        "completions": str(directory.path / COMPLETIONS),
+    }
+    show(summary)
+    return summary
+
+
+def import_lm_eval() -> Any:
+    """lm-eval, which says nothing below an error from then on. Raises MissingExtra."""
+    try:
+        import lm_eval
+        import lm_eval.evaluator
+        import lm_eval.tasks
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise MissingExtra("lm-eval", "stage harness (posttrain eval --harness)", "eval") from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return lm_eval
+
+
+def load_tasks(recipe: HarnessRecipe) -> dict[str, Any]:
+    """The tasks with their data, as lm-eval's `evaluate` takes them. Raises UserError and DataError."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    found: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in chosen(recipe, manager):
+        terminal.note(f"reading task {name}")
+        try:
+            part = manager.load([name])
+        except Exception as error:
+            raise _unreadable(name, error) from error
+        for key in found:
+            found[key] |= part.get(key, {})
+    return found
+
+
+def chosen(recipe: HarnessRecipe, manager: Any) -> list[str]:
+    """The names to load, each once: `*` stands for any letters, and FILE.yaml for a task file. Raises UserError."""
+    names: list[str] = []
+    for name in recipe.tasks:
+        if name.endswith((".yaml", ".yml")):
+            names.append(str(find(name, recipe.base_dir, "task file")))
+            continue
+        matching = manager.match_tasks([name]) if "*" in name else [name] if name in manager.all_tasks else []
+        if not matching:
+            raise UserError(
+                f"lm-eval has no task {name}",
+                where="tasks",
+                hint=did_you_mean(name, manager.all_tasks)
+                or "list them: lm-eval ls tasks; a task of your own is named by its FILE.yaml",
+            )
+        names += matching
+    return list(dict.fromkeys(names))
+
+
+def _unreadable(name: str, error: Exception) -> DataError:
+    """A task whose file is wrong, or whose data is not here."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    silent = hub.offline()
+    hint = (
+        f"{silent} is set: unset it, or fetch the data set before" if silent else "is the hub reachable, and signed in?"
+    )
+    if isinstance(error, KeyError | TypeError | AttributeError):
+        hint = "look at the task's file"
+    return DataError(f"task {name} cannot be read: {type(error).__name__}: {first}", hint=hint)
+
+
+def _settle(name: str, task: Any, recipe: HarnessRecipe) -> None:
+    """Refuse what is not run here, and set few-shot examples as lm-eval's command line does."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise UserError(
+            f"task {name} runs programs that the model writes, which lm-eval does without a sandbox",
+            hint="grade programs by a recipe for `posttrain eval` with a code reward, which runs them in one",
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise UserError(f"task {name} shows images, and models are loaded for text here")
+    own = task.get_config("num_fewshot")
+    if recipe.fewshot is not None and own != 0:
+        task.set_config(key="num_fewshot", value=recipe.fewshot)
+    elif own is None:
+        task.set_config(key="num_fewshot", value=0)
+    if recipe.fewshot and own == 0:
+        terminal.note(f"task {name} has no examples in its prompts, whatever `fewshot` says")
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+
+
+def measured(results: Mapping[str, Any], recipe: HarnessRecipe) -> Iterator[tuple[str, Interval]]:
+    """Every number of the tasks and groups that were asked for, by the name in the table. Tasks inside of a group that
+    has numbers of its own are left out; they are in the summary's `tasks`."""
+    groups = results.get("groups", {})
+    subtasks = results.get("group_subtasks", {})
+    inside = {task for group in groups for task in _leaves(group, subtasks)}
+    for name in (*groups, *(task for task in results["samples"] if task not in inside)):
+        leaves = _leaves(name, subtasks) if name in groups else [name]
+        pooled = [by_problem(results["samples"][leaf]) for leaf in leaves]
+        for key, value in results["results"][name].items():
+            metric, comma, chain = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                error = results["results"][name].get(f"{metric}_stderr,{chain}")
+                values = [v for part in pooled for v in part.get((metric, chain), {}).values()]
+                label = f"{name} {metric}" + ("" if chain == BUILT_IN else f" ({chain})")
+                yield label, interval(values, float(value), error, recipe)
+
+
+def _leaves(group: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
+    """The tasks of a group, those of groups inside of it too."""
+    found = [leaf for name in subtasks.get(group, ()) for leaf in (_leaves(name, subtasks) or [name])]
+    return list(dict.fromkeys(found))
+
+
+def by_problem(samples: Iterable[Mapping[str, Any]]) -> Values:
+    """The value of each problem where it is one number, by metric and filter."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for sample in samples:
+        for metric in sample["metrics"]:
+            value = sample.get(metric)
+            if isinstance(value, bool | int | float | np.number):
+                found.setdefault((metric, sample["filter"]), {})[sample["doc_id"]] = float(value)
+    return found
+
+
+def interval(values: Sequence[float], value: float, error: Any, recipe: HarnessRecipe) -> Interval:
+    """Of a mean over problems: a bootstrap over them. Of another number: lm-eval's standard error `error`, if any."""
+    if values and abs(float(np.mean(values)) - value) <= EQUAL:
+        return bootstrap_ci(values, level=recipe.level, resamples=recipe.bootstrap, seed=recipe.run.seed)
+    if not isinstance(error, int | float):
+        note = "no mean over problems, and lm-eval gives no standard error"
+        return Interval(value, value, value, recipe.level, len(values), False, note)
+    half = NormalDist().inv_cdf((1 + recipe.level) / 2) * float(error)
+    note = "no mean over problems: lm-eval's standard error"
+    return Interval(value, value - half, value + half, recipe.level, len(values), True, note)
+
+
+def _described(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """What a summary says of a task: its numbers as lm-eval gives them, version, examples, problems."""
+    numbers = {key: value for key, value in results["results"][name].items() if "," in key}
+    count = results["n-samples"][name]
+    return {
+        **numbers,
+        "version": results["versions"].get(name),
+        "fewshot": results["n-shot"].get(name),
+        "problems": count["effective"],
+        "of": count["original"],
+    }
+
+
+def _write(directory: RunDirectory, results: Mapping[str, Any], shown: int) -> None:
+    """completions.jsonl, problems.jsonl, and a few samples for the report."""
+    rows, problems = [], []
+    for task, samples in results["samples"].items():
+        values = by_problem(samples)
+        first = next(iter(values), None)
+        for sample in samples:
+            scores = {
+                m: values[m, sample["filter"]].get(sample["doc_id"])
+                for m in sample["metrics"]
+                if (m, sample["filter"]) in values
+            }
+            rows.append(
+                {
+                    "uid": f"{task}/{sample['doc_id']}",
+                    "filter": sample["filter"],
+                    "prompt": str(sample["arguments"][0][0]),
+                    "completion": "\n".join(str(one) for response in sample["resps"] for one in response),
+                    "graded": [str(one) for one in sample["filtered_resps"]],
+                    "target": str(sample["target"]),
+                    "scores": scores,
+                }
+            )
+        if first is not None:
+            problems += [
+                {"uid": f"{task}/{n}", "metric": first[0], "accuracy": v} for n, v in sorted(values[first].items())
+            ]
+    write_text(directory.path / COMPLETIONS, to_lines(rows))
+    write_text(directory.path / PROBLEMS, to_lines(problems))
+    once = {row["uid"]: row for row in reversed(rows)}
+    with closing(directory.samples(resume_after=None)) as log:
+        log.write(0, list(reversed(once.values()))[:shown])
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """The closing table, on stderr, and what it rests on."""
+    console = terminal.console(stderr=True, markup=False, highlight=False)
+    console.print(result_table(summary))
+    for line in remarks(summary):
+        console.print(line, soft_wrap=True)
+
+
+def remarks(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences about problems, prompts and cut answers."""
+    asked = "by the chat template" if summary["chat"] else "as plain text"
+    yield f"{counted(summary['problems'], 'problem')} of lm-eval {summary['lm_eval']}, asked {asked}"
+    part = {name: one for name, one in summary["tasks"].items() if one["problems"] < one["of"]}
+    if part:
+        yield "a part only: " + ", ".join(f"{name} {one['problems']} of {one['of']}" for name, one in part.items())
+    if summary["truncated"]:
+        yield f"{100 * summary['truncated']:.1f}% of the answers hit the limit (max_new_tokens)"

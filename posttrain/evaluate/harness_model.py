@@ -1,0 +1,121 @@
+"""Our models for lm-eval: answers by our engines, likelihoods by lm-eval's own code on the model that we loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from lm_eval.models.huggingface import HFLM
+
+from posttrain import terminal
+from posttrain.batch import Prompt, Rollout
+from posttrain.errors import DataError, counted
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.rollout_sections import Sampling
+from posttrain.recipe.stages import HarnessRecipe
+from posttrain.rollout.engine import make_engine, needed_length, start_note
+from posttrain.run.progress import Progress
+from posttrain.seeds import derive
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval's words, the first decides
+DEFAULT_LIMIT = 256  # tokens, lm-eval's own
+WINDOW = 2048  # of a model that says nothing, lm-eval's own
+DRAWN = ("until", "do_sample", "temperature", "top_p", "top_k", *LIMITS)  # what an engine takes of a task
+
+
+class HarnessModel(HFLM):  # type: ignore[misc]
+    """The LM that lm-eval asks. chat: prompts are written by the chat template, which has all special tokens."""
+
+    def __init__(self, loaded: LoadedModel, recipe: HarnessRecipe, *, chat: bool, scratch: Path) -> None:
+        super().__init__(
+            pretrained=loaded.model,
+            tokenizer=loaded.tokenizer,
+            backend="causal",
+            batch_size=recipe.engine.batch_size,
+            max_length=loaded.window or WINDOW,
+            add_bos_token=False if chat else None,
+        )
+        self.loaded, self.recipe, self.scratch = loaded, recipe, scratch
+        self.answers: list[Rollout] = []
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answers to requests, whose `args` are a prompt and how to draw; requests of one kind go together."""
+        del disable_tqdm
+        kinds: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        asked = [self._asked(requests, numbers) for numbers in kinds.values()]
+        longest = max(needed_length(prompts, sampling) for prompts, sampling, _ in asked)
+        if note := start_note(self.recipe.engine):
+            terminal.note(note)
+        texts: dict[int, str] = {}
+        engine = make_engine(self.recipe.engine, self.loaded, scratch=self.scratch, max_len=longest)
+        with closing(engine), Progress("harness", len(requests), ("tokens",)) as progress:
+            for kind, (numbers, (prompts, sampling, stops)) in enumerate(zip(kinds.values(), asked, strict=True)):
+                seed = derive(self.recipe.run.seed, "harness", kind)
+                done = self._counting(progress, len(texts))
+                found = engine.generate(prompts, 1, sampling, seed=seed, logprobs=False, done=done)
+                self.answers += found
+                texts |= {n: self._graded(r.text, stops) for n, r in zip(numbers, found, strict=True)}
+                progress.update(len(texts), {"tokens": _mean_tokens(found)})
+        return [texts[number] for number in range(len(requests))]
+
+    def _asked(self, requests: Sequence[Any], numbers: Sequence[int]) -> tuple[list[Prompt], Sampling, list[str]]:
+        """Prompts of one kind, how they are drawn, and the texts that end an answer.
+
+        A thought may hold these texts, so with `thought_end` they end the answer only when it is graded.
+        """
+        how = dict(requests[numbers[0]].args[1])
+        if other := sorted(how.keys() - set(DRAWN)):
+            terminal.note(f"left out of what a task asks for: {', '.join(other)}")
+        given = next((int(how[key]) for key in LIMITS if how.get(key) is not None), DEFAULT_LIMIT)
+        limit = self.recipe.max_new_tokens or given
+        until = how.get("until") or []
+        stops = [text for text in ([until] if isinstance(until, str) else until) if text]
+        draws = how.get("do_sample", bool(how.get("temperature")))
+        sampling = Sampling(
+            temperature=float(how.get("temperature") or 1.0) if draws else 0.0,
+            top_p=float(how.get("top_p") or 1.0) if draws else 1.0,
+            top_k=int(how.get("top_k") or 0) if draws else 0,
+            max_new_tokens=limit,
+            stop=[] if self.recipe.thought_end else stops,
+        )
+        room = self.max_length - limit
+        if room < 1:
+            raise DataError(
+                f"{limit} new tokens leave no room for a prompt in the model's window of {self.max_length}",
+                hint=f"write max_new_tokens: {self.max_length // 2}",
+            )
+        prompts, cut = [], 0
+        for number in numbers:
+            text = requests[number].args[0]
+            ids = self.tok_encode(text)
+            cut += len(ids) > room
+            prompts.append(Prompt(f"request {number}", {}, text, tuple(ids[-room:])))
+        if cut:
+            terminal.note(f"{counted(cut, 'prompt')} longer than the window leaves room for: cut at the beginning")
+        return prompts, sampling, stops
+
+    def _graded(self, text: str, stops: Sequence[str]) -> str:
+        """What of an answer is graded: behind the thought, before the first text that ends it."""
+        if end := self.recipe.thought_end:
+            text = text.rpartition(end)[2].lstrip()
+        for stop in stops:
+            text = text.partition(stop)[0]
+        return text
+
+    def _counting(self, progress: Progress, before: int) -> Callable[[list[Rollout]], None]:
+        """What an engine calls for each prompt that it has finished."""
+        finished: list[Rollout] = []
+
+        def done(rollouts: list[Rollout]) -> None:
+            finished.extend(rollouts)
+            progress.update(before + len(finished), {"tokens": _mean_tokens(finished)})
+
+        return done
+
+
+def _mean_tokens(rollouts: Sequence[Rollout]) -> float:
+    return sum(len(r.sampled) for r in rollouts) / max(1, len(rollouts))
