@@ -51,3 +51,13 @@ def rl_plus(
     stats = {"off_policy_ratio": torch.where(external, mixture.detach(), 0.0)}
     stats |= clip_stats(ratio, advantages, clip_low, high)
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+def nll_less_entropy(batch: RolloutBatch, logp: Tensor, *, entropy_coef: float = 0.001) -> TokenLoss:
+    """-logp - entropy_coef * H at each trained token, H the policy's entropy with its gradient (`new_entropy`).
+
+    Its mean over tokens is ReLIFT's supervised loss (2506.07527). Stat [N,T]: `nll`.
+    """
+    nll = -torch.where(batch.mask, logp, 0.0)
+    entropy = torch.zeros_like(nll) if batch.new_entropy is None else torch.where(batch.mask, batch.new_entropy, 0.0)
+    return TokenLoss(nll - entropy_coef * entropy, {"nll": nll.detach()})

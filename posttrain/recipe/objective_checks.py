@@ -334,9 +334,10 @@ def _solutions(recipe: RlRecipe) -> Found:
     if recipe.solutions is None:
         return
     reads = any(section.needs & FROM_SOLUTIONS or ":" in section.use for _, section in used(recipe))
-    if not recipe.solutions.in_group and not reads:
-        right = "write `in_group: true`, or take a component that reads them (`regularisers: [{use: calibrl}]`)"
+    if not recipe.solutions.in_group and not recipe.solutions.sft and not reads:
+        right = "write `in_group: true` or `sft: {}`, or take a component that reads them, such as regulariser calibrl"
         yield "solutions", "does nothing: no component reads given solutions", right
+    yield from _unsolved(recipe)
     if recipe.rollout.engine == "stored":
         yield "solutions", "rollout.engine stored trains on given completions already", "remove one of them"
     if recipe.solutions.in_group and recipe.acts:
@@ -347,6 +348,19 @@ def _solutions(recipe: RlRecipe) -> Found:
     if recipe.solutions.in_group and recipe.prompt_variants:
         what = "`prompt_variants` decide what a group's prompt is, and the solution is that of the plain one"
         yield "solutions.in_group", what, "remove one of them"
+
+
+def _unsolved(recipe: RlRecipe) -> Found:
+    """Supervised steps need to see the groups that failed, and an optimiser beside that of RL."""
+    if recipe.solutions is None or recipe.solutions.sft is None:
+        return
+    if recipe.rollout.max_gen_batches > 1:
+        what = "groups that failed are replaced before the step, and none is collected"
+        yield "solutions.sft", what, "write `rollout.max_gen_batches: 1`"
+    if recipe.model.shard or recipe.model.half_weights:
+        key = "shard" if recipe.model.shard else "half_weights"
+        what = "a second optimiser would keep weights of its own"
+        yield f"model.{key}", what, "remove it, or `solutions.sft`"
 
 
 def _frozen_critic(recipe: RlRecipe) -> Found:

@@ -142,6 +142,18 @@ class Opponent(Section):
     samples: Positive = Field(1, description="its answers to a prompt")
 
 
+class UnsolvedSft(Section):
+    """Supervised steps on the solutions of prompts that no rollout has solved, between those of RL."""
+
+    size: Positive = Field(128, description="prompts that begin a supervised epoch, once so many are collected")
+    minibatch: Positive = Field(128, description="rows of one supervised update")
+    lr: Rate = Field(1e-6, description="learning rate of these updates, which have an optimiser of their own")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(1.0, description="of their gradients; null = never cut")
+    entropy_coef: NonNegative = Field(0.001, description="their loss is -logp less so much of the policy's entropy")
+    fail_value: float = Field(0.0, description="a prompt is unsolved if all of its rewards are exactly this")
+    dedupe: bool = Field(False, description="a prompt that fails again takes the place of its older entry")
+
+
 class Solutions(Section):
     """Given solutions of the prompts, beside the rollouts that the policy samples."""
 
@@ -150,6 +162,9 @@ class Solutions(Section):
         False,
         description="each group gets the prompt's solution as one more row, scored by the same rewards and trained on "
         "(`rl_plus`); group_size counts what is sampled",
+    )
+    sft: UnsolvedSft | None = Field(
+        None, description="supervised steps on the solutions of unsolved prompts (`relift`)"
     )
 
 

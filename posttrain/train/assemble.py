@@ -28,7 +28,7 @@ from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
 from posttrain.tools.offer import Offer, offer_of
-from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding
+from posttrain.train import alike, checkpoint, compiled, distributed, machine, optim, sharding, unsolved
 from posttrain.train.attention import PADDED, packs
 from posttrain.train.context import TrainContext
 from posttrain.train.controls import Controls
@@ -177,6 +177,7 @@ def assembled(
                 variants=work.variants,
                 solutions=work.solutions,
                 values=values_for(work.sampler, loaded),
+                sft_optimizer=unsolved.sft_optimizer(recipe, loaded),
                 opponent=Opponent(loaded.model, recipe.opponent.ema) if recipe.opponent else None,
                 watchdog=watchdog,
                 dump=directory.path / "failed",

@@ -54,6 +54,7 @@ class TrainContext:
     dump: Path  # where a batch that broke the run is written
     variants: PromptVariants | None = None  # what is sampled from in place of the data's prompts
     solutions: Tokens = field(default_factory=dict)  # uid -> tokens of the prompt's given solution, where it has one
+    sft_optimizer: Optimizer | None = None  # of supervised steps on the solutions of unsolved prompts
     compiled: Switch = nullcontext  # opened around the passes of training
     shares: bool = False  # packed rows of one prompt share its pass, where prompts are long
 

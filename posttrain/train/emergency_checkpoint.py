@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.errors import NonFiniteError
 from posttrain.run import checkpoints
 from posttrain.run.directory import RunDirectory
-from posttrain.train import checkpoint, distributed, optim, sharding
+from posttrain.train import checkpoint, distributed, optim, sharding, unsolved
 from posttrain.train.context import TrainContext
 from posttrain.train.rollout_source import RolloutSource
 
@@ -46,7 +46,7 @@ def save_on_error(
     fails, too few groups that pass `keep`, a GPU that is full in a backward pass) leaves a checkpoint of the step
     before, and goes on."""
     before = dataclasses.replace(state)  # sampling moves the place in the data
-    with optim.begun(ctx.optimizer) as begun:
+    with optim.begun(ctx.optimizer, ctx.sft_optimizer) as begun:
         try:
             yield
         except Exception as error:
@@ -124,6 +124,7 @@ def save_step(
             ctx.opponent.save(folder)
         if ctx.values is not None:
             ctx.values.save(folder)
+        unsolved.save(ctx.sft_optimizer, folder)
         if source is not None:
             source.save(folder, state.step)
 

@@ -168,14 +168,15 @@ def loss_scaler(loaded: LoadedModel) -> GradScaler:
 
 
 @contextlib.contextmanager
-def begun(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
-    """Gives a function that says how many updates of the weights the optimiser has begun since the block began."""
+def begun(*optimizers: Optimizer | None) -> Iterator[Callable[[], int]]:
+    """Gives a function that says how many updates of the weights the optimisers have begun since the block began."""
     updates = list[None]()
-    hook = optimizer.register_step_pre_hook(lambda *_: updates.append(None))
+    hooks = [one.register_step_pre_hook(lambda *_: updates.append(None)) for one in optimizers if one is not None]
     try:
         yield lambda: len(updates)
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def set_lr(optimizer: Optimizer, section: Optim, update: int, total_updates: int) -> float:

@@ -36,7 +36,7 @@ from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, start_notes, trained
+from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, start_notes, trained, unsolved
 from posttrain.train.assemble import assembled, audited, prepared
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of
@@ -196,6 +196,8 @@ def step(
         metrics, measured, logp = update(ctx, batch, sequences, state.step)
         if not trained.moved(before, ctx.optimizer):
             metrics["updates"] = 0
+        values |= unsolved.supervise(ctx, state, rollouts)
+        metrics["updates"] += values.get("sft/updates", 0)
     state.count_tokens(
         metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
     )
@@ -234,6 +236,7 @@ def load_rest(ctx: TrainContext, source: RolloutSource, folder: Path, state: che
         ctx.opponent.load(folder)
     if ctx.values is not None:
         ctx.values.load(folder)
+    unsolved.load(ctx.sft_optimizer, folder)
     source.load(folder, ctx, state)
     if state.scaler:
         ctx.scaler.load_state_dict(state.scaler)

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from posttrain.loss.hybrid import rl_plus
-from posttrain.train import policy
+from posttrain.train import policy, unsolved
 from posttrain.train.logprobs import Extras, Sequences
 
 from .test_prompt_variants import Seen, Values, home, ran, seen, values_of
@@ -144,3 +144,46 @@ def test_an_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
     logp = (model.head(hidden) / 0.7).log_softmax(-1)
     (expected,) = torch.autograd.grad(-(logp.exp() * logp).sum(), hidden)
     assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+def test_supervised_steps_come_between_on_prompts_that_failed(
+    ran: Callable[..., list[Values]], seen: Seen, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    """ReLIFT: unsolved prompts are collected newest first, and their solutions trained on once there are enough."""
+    trained: list[list[int]] = []
+    once = unsolved.update_once
+
+    def recording(ctx: Any, batch: Any, sequences: Any, rows: Any, *rest: Any) -> bool:
+        trained.extend(sequences.ids[n].tolist() for n in rows)
+        return once(ctx, batch, sequences, rows, *rest)
+
+    monkeypatch.setattr(unsolved, "update_once", recording)
+    sft = {"size": 7, "minibatch": 4, "lr": 1e-3, "fail_value": 0.0}
+    values = wide(reward="rarely", algorithm="relift", solutions={"column": "solution", "sft": sft})
+    values["rewards"] = values["rewards"][:1]
+    metrics = ran({**values, "run": {"steps": 4, "save_every": 4}})
+    waiting: list[str] = []
+    expected: list[str] = []
+    for step, rollouts in enumerate(seen.rollouts):
+        groups: dict[str, list[float | None]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.prompt.uid, []).append(rollout.reward)
+        waiting = [uid for uid, rewards in groups.items() if set(rewards) == {0.0}] + waiting
+        due = len(waiting) >= 7
+        assert metrics[step]["sft/rows"] == (7 if due else 0) and metrics[step].get("sft/updates", 0) == 2 * due
+        expected, waiting = (expected + waiting[:7], waiting[7:]) if due else (expected, waiting)
+        assert metrics[step]["sft/buffer"] == len(waiting)
+    assert expected and len(trained) == len(expected)
+    prompts = {r.prompt.uid: r.prompt for rollouts in seen.rollouts for r in rollouts}
+    assert all(any(row[: len(prompts[uid].ids)] == list(prompts[uid].ids) for row in trained) for uid in expected)
+    memory = json.loads((home / "run" / "checkpoints" / "step-00000004" / "state.json").read_text())["memory"]
+    assert [uid for uid, _ in memory["solutions.sft"]] == waiting
+
+
+def test_the_buffer_and_its_optimiser_go_on_exactly(cli: Any, home: Path) -> None:
+    sft = {"size": 3, "lr": 1e-3}
+    values = wide(reward="rarely", algorithm="relift", solutions={"sft": sft}, run={"steps": 4, "save_every": 2})
+    values["rewards"] = values["rewards"][:1]
+    (home / "run.yaml").write_text(json.dumps(values))
+    rows = cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+    assert any(row["sft/rows"] for row in rows[:2]) and any(row["sft/rows"] for row in rows[2:])

@@ -39,7 +39,9 @@ def lower(completion):
 
 # A preset whose numbers are for models that write more than a few tokens.
 SMALLER: dict[str, dict[str, Any]] = {
-    **{name: {"rollout": {"max_new_tokens": 40}} for name in ("rl_plus", "calibrl")},  # which solutions have to fit
+    **{
+        name: {"rollout": {"max_new_tokens": 40}} for name in ("rl_plus", "calibrl", "relift")
+    },  # which solutions have to fit
     "ptst": {
         "rollout": {"max_new_tokens": 10},
         "controllers": {

@@ -22,6 +22,9 @@ def digits(completion, token_count):
     """Share of tokens that are digits: it differs between the completions of an untrained model."""
     return sum(c.isdigit() for c in completion) / max(token_count, 1)
 
+def rarely(completion):
+    return float(completion[:1].isdigit())
+
 def never(completion):
     return 0.0
 

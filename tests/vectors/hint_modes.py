@@ -11,6 +11,41 @@ from posttrain.batch import Prompt, Rollout, Segment
 from posttrain.variants.plan import Asked, Outcome
 
 
+def by_part(adapters: Mapping[str, tuple[str, Adapter]]) -> Adapter:
+    """The adapter of the case's `part`, on the params and inputs that are named before it, one text with spaces; what
+    another part takes is left out, and what none takes is an error."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        params = dict(case["params"])
+        names, chosen = adapters[params.pop("part")]
+        known = {name for own, _ in adapters.values() for name in own.split()}
+        strange = {*params, *case["inputs"]}.difference(known)
+        assert not strange, strange
+        limited = {n: v for n, v in params.items() if n in names.split()}
+        return chosen({"params": limited, "inputs": {n: v for n, v in case["inputs"].items() if n in names.split()}})
+
+    return adapter
+
+
+def buffered(failed: Callable[..., bool], newest: Callable[..., Any], taken: Callable[..., Any]) -> Adapter:
+    """A buffer over steps: who has failed goes in, and who is taken comes out."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        steps = zip(values.pop("uids"), values.pop("rewards"), strict=True)
+        size = {"size": int(values.pop("sft_data_size"))} if "sft_data_size" in values else {}
+        buffer: list[str] = []
+        found: dict[str, list[Any]] = {"sft_batches": [], "buffer": []}
+        for uids, tables in steps:
+            buffer = newest(buffer, [uid for uid, own in zip(uids, tables, strict=True) if failed(own, **values)])
+            batch, buffer = taken(buffer, **size)
+            found["sft_batches"].append(batch)
+            found["buffer"].append(buffer)
+        return found
+
+    return adapter
+
+
 def on_failure(kind: Callable[..., Any]) -> Adapter:
     """The rounds that a kind asks for while the stages of the case say who was right; its hint is all of the prompt."""
 

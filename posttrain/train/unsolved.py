@@ -1,0 +1,110 @@
+"""Supervised steps between those of RL, on the solutions of prompts that no rollout has solved (`solutions.sft`).
+
+The buffer is a part of `State.memory`, so it is kept in checkpoints, and so are the moments of the optimiser, which is
+another one than that of RL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from posttrain.batch import Rollout, RolloutBatch
+from posttrain.data.unsolved import has_failed, taken, with_newest
+from posttrain.loss.hybrid import nll_less_entropy
+from posttrain.models.load import LoadedModel
+from posttrain.recipe.stages import RlRecipe
+from posttrain.seeds import derive
+from posttrain.train import checkpoint, optim
+from posttrain.train.context import TrainContext
+from posttrain.train.logprobs import Sequences
+from posttrain.train.objective import Objective
+from posttrain.train.parts import Part
+from posttrain.train.update import Tally, minibatches, update_once
+
+MEMORY = "solutions.sft"  # in State.memory: [uid, step that found it], newest first
+FILE = "sft_optimizer.pt"
+
+
+def sft_optimizer(recipe: RlRecipe, loaded: LoadedModel) -> Optimizer | None:
+    """The optimiser of the supervised steps; None where the recipe has none."""
+    if recipe.solutions is None or recipe.solutions.sft is None:
+        return None
+    return optim.build(loaded.model, recipe.optim.model_copy(update={"lr": recipe.solutions.sft.lr}))
+
+
+def save(optimizer: Optimizer | None, folder: Path) -> None:
+    """Write its moments into a checkpoint."""
+    if optimizer is not None:
+        torch.save(optimizer.state_dict(), folder / FILE)
+
+
+def load(optimizer: Optimizer | None, folder: Path) -> None:
+    """Read them back."""
+    if optimizer is not None:
+        optimizer.load_state_dict(torch.load(folder / FILE, map_location="cpu", weights_only=True))
+
+
+def supervise(ctx: TrainContext, state: checkpoint.State, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Collect the prompts that a step's rollouts have not solved, and take a supervised epoch on the newest once there
+    are enough. Returns metrics; changes `state.memory`."""
+    section = ctx.recipe.solutions.sft if ctx.recipe.solutions else None
+    if section is None:
+        return {}
+    rewards: dict[str, list[float | None]] = {}
+    for rollout in rollouts:
+        if not rollout.is_given and rollout.prompt.uid in ctx.solutions:
+            rewards.setdefault(rollout.prompt.uid, []).append(rollout.reward)
+    failed = [uid for uid, own in rewards.items() if has_failed(own, section.fail_value)]
+    buffer = [(str(uid), int(step)) for uid, step in state.memory.get(MEMORY, ())]
+    again = [entry for entry in buffer if section.dedupe and entry[0] in failed]
+    buffer = with_newest(buffer, [(uid, state.step) for uid in failed], again)
+    chosen, rest = taken(buffer, section.size)
+    state.memory = {**state.memory, MEMORY: [list(entry) for entry in rest]}
+    values: dict[str, Any] = {"sft/collected": len(failed), "sft/buffer": len(rest), "sft/rows": len(chosen)}
+    if rest:
+        values["sft/oldest"] = state.step - min(step for _, step in rest)
+    return values | (_epoch(ctx, state.step, [uid for uid, _ in chosen]) if chosen else {})
+
+
+def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
+    """One epoch over the solutions of these prompts, in minibatches, by the optimiser of its own."""
+    assert ctx.recipe.solutions is not None and ctx.recipe.solutions.sft is not None and ctx.sft_optimizer is not None
+    section, prompts = ctx.recipe.solutions.sft, {prompt.uid: prompt for prompt in ctx.prompts}
+    ids = tuple(np.array(prompts[uid].ids + ctx.solutions[uid], np.int64) for uid in uids)
+    sequences = Sequences(ids, tuple(len(prompts[uid].ids) for uid in uids))
+    lengths = torch.tensor([len(ctx.solutions[uid]) for uid in uids])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    batch = RolloutBatch(group_ids=torch.arange(len(uids)), mask=mask, advantages=torch.ones(len(uids)))
+    batch = batch.to(ctx.loaded.device)
+    part = Part("loss", "sft", "solutions.sft", nll_less_entropy, {"entropy_coef": section.entropy_coef},
+                frozenset({"new_entropy", "every_row"}))  # fmt: skip
+    recipe = ctx.recipe.model_copy(
+        update={"optim": ctx.recipe.optim.model_copy(update={"max_grad_norm": section.max_grad_norm})}
+    )
+    supervised = dataclasses.replace(
+        ctx,
+        recipe=recipe,
+        objective=Objective(advantage=part, surrogate=part, aggregation="token_mean"),
+        optimizer=ctx.sft_optimizer,
+        critic=None,
+    )
+    tally = Tally(torch.zeros(batch.mask.shape, device=batch.mask.device))
+    count = -(-len(uids) // section.minibatch)
+    seed = derive(ctx.recipe.run.seed, "unsolved", step)
+    ctx.loaded.model.train()
+    parts = minibatches(batch.group_ids, count, seed)
+    made = sum(update_once(supervised, batch, sequences, rows, step, tally) for rows in parts)
+    tokens = max(float(tally.sums["tokens"]), 1.0)
+    return {
+        "sft/loss": float(tally.sums["loss"]) / len(parts),
+        "sft/nll": -float(tally.logp[batch.mask].sum()) / tokens,
+        "sft/updates": made,
+        "sft/grad_norm": sum(tally.norms) / max(len(tally.norms), 1),
+    }
