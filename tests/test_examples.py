@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -56,17 +57,24 @@ def test_its_warm_up_and_options_work() -> None:
 
 @pytest.mark.slow
 def test_the_whole_script_learns_the_quickstart_task() -> None:
-    lines = run()
+    started = cpu_seconds()
+    lines = run(timeout=1200)
     before, after = (float(re.search(r"[\d.]+", line)[0]) for line in (lines[0], lines[-2]))  # type: ignore[index]
     assert 0.35 < before < 0.6 and after > 0.85
-    assert int(lines[-1].split()[0]) < 240, "two minutes on two free cores, and this one may be busy"
+    assert cpu_seconds() - started < 120, "with one thread; the clock says more where the machine is busy"
 
 
-def run(*options: str) -> list[str]:
+def cpu_seconds() -> float:
+    """What the processes that this one has started have used until now."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(*options: str, timeout: float = 300) -> list[str]:
     """The lines that the script prints."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

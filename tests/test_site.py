@@ -115,6 +115,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'href="rewards.html"' in home
     shown = (tmp_path / "site" / "reference" / "python" / "loss.html").read_text(encoding="utf-8")
     assert 'id="posttrain.loss.clip.clip"' in shown
+    shown = (tmp_path / "site" / "reference" / "python" / "index.html").read_text(encoding="utf-8")
+    assert all(f'id="posttrain.api.{name}"' in shown for name in ("Run", "evaluate", "load_recipe", "rl", "sft"))
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,8 @@ def interface() -> str:
     lines += [f"- [posttrain.{name}]({name}.md): {about}" for name, about in PACKAGES.items()]
     for module, about in MODULES.items():
         lines += ["", f"## {about}", "", f"::: {module}"]
+        if module == "posttrain.api":  # its functions are made when it is imported
+            lines += ["    options:", "      force_inspection: true", '      filters: ["!^_", "!TYPE_CHECKING"]']
     return "\n".join([*lines, ""])
 
 
