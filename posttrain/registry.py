@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from posttrain.errors import UserError, did_you_mean
 from posttrain.places import is_shipped, no_function, no_module, place_of, split_function
+from posttrain.redact import without_secrets
 
 _PRIVATE = "posttrain_script_"  # how the modules of users' scripts are called
 INDEX = Path(__file__).with_name("components.json")
@@ -279,28 +280,9 @@ def _unknown_field(annotation: Any, error: Mapping[str, Any]) -> str:
     return f"no key of this section; known: {', '.join(known)}{kept if 'key_env' in known else ''}"
 
 
-_SECRET = re.compile(
-    r"(?i)(?:api|auth|access|secret|private|wandb)[_.-]?k(?:ey|ee)$"
-    r"|(?:hub|hf|auth|access|api|bearer)[_-]?token$|(?:^|\.)token$|(?:password|passwd|secret)$"
-)
-
-
-def is_secret(name: str) -> bool:
-    """Whether a key of this name holds what must not be shown, such as `api_key` or `hub_token`."""
-    return bool(_SECRET.search(name))
-
-
 def shown_value(value: Any, longest: int = 200) -> str:
     """A recipe's value for an error message: its repr, cut, without what stands behind keys such as `api_key`."""
-
-    def hidden(inner: Any, key: str = "") -> Any:
-        if isinstance(inner, Mapping):
-            return {name: hidden(one, str(name)) for name, one in inner.items()}
-        if isinstance(inner, list | tuple):
-            return [hidden(one, key) for one in inner]
-        return "***" if isinstance(inner, str) and is_secret(key) else inner
-
-    text = repr(hidden(value))
+    text = repr(without_secrets(value))
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 

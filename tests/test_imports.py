@@ -8,7 +8,7 @@ from pathlib import Path
 import posttrain
 
 ROOT = Path(posttrain.__file__).parent
-FOUNDATION = {"errors", "places", "recipe", "registry", "terminal", "typed_json", "whereabouts"}
+FOUNDATION = {"errors", "places", "recipe", "redact", "registry", "terminal", "typed_json", "whereabouts"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "batch": set(),
@@ -21,11 +21,12 @@ ALLOWED: dict[str, set[str]] = {
     "terminal": set(),
     "whereabouts": set(),
     "seeds": set(),
-    "registry": {"errors", "places"},
+    "redact": set(),
+    "registry": {"errors", "places", "redact"},
     "recipe": {"errors", "places", "registry", "options"},
-    "run": {"errors", "seeds", "terminal"},
+    "run": {"errors", "redact", "seeds", "terminal"},
     "report": {"errors", "terminal", "run"},
-    "track": {"errors", "terminal", "run"},
+    "track": {"errors", "redact", "terminal", "run"},
     "verify": FOUNDATION | {"scratch"},
     "loss": {"batch", "registry", "errors"},
     "advantage": {"batch", "registry", "errors", "options", "curriculum"},

@@ -61,10 +61,6 @@ class Root(Group):
     headings = PANELS
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
-            from posttrain.cli.slips import no_such_command
-
-            raise no_such_command(args[0], [name for names in PANELS.values() for name in names])
         name, command, rest = super().resolve_command(ctx, args)
         return name, lazy_group(name) or command, rest
 

@@ -42,8 +42,12 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         if isinstance(error, typer.Exit | typer.Abort):
             raise
         if hasattr(error, "format_message"):  # typer's own, of a command that is not written right
-            _print_as_json(meta, UserError.exit_code, [Problem("command line", error.format_message())])
-            raise
+            if type(error).__name__ == "NoArgsIsHelpError":  # prints the help page
+                raise
+            wrong = _usage_error(error)
+            tell(wrong)
+            _print_as_json(meta, wrong.exit_code, wrong.problems)
+            raise typer.Exit(wrong.exit_code) from None
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python wraps what is raised while a class is made
             raise _interrupted(meta, error.__cause__) from None
         if refused := _refused_by_system(error):
@@ -55,6 +59,15 @@ def guarded(meta: MutableMapping[str, Any], command: Callable[[], Any]) -> Any:
         _tell_unexpected(error, meta)
         _print_as_json(meta, 1, [Problem("", f"{type(error).__name__}: {error}")])
         raise typer.Exit(1) from None
+
+
+def _usage_error(error: Any) -> UserError:
+    """A command line that typer cannot read, as one of our errors: what is wrong, the usage line, where help is."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return UserError(error.format_message())
+    usage = " ".join(context.get_usage().split()).removeprefix("Usage: ")
+    return UserError(error.format_message(), allowed=f"usage: {usage}", hint=f"{context.command_path} --help")
 
 
 def _refused_by_system(error: Exception) -> PosttrainError | None:
@@ -72,9 +85,11 @@ def _print_as_json(meta: MutableMapping[str, Any], code: int, problems: Sequence
         return
     import json
 
+    from posttrain.redact import redacted_text
+
     directory: Any = meta.get(RUN)
     there = directory is not None and directory.path.is_dir()
-    going_on = {"run": str(directory.path), "resume": shlex.join(meta[RESUME])} if there else {}
+    going_on = {"run": str(directory.path), "resume": redacted_text(shlex.join(meta[RESUME]))} if there else {}
     told = {"exit_code": code, "problems": [as_data(problem) for problem in problems], **going_on}
     terminal.say(json.dumps(told, indent=2, ensure_ascii=False))
 
@@ -122,18 +137,20 @@ def _debug(meta: MutableMapping[str, Any]) -> None:
 def _tell_how_to_go_on(meta: MutableMapping[str, Any], error: BaseException | None) -> None:
     """Where the run is and the command that resumes it, if that can help; a run that never began leaves no directory
     behind. After a mistake of the user's the same files fail again: the command takes the mended ones."""
+    from posttrain.redact import redacted_text
+
     directory: Any = meta.get(RUN)
     if directory is None:
         return
     if isinstance(error, UserError | KeyboardInterrupt) and _remove_if_unused(directory):
-        say("nothing was begun: its run directory is removed again")
+        say("no step was made: the run directory, which held no results, is removed")
         return
     say(f"run directory: {directory.path}")
     if isinstance(error, NothingTrained):
         return
     first = "when that is mended, " if isinstance(error, UserError) else ""
     changed = ["--allow-changed"] if isinstance(error, UserError) and _compares_files(directory) else []
-    say(f"{first}resume with:   {shlex.join([*meta[RESUME], *changed])}")
+    say(f"{first}resume with:   {redacted_text(shlex.join([*meta[RESUME], *changed]))}")
 
 
 def _compares_files(directory: Any) -> bool:

@@ -47,6 +47,15 @@ class Group(TyperGroup):
 
     headings: Mapping[str, Sequence[str]] = {}
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name. Raises UserError with the nearest name for one that there is not."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            from posttrain.cli.slips import no_such_command
+
+            names = [name for listed in self.headings.values() for name in listed] or list(self.commands)
+            raise no_such_command(args[0], names, ctx.command_path.partition(" ")[2])
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         for heading, names in (self.headings or {"Commands": tuple(self.commands)}).items():
             with formatter.section(heading):

@@ -106,7 +106,7 @@ def as_data(draft: Draft, problems: Sequence[Problem], notes: Sequence[Problem])
     """What `--json` prints."""
     from dataclasses import asdict
 
-    from posttrain.registry import is_secret
+    from posttrain.redact import is_secret
 
     return {
         "tool": draft.foreign.table.tool,
@@ -145,7 +145,7 @@ def _tell(
 
 def _short(key: str, value: Any) -> str:
     """A value that is left out, in few characters; never a key or token."""
-    from posttrain.registry import is_secret
+    from posttrain.redact import is_secret
 
     text = "***" if is_secret(key) else " ".join(str(value).split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

@@ -118,7 +118,7 @@ def _page(entry: dict[str, Any]) -> Iterator[str]:
     if entry["needs"]:
         yield f"\nneeds: {', '.join(entry['needs'])}"
     for conflict in entry["conflicts"]:
-        yield f"not beside: {conflict}"
+        yield f"cannot be combined with: {conflict}"
     if entry["unusable"]:
         yield f"for callers of the function only: {entry['unusable']}"
     if entry["not_stated"]:

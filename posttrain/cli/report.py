@@ -164,7 +164,10 @@ def _delete(places: Sequence[Path], yes: bool) -> None:
         say(f"{run}  {size_of(run) / 1e6:.1f} MB")
     if not yes:
         if not _can_ask():
-            raise UserError("nothing was removed: there is nobody to ask", hint="--yes removes without a question")
+            raise UserError(
+                "nothing was removed: stdin is no terminal, so that the question cannot be asked",
+                hint="--yes removes without a question",
+            )
         if not typer.confirm(f"remove {counted(len(places), 'run')} for good?", default=False, err=True):
             say("nothing was removed")
             return

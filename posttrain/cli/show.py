@@ -20,11 +20,14 @@ def print_json(value: Any) -> None:
 
 def print_recipe(loaded: Loaded, as_json: bool) -> None:
     """A resolved recipe as YAML that can be used again, the origin of each value behind it."""
+    from posttrain.redact import without_secrets
+
     origins = {key: str(origin) for key, origin in loaded.origins.items()}
+    shown = without_secrets(loaded.resolved)
     if as_json:
-        print_json({"recipe": loaded.resolved, "origins": origins, "path": str(loaded.path)})
+        print_json({"recipe": shown, "origins": origins, "path": str(loaded.path)})
         return
-    for line in commented_lines(loaded.resolved, origins):
+    for line in commented_lines(shown, origins):
         terminal.say(line)
 
 

@@ -75,8 +75,14 @@ def _hint(option: str, value: str, others: Sequence[str], command: str, options:
     return f"values of the recipe are written KEY=VALUE, without --; options: {', '.join(options)}"
 
 
-def no_such_command(name: str, commands: Sequence[str]) -> UserError:
-    """The error for a verb that there is not."""
+def no_such_command(name: str, commands: Sequence[str], group: str = "") -> UserError:
+    """The error for a verb that there is not, or for such a command of a `group`, which has `commands`."""
+    if group:
+        near = nearest(name, commands)
+        hint = f"did you mean `posttrain {group} {near}`?" if near else ""
+        return UserError(
+            f"`posttrain {group}` has no command `{name}`", allowed=f"it has: {', '.join(commands)}", hint=hint
+        )
     near = name if name in VERBS or name in INSTEAD else nearest(name, [*commands, *VERBS, *INSTEAD], alike=0.7)
     hint = INSTEAD.get(near or "") or (f"did you mean `posttrain {near}`?" if near else "")
     if near in VERBS and near not in commands:

@@ -174,7 +174,7 @@ def _of_length(accuracy: Mapping[str, Any], length: Mapping[str, Any]) -> list[s
         name = "longer" if rule["mean"] > 0.5 else "shorter"
         lines.append(f"the rule `the {name} answer wins` is as good on these pairs: accuracy {best:.3f}")
     if matched["mean"] is None:
-        lines.append("no two sides are of similar length: what it knows beside length cannot be told")
+        lines.append("no pair has answers of similar length: whether it judges anything but length is unknown")
     elif matched["low"] <= 0.5 < accuracy["low"]:
         lines.append(f"where lengths match it is not shown to be better than a coin: {with_bounds(matched)}")
     return lines

@@ -97,7 +97,11 @@ def _evaluated(recipe: st.SftRecipe | st.DpoRecipe | st.RlRecipe) -> Found:
     if settings is None:
         return
     if settings.metric and not (settings.keep_best or settings.patience):
-        yield "eval.metric", "nothing goes by it", "write `keep_best: true` or `patience`, or remove it"
+        yield (
+            "eval.metric",
+            "does nothing: no checkpoint is chosen by it, and nothing stops by it",
+            "write `keep_best: true` or `patience`, or remove it",
+        )
     if isinstance(recipe, st.RlRecipe):
         if settings.metric == "loss":
             yield "eval.metric", "rl measures no validation loss", "write accuracy or reward"

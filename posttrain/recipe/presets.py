@@ -12,6 +12,7 @@ from posttrain.recipe.tree import plain
 from posttrain.recipe.yaml import read
 
 FOLDER = Path(__file__).with_name("presets")
+SHOWN = 4  # names near to an unknown one
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,15 @@ def of_stage(name: str, stage: str) -> Preset:
     found = preset(name) if name in names() else None
     if found and found.stage == stage:
         return found
+    import difflib  # here: every command imports this file, and few need it
+
     known = names(stage)
-    near = None if found else nearest(name, known)
+    near = [] if found else difflib.get_close_matches(name, known, n=SHOWN)
+    listed = f"`posttrain methods list --kind preset` lists all, {len(known)} of them for {stage}"
     raise RecipeError(
         f"`{name}` is a method of stage {found.stage}, not of {stage}" if found else f"unknown algorithm `{name}`",
-        allowed=f"known: {', '.join(known)}",
-        hint=f"did you mean `{near}`?" if near else "",
+        allowed=f"near it: {', '.join(near)}; {listed}" if len(near) > 1 else listed,
+        hint=f"did you mean `{nearest(name, known)}`?" if near else "",
     )
 
 

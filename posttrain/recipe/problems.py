@@ -73,7 +73,7 @@ def _one(item: Item, node: Node, path: Sequence[str | int], stage: type[Stage], 
     head = f"{shown_path}: " if shown_path else ""
     if kind == "literal_error":
         words = re.findall(r"'([^']*)'", item["ctx"]["expected"]) or [item["ctx"]["expected"]]
-        what = f"{head}{shown(item['input'])} is not one of its words"
+        what = f"{head}{shown(item['input'])} is not a value of this key"
         meant = synonym(dotted(path), str(item["input"]))
         hint = f"did you mean `{meant}`?" if meant in words else did_you_mean(str(item["input"]), words)
         return Problem(place.mark, what, f"allowed: {', '.join(words)}", hint)
@@ -117,7 +117,7 @@ _TYPES = {
     "list_type": "a list",
     "tuple_type": "a list",
     "none_required": "null",
-    "literal_error": "one of its words",
+    "literal_error": "one of its values",
 }
 
 

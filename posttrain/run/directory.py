@@ -29,6 +29,7 @@ from typing import IO, Any
 
 from posttrain import terminal
 from posttrain.errors import RunError, UserError
+from posttrain.redact import redacted_text, without_secrets
 from posttrain.run import environment
 from posttrain.run.durable import explain_write_errors, read_json, to_text, write_text
 from posttrain.run.facts import Fact, differences
@@ -106,6 +107,7 @@ class RunDirectory:
         A directory that holds anything is refused (UserError) unless `resume`; so is another recipe on resume, and a
         directory that another process has open (RunError). `resume` with a directory that does not exist starts anew.
         """
+        text, resolved = redacted_text(text), without_secrets(resolved)
         path = output if output is not None else _default_path(name, resolved, resume)
         with _refusing(path):
             _refuse_unusable(path, resume)

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from posttrain.redact import redacted_text
+
 PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "trl", "peft", "accelerate", "datasets", "safetensors"),
     *("bitsandbytes", "vllm", "sympy", "reasoning-gym", "gguf", "pydantic", "rich", "typer", "numpy"),
@@ -27,7 +29,7 @@ MAX_DIFF = 200_000  # characters of `git diff` that are kept
 def describe() -> dict[str, Any]:
     """What env.json holds, JSON-able."""
     return {
-        "command": sys.argv,
+        "command": [redacted_text(word) for word in sys.argv],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
@@ -79,7 +81,7 @@ def git(folder: Path) -> dict[str, str] | None:
     commit = _output("git", "-C", str(folder), "rev-parse", "HEAD")
     if commit is None:
         return None
-    diff = _output("git", "-C", str(folder), "diff", "HEAD") or ""
+    diff = redacted_text(_output("git", "-C", str(folder), "diff", "HEAD") or "")
     return {"commit": commit.strip(), "diff": diff if len(diff) <= MAX_DIFF else diff[:MAX_DIFF] + "\n[cut]"}
 
 

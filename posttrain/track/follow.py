@@ -10,19 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.redact import without_secrets
 from posttrain.run import status
 from posttrain.run.directory import is_locked
 from posttrain.run.durable import read_json, write_json
 from posttrain.track.backends import TRACKERS, Target, Tracker
 
 POLL_S = 1.0
-SECRET = re.compile(r"(^|_)(api_?key|secret|password|token|authorization)$", re.IGNORECASE)
 Note = Callable[[str], None]  # says a line to people
 
 
@@ -148,15 +147,6 @@ def run_key(run: Path) -> str:
     origin = run / "logs" / "attempt_1" / "env.json"
     began = origin.read_bytes() if origin.is_file() else b""
     return hashlib.sha256(str(run.resolve()).encode() + began).hexdigest()[:12]
-
-
-def without_secrets(values: Any) -> Any:
-    """The same values without keys and passwords, which a recipe may hold and no tracker needs."""
-    if isinstance(values, Mapping):
-        return {
-            key: "***" if SECRET.search(str(key)) and value else without_secrets(value) for key, value in values.items()
-        }
-    return [without_secrets(value) for value in values] if isinstance(values, list) else values
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -144,4 +144,4 @@ def origin(wanted: frozenset[str], columns: Columns, source: str, named: Anchors
     if "history" in wanted:
         given = f"{counted(len(past[0]), 'policy', 'policies')} of the data" if past else "none"
         parts.append(f"history: {', '.join(named.history) or given}")
-    return "; ".join(parts) or "reference: none, the loss does without"
+    return "; ".join(parts) or "reference model: none, because the loss needs none"

@@ -54,7 +54,7 @@ def named_reference(recipe: RlRecipe, policy: LoadedModel) -> ReferencePolicy:
 def describe_reference(recipe: RlRecipe, needs: Set[str], source: str) -> str:
     """One line on the reference of a run and its KL. needs: what its components read. source: the model in training."""
     if not needs & {*BY_REFERENCE}:
-        return "reference: none, no term of the loss or of the reward reads one"
+        return "reference model: none, because no term of the loss or of the reward compares with one"
     named = recipe.kl.reference
     which = f"{named} (kl.reference)" if named is not None else f"the starting policy ({source})"
     kl = f"; KL: {recipe.kl.use}, coef {recipe.kl.coef:g}, in the {recipe.kl.where}" if recipe.kl.coef else ""

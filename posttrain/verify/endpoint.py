@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import TypedDict  # pydantic reads this one on Python 3.11 too
 
+from posttrain.redact import is_variable, without_secrets
 from posttrain.verify import http_client
 from posttrain.verify.http_client import PostError
 
@@ -95,10 +96,12 @@ def problem_of(endpoint: Endpoint) -> str:
     if endpoint.url.startswith(SCRIPTED):
         return ""
     if not _is_address(endpoint.url):
-        return f"endpoint `{endpoint.url}` is no http address; write e.g. http://127.0.0.1:8000/v1"
+        return f"endpoint `{without_secrets(endpoint.url)}` is no http address; write e.g. http://127.0.0.1:8000/v1"
     if not http_client.available():
         return "a judge behind a server needs httpx2, which is not installed: pip install 'posttrain[train]'"
     if (variable := key_variable(endpoint)) and not _key(endpoint):
+        if not is_variable(variable):  # which may be the key itself: it is not repeated
+            return "key_env names an environment variable, such as JUDGE_API_KEY; the API key itself stands in it"
         return f"the environment variable {variable} (key_env) is not set; it holds the API key"
     return ""
 
@@ -153,16 +156,16 @@ def _reply(endpoint: Endpoint, body: Mapping[str, Any]) -> str:
             asked_for = answer.headers.get("retry-after", "")
             if answer.status not in _TRANSIENT and answer.status < 500:
                 hint = "; see key_env" if answer.status in (401, 403) else ""
-                raise JudgeError(f"{endpoint.url} refuses: {what}{hint}")
+                raise JudgeError(f"{without_secrets(endpoint.url)} refuses: {what}{hint}")
         except PostError as error:
             what = _shown(str(error), endpoint)
             if error.lasting:
-                raise JudgeError(f"{endpoint.url} cannot be asked: {what}") from None
+                raise JudgeError(f"{without_secrets(endpoint.url)} cannot be asked: {what}") from None
         except ValueError as error:
             what = _shown(f"a reply that cannot be read: {error}", endpoint)
         if attempt < endpoint.retries:
             time.sleep(_pause(attempt, asked_for))
-    raise JudgeError(f"{endpoint.url} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
+    raise JudgeError(f"{without_secrets(endpoint.url)} gave no reply in {endpoint.retries + 1} tries, the last: {what}")
 
 
 def _headers(endpoint: Endpoint) -> dict[str, str]:
@@ -254,7 +257,9 @@ def _count(endpoint: Endpoint, budget: int) -> None:
         file.seek(0)
         spent = int(file.read() or 0)
         if spent >= budget:
-            raise JudgeError(f"the budget of {budget} requests to {endpoint.url} is spent (params: budget)")
+            raise JudgeError(
+                f"the budget of {budget} requests to {without_secrets(endpoint.url)} is spent (params: budget)"
+            )
         file.seek(0)
         file.truncate()
         file.write(str(spent + 1))

@@ -134,10 +134,21 @@ def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[.
         (("data", "pairs", "debug/eval", "rows.jsonl", "--max-pairs", "1"), "by `posttrain pairs`", "`stage: pairs`"),
         (("data", "inspect", "quickstart"), "a recipe for `posttrain run` has no data", "a stage of the pipeline"),
         (("recipe", "validate", "debug/rl", "algorithm=dapoo"), "unknown algorithm `dapoo`", "did you mean `dapo`?"),
+        (
+            ("recipe", "vaildate", "debug/rl"),
+            "`posttrain recipe` has no command `vaildate`",
+            "posttrain recipe validate",
+        ),
+        (
+            ("reward", "tset", "math"),
+            "`posttrain reward` has no command `tset`",
+            "did you mean `posttrain reward test`?",
+        ),
+        (("rl",), "Missing argument 'RECIPE'.\n  usage: posttrain rl [OPTIONS] RECIPE", "posttrain rl --help"),
     ):
         result = call(*arguments)
         assert result.exit_code == 2, arguments
         assert what in result.stderr, arguments
         assert hint in result.stderr.partition("hint: ")[2], arguments
-    known = call("recipe", "validate", "debug/rl", "algorithm=dapoo").stderr
-    assert "gspo" in known and "simpo" not in known  # those of the recipe's stage
+    known = call("recipe", "validate", "debug/rl", "algorithm=simp0").stderr
+    assert "simpo" not in known and "`posttrain methods list --kind preset` lists all" in known  # simpo is for dpo

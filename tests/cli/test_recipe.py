@@ -123,7 +123,7 @@ def test_methods_show(call: Call) -> None:
         assert part in shown
     both = json.loads(call("methods", "show", "dpo", "--json").stdout)
     assert {entry["kind"] for entry in both} == {"preset", "pair_loss"}
-    assert "not beside: " in call("methods", "show", "correction/tis").stdout
+    assert "cannot be combined with: " in call("methods", "show", "correction/tis").stdout
     assert "rollouts of several agents" in call("methods", "show", "dr_mas").stdout, "a name of the literature"
 
 

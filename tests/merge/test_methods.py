@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_told_at_load(tmp_path: Path, text: str, match: str
         (MERGEKIT.replace("dtype: float32", "tokenizer: {tokens: {x: {sorce: a}}}"), "did you mean `source`"),
         (
             MERGEKIT.replace("dtype: float32", "tokenizer: {tokens: {x: {source: {kind: zeros}}}}"),
-            r"tokens.x.source.kind: `zeros` .* is not one of its words\n.*allowed: zero, model_token",
+            r"tokens.x.source.kind: `zeros` .* is not a value of this key\n.*allowed: zero, model_token",
         ),
     ],
 )

@@ -93,7 +93,7 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
         ("data.chat=no", "data.chat: must be true or false, not `no` (text)\n  hint: write false"),
         ("data=null", "data: must be a section (`key: value` lines), not null\n  hint: write\n    data:\n"
          "      source: rows.jsonl  # or a hub id, gym:TASK, file.py:function"),
-        ("model.dtype=bf16", "model.dtype: `bf16` (text) is not one of its words\n"
+        ("model.dtype=bf16", "model.dtype: `bf16` (text) is not a value of this key\n"
          "  allowed: auto, float32, bfloat16, float16\n  hint: did you mean `bfloat16`?"),
         ("model.dtype=float16", "model.dtype: training in float16 needs a scaled loss, which only rl has\n"
          "  hint: write `bfloat16`, or `auto`"),

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from posttrain.cli.app import app
 from posttrain.recipe.load import load_dict
+from posttrain.redact import without_secrets
 from posttrain.run.directory import RunDirectory
 from posttrain.track import backends, follow, start
 from posttrain.track.backends import COLUMNS, TRACKERS
-from posttrain.track.follow import Rows, numbers, run_key, without_secrets
+from posttrain.track.follow import Rows, numbers, run_key
 
 Values = dict[str, Any]
 EVIL = "<script>alert(1)</script> | **b** \x1b[31m"
@@ -370,7 +371,7 @@ def test_recipes_name_trackers(tmp_path: Path) -> None:
     track = ["tensorboard", {"use": "wandb", "project": "sums", "offline": True}]
     loaded = load_dict({**base, "track": track}, base_dir=tmp_path, where="test")
     assert [one["use"] for one in loaded.resolved["track"]] == ["tensorboard", "wandb"]
-    with pytest.raises(ValueError, match=r"track\.0: `wand` \(text\) is not one of its words\n  allowed: wandb, "):
+    with pytest.raises(ValueError, match=r"track\.0: `wand` \(text\) is not a value of this key\n  allowed: wandb, "):
         load_dict({**base, "track": ["wand"]}, base_dir=tmp_path, where="test")
 
 

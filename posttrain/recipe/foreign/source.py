@@ -239,10 +239,10 @@ def _whose(path: Path, given: Mapping[str, Given]) -> Table:
     table = tool_of(given.keys(), path)
     if table is None:
         raise RecipeError(
-            "nobody knows which tool this file is for",
+            "none of its keys tells which tool this file is for",
             where=shown(path),
             allowed=f"--from: {', '.join(words.ORDER).replace('_', '-')}",
-            hint="say whose it is: --from",
+            hint="name the tool: --from",
         )
     return table
 

@@ -1,0 +1,56 @@
+"""Passwords and API keys in recipes: found by the names of their keys, and replaced before anything is shown or saved.
+
+A secret belongs in an environment variable. Where a recipe holds one all the same, `***` stands for it in the run
+directory, on pages, in messages and at trackers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+_SECRET = re.compile(
+    r"(?i)(?:api|auth|access|secret|private|wandb)[_.-]?k(?:ey|ee)$|(?:^|[._-])authorization$"
+    r"|(?:hub|hf|auth|access|api|bearer)[_-]?token$|(?:^|\.)token$|(?:password|passwd|secret)$"
+)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*")
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)")  # NAME:PASSWORD of an address
+_ENTRY = re.compile(
+    r"""(?P<key>[\w.-]+)(?P<sign>["']?\s*[:=]\s*)(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,}\]"'\[{][^\s,}\]]*)"""
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key of this name holds what must not be shown, such as `api_key` or `hub_token`."""
+    return bool(_SECRET.search(name))
+
+
+def is_variable(name: str) -> bool:
+    """Whether this is the usual form of an environment variable's name, and not a key that was put in its place."""
+    return bool(_VARIABLE.fullmatch(name))
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """`value` with `***` in place of every text that stands under a secret's name, however deep."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(one, str(name)) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(one, key) for one in value]
+    if is_secret(key) and value and not isinstance(value, bool):
+        return HIDDEN
+    if not isinstance(value, str) or not value:
+        return value
+    return HIDDEN if key.endswith("key_env") and not is_variable(value) else _LOGIN.sub(HIDDEN, value)
+
+
+def redacted_text(text: str) -> str:
+    """A recipe's text with `***` in place of secrets; all else, comments too, stays as it is."""
+
+    def hidden(found: re.Match[str]) -> str:
+        key, value = found["key"], found["value"].strip("\"'")
+        return f"{key}{found['sign']}{HIDDEN!r}" if without_secrets(value, key) == HIDDEN else found[0]
+
+    return _LOGIN.sub(HIDDEN, _ENTRY.sub(hidden, text))
