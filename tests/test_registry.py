@@ -10,6 +10,7 @@ import pytest
 from posttrain import registry
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
+from posttrain.redact import is_secret
 
 LOSS = """
 from posttrain.registry import register
@@ -50,7 +51,7 @@ def test_secrets_are_not_shown_in_errors() -> None:
         "key_env": "NAME",
         "max_tokens": 3,
     }
-    assert not registry.is_secret("pad_token") and not registry.is_secret("max_tokens")
+    assert not is_secret("pad_token") and not is_secret("max_tokens")
     told = registry.shown_value(value)
     assert "sk-1" not in told and "NAME" in told and "3" in told
     assert registry.shown_value("y" * 500, 60).endswith("...") and len(registry.shown_value("y" * 500, 60)) == 60
