@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from posttrain.rollout.decode import decode
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
 from posttrain.rollout.sampling import uniforms
-from posttrain.rollout.vllm_start import EngineSpec
+from posttrain.rollout.vllm_start import READY_FILE, EngineSpec
 
 
 class TransformersClient:
@@ -48,6 +49,8 @@ class TransformersClient:
     @classmethod
     def start(cls, spec: EngineSpec, folder: Path, log: Path) -> TransformersClient:
         """As ColocatedClient.start."""
+        while not (folder / READY_FILE).exists():
+            time.sleep(0.01)
         return cls(spec, folder, log)
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from posttrain.recipe.rollout_sections import Sampling, Vllm
-from posttrain.rollout import loop, vllm_process
+from posttrain.rollout import engine_process, loop, vllm_process
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec
 
@@ -177,5 +177,5 @@ def serve_transformers(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    vllm_process.end_with(int(sys.argv[1]))
+    engine_process.end_with(int(sys.argv[1]), vllm_process.leave)
     serve_transformers(sys.argv[2:])

@@ -24,7 +24,15 @@ from posttrain.recipe.rollout_sections import VLLM_CHUNK, EngineSection
 from posttrain.recipe.sections import Data
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note
+from posttrain.rollout.engine import (
+    Engine,
+    check_engine,
+    check_fits,
+    engine_begun,
+    make_engine,
+    needed_length,
+    start_note,
+)
 from posttrain.rollout.told import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
@@ -124,20 +132,24 @@ def _engine(
     recipe: EvalRecipe | GenerateRecipe, directory: RunDirectory, prompts: Sequence[Prompt], around: Around | None
 ) -> Iterator[Engine]:
     """The model loaded, and what it is asked through; closed at the end of the block."""
-    loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
-    offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
-    offer = replace(offer, printed=printed(directory, "tools")) if offer else None
-    longest = needed_length(prompts, recipe.sampling)
+    place: dict[str, Any] = {
+        "scratch": directory.path / "engine",
+        "max_len": needed_length(prompts, recipe.sampling),
+    }
     if note := start_note(recipe.engine):
         terminal.note(note)
-    engine: Any = make_engine(recipe.engine, loaded, scratch=directory.path / "engine", max_len=longest)
-    engine = turns.turning(engine, offer, loaded)
-    engine = around(engine, loaded) if around else engine
-    try:
-        check_fits(prompts, recipe.sampling, engine.window)
-        yield engine
-    finally:
-        engine.close()
+    with engine_begun(recipe.engine, recipe.model, recipe.base_dir, training=False, **place) as begun:
+        loaded = load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
+        offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
+        offer = replace(offer, printed=printed(directory, "tools")) if offer else None
+        engine: Any = make_engine(recipe.engine, loaded, begun=begun, **place)
+        engine = turns.turning(engine, offer, loaded)
+        engine = around(engine, loaded) if around else engine
+        try:
+            check_fits(prompts, recipe.sampling, engine.window)
+            yield engine
+        finally:
+            engine.close()
 
 
 def _generate(

@@ -106,6 +106,36 @@ def load(
     return LoadedModel(model, tokenizer, eos, pad, section.path, origin, half)
 
 
+def skeleton(section: Model, base_dir: Path, *, training: bool = False) -> LoadedModel | None:
+    """What `load` will give, without weights: parameters have shapes and types only (torch's meta device).
+
+    None where weights or code of its own decide what the model is: an adapter directory, GGUF, `trust_remote_code`.
+    Raises ModelError, MissingExtra.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place = _checked(section, locate(section.path, base_dir), base_dir)
+    if place.kind in ("adapter", "gguf") or section.trust_remote_code:
+        return None
+    tokenizer = _tokenizer(section, place, base_dir)
+    with quiet(), torch.random.fork_rng(devices=[]):
+        if place.kind == "tiny":
+            model = tiny.build()[0].to("meta", dtype_of(section))
+        else:
+            config = from_pretrained(AutoConfig, section, place, base_dir)
+            try:
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(section))
+            except Exception as cause:
+                raise _explain(section, place, base_dir, cause) from cause
+        if training and section.lora:
+            model = adapters.add(model, section.lora)
+    eos = load_eos_ids(section, base_dir, tokenizer)
+    pad = _settle_tokens(tokenizer, model, eos, section.path)
+    half = set_mode(model, section, training=training)
+    return LoadedModel(model, tokenizer, eos, pad, section.path, half=half)
+
+
 def set_mode(model: Any, section: Model, *, training: bool) -> torch.dtype | None:
     """Train or evaluate: checkpointing as the recipe says, and trained weights in float32. Returns the half precision
     to compute in, see `LoadedModel.half`."""

@@ -7,10 +7,11 @@ log_softmax(logits / temperature) at the sampled token, before top-p and top-k c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
@@ -19,12 +20,14 @@ import numpy as np
 
 from posttrain import whereabouts
 from posttrain.batch import FinishReason, Prompt, Rollout, Segment
-from posttrain.errors import DataError, counted
+from posttrain.errors import DataError, PosttrainError, counted
 from posttrain.recipe.rollout_sections import EngineSection, Sampling
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
+    from posttrain.recipe.sections import Model
     from posttrain.rollout.requests import Request
+    from posttrain.rollout.vllm_engine import ColocatedStart
 
 
 KNOWN = 1 << 20  # pairs of tokens whose length is kept
@@ -106,11 +109,41 @@ def is_concurrent(engine: Engine) -> TypeGuard[ConcurrentEngine]:
     return inspect.iscoroutinefunction(getattr(engine, "complete", None))
 
 
-def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, max_len: int) -> Engine:
+@contextlib.contextmanager
+def engine_begun(
+    section: EngineSection, model: Model, base_dir: Path, *, training: bool, scratch: Path, max_len: int
+) -> Iterator[ColocatedStart | None]:
+    """Start vLLM beside the trainer before the weights are loaded, and end it with the block; see `make_engine`.
+
+    None where there is nothing to begin, and for a model that cannot be foreseen or is refused: loading says why.
+    """
+    begun = None
+    if section.engine == "vllm" and section.vllm.server is None:
+        from posttrain.models.load import skeleton
+        from posttrain.rollout.vllm_engine import begin_colocated
+
+        with contextlib.suppress(PosttrainError):
+            if (loaded := skeleton(model, base_dir, training=training)) is not None:
+                begun = begin_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
+    try:
+        yield begun
+    finally:
+        if begun is not None:
+            begun.close()
+
+
+def make_engine(
+    section: EngineSection,
+    loaded: LoadedModel,
+    *,
+    scratch: Path,
+    max_len: int,
+    begun: ColocatedStart | None = None,
+) -> Engine:
     """The engine that `section` names, holding the weights of `loaded` as version 0.
 
     scratch: a folder for files that an engine needs (vLLM reads models from disk). max_len: longest prompt + completion
-    in tokens that will be asked for, see `needed_length`.
+    in tokens that will be asked for, see `needed_length`. begun: what `engine_begun` gave for the same.
     """
     if section.engine == "vllm" and section.vllm.server is not None:
         from posttrain.rollout.servers import make_served
@@ -119,7 +152,7 @@ def make_engine(section: EngineSection, loaded: LoadedModel, *, scratch: Path, m
     if section.engine == "vllm":
         from posttrain.rollout.vllm_engine import make_colocated
 
-        return make_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len)
+        return make_colocated(section.vllm, loaded, scratch=scratch, max_len=max_len, begun=begun)
     from posttrain.rollout.hf import TransformersEngine
 
     return TransformersEngine(loaded, batch_size=section.batch_size)

@@ -1,4 +1,5 @@
-"""The life of a process of vLLM's that this program has started: it ends with it, and writes into a log.
+"""The life of a vLLM process that this program has started: it ends with it, writes into a log, and waits until its
+model may be loaded.
 
 Nothing heavy is imported here. vLLM's engine core imports the program that started it before it imports vLLM, which
 takes it seconds; `posttrain/__init__.py` calls `begin` there. `worker` calls it in all of vLLM's processes.
@@ -12,18 +13,18 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 LOG = "POSTTRAIN_ENGINE_LOG"  # names the file that what the process says goes to
-POLL_S = 0.5
+READY = "POSTTRAIN_ENGINE_READY"  # names the file whose existence lets the process load its model
+POLL_S = 0.2
 
 
 @functools.cache
 def begin() -> None:
-    """Write into the log that the environment names, and end soon after the process that started this one has gone,
-    also by kill -9. The second call does nothing.
-
-    Not PR_SET_PDEATHSIG: that is sent when the *thread* ends that started the process.
-    """
+    """Write into the log that the environment names, and end soon after the process that started this one has gone. The
+    second call does nothing."""
     if log := os.environ.get(LOG):
         number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream, place in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -32,10 +33,26 @@ def begin() -> None:
         os.close(number)
     known = multiprocessing.parent_process()  # not yet known to a process that is at its first imports
     parent = os.getppid() if known is None else known.pid
-    threading.Thread(target=_end_behind, args=(parent,), daemon=True, name="posttrain-parent").start()
+    assert parent is not None
+    end_with(parent, lambda: os._exit(1))
 
 
-def _end_behind(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL_S)
-    os._exit(1)
+def end_with(parent: int, end: Callable[[], object]) -> None:
+    """Call `end` in a thread soon after the process `parent`, which started this one, has gone, also by kill -9.
+
+    Linux then gives this process another parent. (PR_SET_PDEATHSIG is sent when the *thread* ends that started it.)
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        end()
+
+    threading.Thread(target=watch, daemon=True, name="posttrain-parent").start()
+
+
+def wait_until_ready() -> None:
+    """Block until the file that the environment names is there; return at once where it names none."""
+    if name := os.environ.get(READY):
+        while not Path(name).exists():
+            time.sleep(POLL_S / 10)

@@ -116,9 +116,8 @@ def server_arguments(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 def write_model(loaded: LoadedModel, spec: EngineSpec, folder: Path) -> Path:
     """What vLLM is started on: the dense base under adapters, else no weights."""
-    if spec.lora_rank is not None:
-        return weights.write_base(loaded, folder, spec.dtype)
-    return weights.write_config(loaded, folder)
+    weights.write_config(loaded, folder)
+    return folder if spec.lora_rank is None else weights.write_base(loaded, folder, spec.dtype)
 
 
 def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.device) -> WeightSender | None:

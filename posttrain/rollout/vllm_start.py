@@ -32,6 +32,7 @@ EXTENSION = "posttrain.rollout.worker.Extension"
 GRAPH_SIZES = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]
 CPU_EXPERTS = 32  # hidden units of an expert that vLLM's kernel on a CPU takes at a time
 _TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"  # vLLM's process has a store of its own
+READY_FILE = "ready"  # in the model's folder, once it may be loaded: see `engine_process.wait_until_ready`
 SOCKETS = "VLLM_RPC_BASE_PATH"  # names the folder of the socket files that vLLM makes and does not remove
 SOCKET_NAME = 36  # characters that vLLM calls one by
 LONGEST_SOCKET = 107  # bytes of a socket file's path, as Linux has it
@@ -82,7 +83,8 @@ def quiet() -> None:
 def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
     """A vLLM AsyncLLM on the model in `folder`, whose engine core writes what it says to `log`. From any thread.
 
-    Without `lora_rank` weights are left random, to be sent by the first sync. sockets: the folder of its socket files.
+    Its process loads the model once `folder` has a READY_FILE; all else of a start comes before. Without `lora_rank`
+    weights are left random, to be sent by the first sync. sockets: the folder of its socket files.
     Raises RecipeError or EngineError with what to change.
     """
     require_vllm()
@@ -101,7 +103,7 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
 
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
-            here = _environment_of_core(log, sockets)
+            here = _environment_of_core(log, sockets, folder / READY_FILE)
             with compile_cache.same_path(folder, cache_folder(), process) as path, here:
                 given = arguments(spec, path)
                 known = kv_size.setting(given, folder, cache_folder())
@@ -141,9 +143,9 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _environment_of_core(log: Path, sockets: Path) -> Iterator[None]:
+def _environment_of_core(log: Path, sockets: Path, ready: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
-    store, ours = os.environ.pop(_TORCHRUN, None), sockets_in(sockets)
+    store, ours = os.environ.pop(_TORCHRUN, None), sockets_in(sockets) | {engine_process.READY: str(ready.absolute())}
     os.environ.update(ours)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
         os.environ[engine_process.LOG] = str(log.absolute())

@@ -80,25 +80,29 @@ def _dense(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize_4bit(tensor.detach(), state).to(dtype)
 
 
-def write_config(loaded: LoadedModel, folder: Path) -> Path:
-    """config.json and the tokenizer in `folder`: all that vLLM needs of a model whose weights are pushed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def published_config(loaded: LoadedModel) -> Any:
+    """The configuration that vLLM gets of a model: without adapters, and dense."""
     config = copy.deepcopy(loaded.model.config)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what vLLM gets is dense
-    base = adapters.causal_of(loaded.model)
-    config.architectures = [weight_names.class_of(base).__name__]
-    config.save_pretrained(folder)
+        del config.quantization_config
+    config.architectures = [weight_names.class_of(adapters.causal_of(loaded.model)).__name__]
+    return config
+
+
+def write_config(loaded: LoadedModel, folder: Path) -> Path:
+    """config.json and the tokenizer in a new `folder`: all that vLLM needs of a model whose weights are pushed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    published_config(loaded).save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
     return folder
 
 
 def write_base(loaded: LoadedModel, folder: Path, dtype: torch.dtype) -> Path:
-    """The dense base under the adapter as a model folder, in `dtype`. vLLM cannot be pushed a base under adapters."""
+    """The dense base under the adapter in `dtype`, beside what `write_config` has written. vLLM cannot be pushed a base
+    under adapters."""
     from huggingface_hub import save_torch_state_dict
 
-    write_config(loaded, folder)
     base = adapters.causal_of(loaded.model)
     state = {
         name: _alone(tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor.cpu())

@@ -200,3 +200,4 @@ def without_kv_size(compute_hash: Callable[[Any], str]) -> Callable[[Any], str]:
 CacheConfig.compute_hash = without_kv_size(CacheConfig.compute_hash)  # type: ignore[method-assign]
 WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, LocalTransfer)
 engine_process.begin()
+engine_process.wait_until_ready()  # vLLM imports this module right before it looks how much memory is free

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,7 +23,15 @@ from posttrain.models.experts import experts_a_token
 from posttrain.recipe.objective_checks import BY_REFERENCE
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout import turns
-from posttrain.rollout.engine import Engine, check_engine, check_fits, make_engine, needed_length, start_note
+from posttrain.rollout.engine import (
+    Engine,
+    check_engine,
+    check_fits,
+    engine_begun,
+    make_engine,
+    needed_length,
+    start_note,
+)
 from posttrain.rollout.stored import StoredEngine, Tokens
 from posttrain.run.directory import RunDirectory
 from posttrain.run.watchdog import Watchdog
@@ -48,6 +56,9 @@ from posttrain.train.variants import PromptVariants
 from posttrain.verify.audit import audit_gold
 from posttrain.verify.printed import Printed
 from posttrain.verify.score import Scorer
+
+if TYPE_CHECKING:
+    from posttrain.rollout.vllm_engine import ColocatedStart
 
 Note = Callable[[str], None]  # says a line to people
 
@@ -143,17 +154,23 @@ def audited(recipe: RlRecipe, work: Work, scorer: Scorer, note: Note) -> None:
 
 @contextmanager
 def assembled(
-    recipe: RlRecipe, directory: RunDirectory, work: Work, scorer: Scorer, watchdog: Watchdog, note: Note
+    recipe: RlRecipe,
+    directory: RunDirectory,
+    work: Work,
+    scorer: Scorer,
+    watchdog: Watchdog,
+    note: Note,
+    begun: ColocatedStart | None = None,
 ) -> Iterator[TrainContext]:
     """The model loaded, the engine started with its weights, and what else a step works with. The engine is closed in
-    the end."""
+    the end. begun: see `begin_engine`."""
     loaded = sharding.load(recipe.model, recipe.base_dir, seed=recipe.run.seed)
     distributed.same_weights(loaded.model)
     if "router_loss" in work.objective.needs:
         experts_a_token(causal_of(loaded.model))
     critic = critic_of(recipe, work.objective, loaded)
     learner = critic if recipe.critic.path is None else None
-    engine = engine_of(recipe, directory, work, loaded, watchdog, note)
+    engine = engine_of(recipe, directory, work, loaded, watchdog, note, begun)
     try:
         longest = max(len(prompt.ids) for prompt in work.prompts) + work.room
         with explained_out_of_memory(recipe, loaded.model, longest, checkpoint.State(), directory):
@@ -203,6 +220,28 @@ def values_for(sampler: StepSampler, loaded: models.LoadedModel) -> PromptValues
     return PromptValues(loaded, lr=own.value_lr, steps=own.value_steps, metric=own.metric)
 
 
+def begin_engine(
+    recipe: RlRecipe, directory: RunDirectory, work: Work
+) -> AbstractContextManager[ColocatedStart | None]:
+    """Begin to start the engine beside what comes before `assembled` needs it; see `engine_begun`."""
+    return engine_begun(
+        recipe.rollout,
+        recipe.model,
+        recipe.base_dir,
+        training=True,
+        scratch=distributed.own(directory.path / "engine"),
+        max_len=longest_rollout(recipe, work),
+    )
+
+
+def longest_rollout(recipe: RlRecipe, work: Work) -> int:
+    """The window that the engine needs, in tokens."""
+    longest = needed_length(work.prompts, recipe.rollout) + work.room
+    if recipe.eval and work.held_out:
+        longest = max(longest, needed_length(work.held_out.items, rl_sampling(recipe)))
+    return longest
+
+
 def engine_of(
     recipe: RlRecipe,
     directory: RunDirectory,
@@ -210,6 +249,7 @@ def engine_of(
     loaded: models.LoadedModel,
     watchdog: Watchdog,
     note: Note,
+    begun: ColocatedStart | None,
 ) -> Engine:
     """The engine that generates, started. Raises DataError for prompts that the model's window has no room for."""
     check_fits(work.prompts, recipe.rollout, (loaded.window or sys.maxsize) - work.room)
@@ -221,15 +261,15 @@ def engine_of(
         if work.stored is not None:
             inner = StoredEngine(loaded, work.stored)
         else:
-            max_len = needed_length(work.prompts, recipe.rollout) + work.room
-            if recipe.eval and work.held_out:
-                max_len = max(max_len, needed_length(work.held_out.items, rl_sampling(recipe)))
-            inner = make_engine(recipe.rollout, sampled_model(recipe, loaded), scratch=scratch, max_len=max_len)
+            inner = make_engine(
+                recipe.rollout,
+                sampled_model(recipe, loaded),
+                scratch=scratch,
+                max_len=longest_rollout(recipe, work),
+                begun=begun,
+            )
         offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
-        engine = turns.turning(inner, offer, loaded)
-        if route := getattr(inner, "route", ""):
-            note(route)
-    return engine
+        return turns.turning(inner, offer, loaded)
 
 
 def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:

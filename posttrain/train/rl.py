@@ -37,7 +37,7 @@ from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
 from posttrain.run.watchdog import Watchdog
 from posttrain.train import checkpoint, distributed, optim, saved_rollouts, sharding, start_notes, trained, unsolved
-from posttrain.train.assemble import assembled, audited, prepared
+from posttrain.train.assemble import assembled, audited, begin_engine, prepared
 from posttrain.train.collate import sequences_of
 from posttrain.train.collect import batch_of
 from posttrain.train.context import TrainContext
@@ -76,11 +76,12 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
         Progress("rl", work.steps, COLUMNS, max_minutes=recipe.run.max_minutes) as progress,
         scorer_of(recipe, directory, progress) as scorer,
         Watchdog(directory.logs, recipe.run.hang_minutes) as watchdog,
+        begin_engine(recipe, directory, work) as begun,
     ):
         if not correctness.is_judged(scorer.sections[scorer.correctness], scorer.rewards[scorer.correctness]):
             progress.columns = tuple(key for key in COLUMNS if key != "correct")
         audited(recipe, work, scorer, progress.note)
-        with assembled(recipe, directory, work, scorer, watchdog, progress.note) as ctx:
+        with assembled(recipe, directory, work, scorer, watchdog, progress.note, begun) as ctx:
             whose = describe_reference(recipe, work.objective.needs, ctx.loaded.source)
             unsaved = checkpoints.none_before_the_end(recipe.run.save_every, work.steps)
             begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from posttrain.errors import EngineError
-from posttrain.rollout.starting import StartingEngine, start_and_wait, wait_for
+from posttrain.rollout.starting import StartingEngine, wait_for
 
 
 class Engine:
@@ -158,16 +158,18 @@ def test_ctrl_c_ends_a_start_that_would_ignore_it() -> None:
 
     started: list[Any] = []
     began = time.monotonic()
+    engine = StartingEngine(start, Engine, never)
     with pytest.raises(KeyboardInterrupt):
-        start_and_wait(start, Engine, never)
+        engine.engine()
+    engine.close()
     assert time.monotonic() - began < 30 and not started[0].is_alive()
 
 
 def test_a_start_that_is_waited_for() -> None:
-    engine = start_and_wait(lambda: "client", Engine, never)
+    engine = StartingEngine(lambda: "client", Engine, never).engine()
     assert isinstance(engine, Engine) and engine.thread is threading.current_thread() and not engine.closed
     with pytest.raises(EngineError, match="no memory"):
-        start_and_wait(lambda: raised(EngineError("no memory")), Engine, never)
+        StartingEngine(lambda: raised(EngineError("no memory")), Engine, never).engine()
 
 
 def raised(error: Exception) -> str:

@@ -213,7 +213,7 @@ time.sleep(99)
 
 def test_a_process_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
     """kill -9 of the run: its server ends by itself, with what it started."""
-    entry = "import subprocess, time; from posttrain.rollout.vllm_process import end_with; end_with({parent}); "
+    entry = "import subprocess, time; from posttrain.rollout import vllm_process as v; v.end_with({parent}, v.leave); "
     program = f"""
 import os, time
 from pathlib import Path

@@ -232,7 +232,9 @@ def test_the_base_under_an_adapter_has_the_names_of_the_plain_model(loaded: Load
     under = dict(weights.dense_weights(lora.model))
     assert {n: t.tolist() for n, t in under.items()} == {n: t.tolist() for n, t in plain.items()}
 
-    saved = AutoModelForCausalLM.from_pretrained(weights.write_base(lora, tmp_path / "base", torch.float32))
+    saved = AutoModelForCausalLM.from_pretrained(
+        weights.write_base(lora, weights.write_config(lora, tmp_path / "base"), torch.float32)
+    )
     ids = torch.tensor([[5, 6, 7]])
     with lora.model.disable_adapter(), torch.no_grad():
         assert torch.equal(saved(ids).logits, lora.model(ids).logits)

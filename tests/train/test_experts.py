@@ -189,7 +189,7 @@ def test_the_base_under_an_adapter_has_the_names_of_checkpoints(tmp_path: Path) 
     for kind in ("mixtral", "qwen3_moe"):
         folder = save_family(kind, tmp_path / kind)
         loaded = load(Model(path=str(folder), lora=Lora(rank=2), device="cpu"), tmp_path, training=True)
-        weights.write_base(loaded, tmp_path / "base", torch.float32)
+        weights.write_base(loaded, weights.write_config(loaded, tmp_path / "base"), torch.float32)
         stored, written = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "base"))
         assert written.keys() == stored.keys()
         assert all(torch.equal(written[name], stored[name]) for name in stored)

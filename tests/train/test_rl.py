@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,12 +28,13 @@ from posttrain.errors import DataError, EngineError, Interrupted, NonFiniteError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Rollout as Sampling
 from posttrain.recipe.stages import Stage
+from posttrain.rollout import vllm_engine, vllm_start
 from posttrain.rollout.hf import TransformersEngine
 from posttrain.rollout.starting import StartingEngine
 from posttrain.run import checkpoints
 from posttrain.run.metrics import read_metrics
 from posttrain.run.watchdog import Watchdog
-from posttrain.train import assemble, attention, fit, optim, policy, rl
+from posttrain.train import assemble, attention, fit, optim, policy, rl, sharding
 from posttrain.train.attention import Packed
 from posttrain.train.collate import rollout_batch, sequences_of
 from posttrain.train.evaluation import completion_metrics
@@ -45,6 +47,9 @@ from posttrain.train.rl_metrics import (
     signal_note,
 )
 from posttrain.train.update import minibatches
+
+sys.path.append(str(Path(__file__).parents[1]))
+from engine_clients import TransformersClient
 
 Opened = Callable[..., AbstractContextManager[Any]]
 Make = Callable[..., Stage]
@@ -267,6 +272,34 @@ def test_an_engine_that_is_still_starting_is_waited_for_before_the_first_step(
         rl.run(recipe(run={"steps": 2}), directory)
         assert timeless(directory.path) == expected
     assert order == ["checked", "started", "closed"]
+
+
+def test_vllm_begins_to_start_before_the_model_is_loaded(
+    recipe: Make, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that was begun is the one that samples: it is started once."""
+    order = list[str]()
+
+    class Client(TransformersClient):
+        @classmethod
+        def start(cls, spec: Any, folder: Path, log: Path) -> Any:
+            client = super().start(spec, folder, log)
+            order.append("engine")
+            return client
+
+    def noting(owner: Any, name: str, what: str) -> None:
+        inner = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **more: (order.append(what), inner(*args, **more))[1])
+
+    monkeypatch.setattr(vllm_engine, "ColocatedClient", Client)
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
+    monkeypatch.setattr(vllm_start, "check_heads", lambda _: None)
+    noting(vllm_engine, "begin_colocated", "begun")
+    noting(sharding, "load", "model")
+    with opened("run") as directory:
+        rl.run(recipe(rollout={"engine": "vllm"}, run={"steps": 1}), directory)
+    assert order == ["begun", "model", "engine"]
+    assert not list((directory.path / "engine").iterdir())
 
 
 def test_ctrl_c_does_not_wait_for_an_engine_that_is_still_starting(

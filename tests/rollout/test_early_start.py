@@ -1,0 +1,167 @@
+"""vLLM beside the trainer begins to start before the trainer's weights are loaded, and loads its model after that."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from posttrain.batch import Prompt
+from posttrain.errors import EngineError
+from posttrain.models.load import LoadedModel, load, skeleton
+from posttrain.recipe.rollout_sections import EngineSection, Sampling, Vllm
+from posttrain.recipe.sections import Lora, Model
+from posttrain.rollout import engine_process, vllm_engine, vllm_start, weights
+from posttrain.rollout.engine import engine_begun, make_engine
+from posttrain.rollout.vllm_engine import begin_colocated, spec_of
+
+sys.path.append(str(Path(__file__).parents[1]))
+from engine_clients import TransformersClient
+from train.families import save_family
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
+SECTION = EngineSection(engine="vllm")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The stand-ins for vLLM that were started, each once its model might be loaded."""
+    found = list[Any]()
+
+    class Client(TransformersClient):
+        @classmethod
+        def start(cls, spec: Any, folder: Path, log: Path) -> Any:
+            core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), name="EngineCore")
+            core.start()
+            try:
+                while not (folder / vllm_start.READY_FILE).exists():
+                    if core.exitcode is not None:
+                        raise EngineError("its process was killed")
+                    time.sleep(0.01)
+            finally:
+                core.kill()
+            found.append(super().start(spec, folder, log))
+            return found[-1]
+
+    monkeypatch.setattr(vllm_engine, "ColocatedClient", Client)
+    monkeypatch.setattr(vllm_start, "require_vllm", lambda: None)
+    return found
+
+
+def saved(loaded: LoadedModel, folder: Path, **section: Any) -> Model:
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return Model.model_validate({"path": str(folder), "device": "cpu", **section})
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3_text", "tiny"])
+@pytest.mark.parametrize("lora", [None, Lora(rank=3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_skeleton_says_what_the_engine_is_started_with(
+    kind: str, lora: Lora | None, dtype: str, tmp_path: Path
+) -> None:
+    path = "tiny" if kind == "tiny" else str(save_family(kind, tmp_path / kind))
+    section = Model.model_validate({"path": path, "device": "cpu", "dtype": dtype, "lora": lora})
+    state = torch.get_rng_state()
+    foreseen = skeleton(section, tmp_path, training=True)
+    assert foreseen is not None and torch.equal(torch.get_rng_state(), state)
+    assert {p.device.type for p in foreseen.model.parameters()} == {"meta"}
+    loaded = load(section, tmp_path, training=True)
+    merged = Vllm(merge_adapter=True)
+    assert spec_of(merged, foreseen, 64) == spec_of(merged, loaded, 64)
+    one, other = (weights.published_config(model).to_json_string() for model in (foreseen, loaded))
+    assert one == other
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=3)])
+def test_the_engine_waits_for_the_weights(
+    lora: Lora | None, loaded: LoadedModel, prompts: list[Prompt], started: list[Any], tmp_path: Path
+) -> None:
+    section, place = saved(loaded, tmp_path / "model", lora=lora), {"scratch": tmp_path / "engine", "max_len": 64}
+    with engine_begun(SECTION, section, tmp_path, training=True, **place) as begun:
+        assert begun is not None
+        time.sleep(0.1)
+        assert not started and not list(begun.folder.glob("*.safetensors"))
+        model = load(section, tmp_path, training=True)
+        engine = make_engine(SECTION, model, begun=begun, **place)
+        assert [one.spec.lora_rank for one in started] == [lora and lora.rank]
+        assert engine.generate(prompts, 1, GREEDY, seed=0) and engine.gap < 1e-5
+        assert not list((tmp_path / "engine").iterdir())
+    assert started[0].ended
+
+
+def test_an_engine_begun_for_another_model_is_replaced(loaded: LoadedModel, started: list[Any], tmp_path: Path) -> None:
+    """Another window than that which the prompts turn out to need."""
+    section, place = saved(loaded, tmp_path / "model"), {"scratch": tmp_path / "engine", "max_len": 64}
+    with engine_begun(SECTION, section, tmp_path, training=True, **{**place, "max_len": 32}) as begun:
+        assert begun is not None
+        engine: Any = make_engine(SECTION, loaded, begun=begun, **place)
+        assert engine.window == 64
+        assert len(started) == 1, "the one that was begun is ended"
+        ours = engine.clients[0]
+        engine.close()
+    assert ours is started[-1] and all(one.ended for one in started)
+
+
+def test_an_error_before_the_engine_is_used_ends_it(loaded: LoadedModel, started: list[Any], tmp_path: Path) -> None:
+    section = saved(loaded, tmp_path / "model")
+    before = threading.active_count()
+    begin = engine_begun(SECTION, section, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64)
+    with pytest.raises(ZeroDivisionError), begin as begun:
+        assert begun is not None
+        raise ZeroDivisionError
+    assert not (tmp_path / "engine" / "engine-model").exists()
+    assert not started and threading.active_count() <= before
+
+
+@pytest.mark.parametrize("change", [{"engine": "transformers"}, {"vllm": {"server": {"devices": [1]}}}])
+def test_other_engines_are_not_begun(change: dict[str, Any], loaded: LoadedModel, tmp_path: Path) -> None:
+    section = EngineSection.model_validate({"engine": "vllm", **change})
+    model = saved(loaded, tmp_path / "model")
+    with engine_begun(section, model, tmp_path, training=True, scratch=tmp_path / "engine", max_len=64) as begun:
+        assert begun is None and not (tmp_path / "engine").exists()
+
+
+def test_what_loading_refuses_is_left_to_it(started: list[Any], tmp_path: Path) -> None:
+    for path in ("missing", str(tmp_path)):
+        section = Model.model_validate({"path": path, "device": "cpu"})
+        with engine_begun(SECTION, section, tmp_path, training=True, scratch=tmp_path / "e", max_len=64) as begun:
+            assert begun is None
+    assert not started
+
+
+def test_an_engine_that_measures_no_memory_does_not_wait(
+    loaded: LoadedModel, started: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of its cache is known, and its weights come with the first sync. For a base under adapters it waits."""
+    monkeypatch.setattr(vllm_start, "starts_beside", lambda *_: True)
+    begun = begin_colocated(Vllm(), loaded, scratch=tmp_path, max_len=64)
+    assert (begun.folder / vllm_start.READY_FILE).exists()
+    begun.starting.wait()
+    assert len(started) == 1
+    begun.close()
+    model = saved(loaded, tmp_path / "model", lora={"rank": 3})
+    lora = begin_colocated(Vllm(), load(model, tmp_path, training=True), scratch=tmp_path, max_len=64)
+    assert not (lora.folder / vllm_start.READY_FILE).exists()
+    lora.close()
+
+
+def test_a_process_waits_for_the_file_that_its_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(engine_process.READY, raising=False)
+    engine_process.wait_until_ready()
+    monkeypatch.setenv(engine_process.READY, str(tmp_path / "ready"))
+    waiting = threading.Thread(target=engine_process.wait_until_ready)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    (tmp_path / "ready").touch()
+    waiting.join(10)
+    assert not waiting.is_alive()
