@@ -21,6 +21,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -217,7 +218,8 @@ def main() -> None:
 def engine_of(loaded: Any, scratch: Path, smoke: bool) -> Any:
     """vLLM; a scripted engine in its place for a smoke."""
     if smoke:
-        from posttrain.rollout.scripted import ConcurrentScriptedEngine
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        from scripted_engines import ConcurrentScriptedEngine
 
         return ConcurrentScriptedEngine(lambda request, _: "x" * request.max_new_tokens, loaded.tokenizer)
     from posttrain.recipe.rollout_sections import EngineSection, Vllm

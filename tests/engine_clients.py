@@ -89,24 +89,22 @@ class TransformersClient:
         self.told.append("resume")
         self.paused.clear()
 
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        assert not info
-
-    async def start_update(self) -> None:
-        self._alive()
-        assert self.paused.is_set() and not self.under_way and self.state is None
-        self.told.append("update")
-        self.state = {}
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
-        assert self.state is not None
-        self.state |= {name: tensor.clone() for name, tensor in load_file(info["file"]).items()}
-
-    async def finish_update(self) -> None:
-        assert self.state is not None
-        self.base.load_state_dict(self.state, strict=False)
-        self.base.tie_weights()
-        self.state = None
+    async def transfer(self, call: str, info: Mapping[str, Any] | None = None) -> None:
+        if call == "init_weight_transfer_engine":
+            assert not info
+        elif call == "start_weight_update":
+            self._alive()
+            assert self.paused.is_set() and not self.under_way and self.state is None
+            self.told.append("update")
+            self.state = {}
+        elif call == "update_weights":
+            assert self.state is not None and info is not None
+            self.state |= {name: tensor.clone() for name, tensor in load_file(info["file"]).items()}
+        else:
+            assert call == "finish_weight_update" and self.state is not None
+            self.base.load_state_dict(self.state, strict=False)
+            self.base.tie_weights()
+            self.state = None
 
     async def load_adapter(self, folder: Path, version: int) -> None:
         from peft import PeftModel

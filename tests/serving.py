@@ -166,9 +166,9 @@ def serve_transformers(arguments: list[str]) -> None:
             GENERATE: generate,
             "/pause?mode=abort": calling(lambda _: client.pause()),
             "/resume": calling(lambda _: client.resume()),
-            "/start_weight_update": calling(lambda _: client.start_update()),
-            "/update_weights": calling(lambda body: client.update_weights(body["update_info"])),
-            "/finish_weight_update": calling(lambda _: client.finish_update()),
+            "/start_weight_update": calling(lambda _: client.transfer("start_weight_update")),
+            "/update_weights": calling(lambda body: client.transfer("update_weights", body["update_info"])),
+            "/finish_weight_update": calling(lambda _: client.transfer("finish_weight_update")),
             "/v1/load_lora_adapter": calling(lambda body: client.load_adapter(Path(body["lora_path"]), 0)),
         }
         one.left = lambda: os._exit(0)
@@ -177,5 +177,5 @@ def serve_transformers(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    engine_process.end_with(int(sys.argv[1]), vllm_process.leave)
+    engine_process.end_with(int(sys.argv[1]), vllm_process.end_group)
     serve_transformers(sys.argv[2:])

@@ -13,7 +13,6 @@ import posttrain
 ROOT = Path(posttrain.__file__).parent
 CALLERS = ("posttrain", "rewards", "tools", "recipes", "docs", "benchmarks")
 FOR_TESTS = {
-    "rollout/scripted.py": {"ScriptedEngine"},
     "run/samples.py": {"read_samples"},
     "train/objective.py": {"from_preset"},
 }
@@ -39,8 +38,8 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "loss/value.py": {"twin_value_loss"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
     "merge/states.py": {"model_soup", "stock_shares", "with_draws"},
-    "rollout/search.py": {"step_labels"},
-    "rollout/segments.py": {"layout"},
+    "evaluate/search.py": {"step_labels"},
+    "data/tool_loop.py": {"layout"},
     "train/episodes.py": {"step_loss"},
     "verify/agents.py": {"episode_steps"},
     "verify/reasoning.py": {"shuffled_consistency"},

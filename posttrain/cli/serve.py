@@ -56,10 +56,10 @@ def serve(
     section = engine_section(loaded)
     sampling: Any = loaded.recipe
     packages.require(loaded, lambda need: need[3].startswith("model") or need[0] in ("torch", "transformers"))
+    from posttrain.rollout.server_key import TOKEN_VARIABLE, serving_key
     from posttrain.rollout.serving import serve_runs
-    from posttrain.rollout.token import TOKEN_VARIABLE, serving_token
 
-    key, kept = serving_token(port)
+    key, kept = serving_key(port)
     shown = f"the key in {kept}, which your runs on this machine find there" if kept else "this shell's key"
     own = host if host not in ("0.0.0.0", "::") else socket.gethostname()
     ready = (

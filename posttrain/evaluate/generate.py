@@ -16,8 +16,8 @@ from posttrain.evaluate.best_of import SUM, best_of, best_records, table
 from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.run import grade
 from posttrain.evaluate.sampling import COMPLETIONS, Around, Grade, Record, asked_rows, prepare, printed, sample
+from posttrain.evaluate.search import SearchEngine
 from posttrain.recipe.stages import GenerateRecipe
-from posttrain.rollout.search import SearchEngine
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines

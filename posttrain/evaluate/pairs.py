@@ -16,7 +16,7 @@ from posttrain.evaluate.compare import PROBLEMS
 from posttrain.evaluate.sampling import COMPLETIONS
 from posttrain.places import find
 from posttrain.recipe.stages import PairsRecipe
-from posttrain.rollout.told import told_of_record
+from posttrain.rollout.rollout_records import sample_fields_of_record
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import read_rows, to_lines
@@ -102,7 +102,7 @@ def graded(records: Sequence[Row], rows: Mapping[str, Row], recipe: PairsRecipe)
             finish=r["finish"],
             token_count=r["tokens"],
             group=r["problem"],
-            **told_of_record(r),
+            **sample_fields_of_record(r),
         )
         for r in records
     ]

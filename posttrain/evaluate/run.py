@@ -28,7 +28,7 @@ from posttrain.evaluate.summary import problem_rows, summarise
 from posttrain.evaluate.votes import joined
 from posttrain.recipe.reward_checks import reward_name
 from posttrain.recipe.stages import EvalRecipe
-from posttrain.rollout.told import told
+from posttrain.rollout.rollout_records import sample_fields
 from posttrain.run.directory import RunDirectory
 from posttrain.run.durable import write_text
 from posttrain.run.jsonl import to_lines
@@ -129,7 +129,7 @@ def grade(
             token_count=len(r.sampled),
             group=r.group,
             token_ids=r.sampled,
-            **told(r),
+            **sample_fields(r),
         )
         for r in rollouts
     ]

@@ -33,7 +33,7 @@ from posttrain.rollout.engine import (
     needed_length,
     start_note,
 )
-from posttrain.rollout.told import turn_records
+from posttrain.rollout.rollout_records import turn_records
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import StepLog, sound_rows
@@ -143,7 +143,7 @@ def _engine(
         offer = offer_of(recipe, loaded.tokenizer, recipe.base_dir)
         offer = replace(offer, printed=printed(directory, "tools")) if offer else None
         engine: Any = make_engine(recipe.engine, loaded, begun=begun, **place)
-        engine = turns.turning(engine, offer, loaded)
+        engine = turns.with_turns(engine, offer, loaded)
         engine = around(engine, loaded) if around else engine
         try:
             check_fits(prompts, recipe.sampling, engine.window)

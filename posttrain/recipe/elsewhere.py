@@ -66,7 +66,7 @@ FORMULAS = {
     "arm_consensus": ("consensus of ARM's modes", "evaluate.consensus:arm_consensus"),
     "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
     "model_soup": ("greedy and uniform soups", "merge.states:model_soup"),
-    "pra": ("labels of search steps", "rollout.search:step_labels"),
+    "pra": ("labels of search steps", "evaluate.search:step_labels"),
     "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
 }
 

@@ -22,6 +22,7 @@ from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_start
 from posttrain.rollout.engine import Completion
+from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall
 from posttrain.rollout.requests import Request
 from posttrain.rollout.vllm_start import EngineSpec
 from posttrain.scratch import Scratch
@@ -31,7 +32,7 @@ CLEAN_UP_S = 2.0
 LAST_WORDS_S = 10.0  # for the process to end once vLLM has noticed that its engine core failed
 
 
-class ColocatedClient:
+class ColocatedClient(EngineClient):
     """An `EngineClient` of vLLM 0.22 to 0.32."""
 
     name = "the engine beside the trainer"
@@ -62,7 +63,7 @@ class ColocatedClient:
             home.close()
             raise
         try:
-            loop.run(client._all_workers("posttrain_leave_terminal"))
+            loop.run(client._all_workers("posttrain_detach"))
             (measured,) = loop.run(client._call(client.llm.collective_rpc("posttrain_kv_bytes")))
         except BaseException:
             client.close()
@@ -90,7 +91,6 @@ class ColocatedClient:
         return ended
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """See `EngineClient.complete`."""
         greedy = sampling.temperature == 0  # all samples of a prompt are equal, and vLLM takes n = 1 only
         params = vllm_start.sampling_values(sampling, request, self.spec.eos_ids)
         output = await self._call(self._answer(request.ids, params))
@@ -98,7 +98,6 @@ class ColocatedClient:
         return found * request.n if greedy else found
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """See `EngineClient.score`."""
         reported = (await self._call(self._answer(ids, vllm_start.SCORING))).prompt_logprobs
         return [entry[token].logprob for entry, token in zip(reported[1:], ids[1:], strict=True)]
 
@@ -133,7 +132,6 @@ class ColocatedClient:
             self.asked -= 1
 
     async def pause(self) -> None:
-        """See `EngineClient.pause`."""
         self.pausing = True
         while self.adding:  # half of a request's samples, say
             await asyncio.sleep(0)
@@ -142,35 +140,22 @@ class ColocatedClient:
             await self._call(self.llm.pause_generation(mode="abort"))
 
     async def resume(self) -> None:
-        """See `EngineClient.resume`."""
         if self.stopped:
             await self._call(self.llm.resume_generation())
         self.pausing = self.stopped = False
 
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """See `EngineClient.init_transfer`."""
-        await self._all_workers("init_weight_transfer_engine", init_info=dict(info))
-
-    async def start_update(self) -> None:
-        """See `EngineClient.start_update`."""
-        await self._all_workers("start_weight_update")
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """See `EngineClient.update_weights`."""
-        await self._all_workers("update_weights", update_info=dict(info))
-
-    async def finish_update(self) -> None:
-        """See `EngineClient.finish_update`."""
-        await self._all_workers("finish_weight_update")
-        if not torch.cuda.is_available():
-            await self._all_workers("posttrain_repack_head")
-        await self._call(self.llm.reset_prefix_cache())
+    async def transfer(self, call: TransferCall, info: Mapping[str, Any] | None = None) -> None:
+        await self._all_workers(call, **({INFO[call]: dict(info)} if info is not None else {}))
+        if call == "finish_weight_update":
+            if not torch.cuda.is_available():
+                await self._all_workers("posttrain_repack_head")
+            await self._call(self.llm.reset_prefix_cache())
 
     async def _all_workers(self, method: str, **arguments: Any) -> None:
         await self._call(self.llm.collective_rpc(method, kwargs=arguments))
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """See `EngineClient.load_adapter`. An adapter has a new id every time: vLLM takes a known id for a known
+        """An adapter has a new id every time: vLLM takes a known id for a known
         adapter."""
         from vllm.lora.request import LoRARequest
 
@@ -181,11 +166,9 @@ class ColocatedClient:
         await self._call(self.llm.reset_prefix_cache())
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """See `EngineClient.sleep`."""
         await self._call(self.llm.sleep(level=1 if keep_weights else 2))
 
     async def wake(self) -> None:
-        """See `EngineClient.wake`."""
         await self._call(self.llm.wake_up())
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -202,7 +185,7 @@ class ColocatedClient:
             from vllm.v1.engine.exceptions import EngineDeadError
 
             if not isinstance(cause, EngineDeadError):
-                raise vllm_start.explain(cause, self.spec.section, "failed") from cause
+                raise vllm_start.error_of(cause, self.spec.section, "failed") from cause
             await asyncio.wait({self.ended}, timeout=LAST_WORDS_S)
         finally:
             if not task.done():
@@ -212,10 +195,10 @@ class ColocatedClient:
 
     def _death(self) -> EngineError:
         code = self.processes[0].exitcode
-        return vllm_start.death(code, self.log, self.spec.section)
+        return vllm_start.death_error(code, self.log, self.spec.section)
 
     def close(self) -> None:
-        """See `EngineClient.close`. vLLM's own way to end takes its process seconds, which no one needs."""
+        """vLLM's own way to end takes its process seconds, which no one needs."""
         if self.llm is None:
             return
         with contextlib.suppress(EngineError, TimeoutError):  # it may have ended, or hang

@@ -29,7 +29,7 @@ STARTS = 64  # of equal models at the same time
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def keep_compiler_settings() -> Iterator[None]:
     """What vLLM sets of torch's compiler inside, when it is imported, ends with `with`. It compiles in a process of its
     own."""
     before = {name: os.environ.get(name) for name in COMPILER}
@@ -46,7 +46,7 @@ def apart() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def same_path(folder: Path, cache: Path, rank: int) -> Iterator[Path]:
+def stable_path(folder: Path, cache: Path, rank: int) -> Iterator[Path]:
     """A path of `folder` that is the same for every model of its config.json, until the end of `with`.
 
     cache: vLLM's own folder, in which the links are. rank: of this process among those that train, of which each

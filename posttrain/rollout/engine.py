@@ -229,8 +229,8 @@ class Completion:
     versions: tuple[int, ...] | None = None
 
 
-class Weightless:
-    """What an Engine does that holds no weights: there is nothing to push, to compare or to give back."""
+class StatelessEngine:
+    """What an Engine does that holds no weights of its own: there is nothing to send, to compare or to give back."""
 
     version = 0
     gap = 0.0
@@ -273,18 +273,13 @@ def as_rollouts(
         Rollout(
             prompt=prompts[numbers[i // n]],
             group=first_group + numbers[i // n],
-            segments=(Segment("model", c.ids, c.logps, mixed(c.versions)),),
+            segments=(Segment("model", c.ids, c.logps, c.versions if len(set(c.versions or ())) > 1 else None),),
             text=text,
             finish="stop" if c.finish == "stop" else "length",
             version=c.versions[0] if c.versions else version,
         )
         for i, (c, text) in enumerate(zip(completions, texts, strict=True))
     ]
-
-
-def mixed(versions: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Versions by token if there are several, else None: the rollout's version says it all."""
-    return versions if versions is not None and len(set(versions)) > 1 else None
 
 
 def token_ends(ids: Sequence[int], tokenizer: Any) -> list[int]:

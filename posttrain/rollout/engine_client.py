@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
+
+TransferCall = Literal["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+INFO = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}  # what vLLM calls it
 
 
 class EngineClient(Protocol):
@@ -37,20 +40,12 @@ class EngineClient(Protocol):
         """Take requests again."""
         ...
 
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """vLLM's init_weight_transfer_engine, once. The engine must have been started with that backend."""
-        ...
+    async def transfer(self, call: TransferCall, info: Mapping[str, Any] | None = None) -> None:
+        """One call of vLLM's weight transfer, once the engine has obeyed it. `info` goes with the first and the third.
 
-    async def start_update(self) -> None:
-        """vLLM's start_weight_update. Nothing is generated from here to `finish_update`."""
-        ...
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """vLLM's update_weights: some of the weights. It returns once they are taken over."""
-        ...
-
-    async def finish_update(self) -> None:
-        """vLLM's finish_weight_update; the prefix cache of the old weights is dropped."""
+        The first comes once, to an engine that was started with our backend. Between `start_weight_update` and
+        `finish_weight_update` nothing is generated; afterwards the prefix cache of the old weights is dropped.
+        """
         ...
 
     async def load_adapter(self, folder: Path, version: int) -> None:

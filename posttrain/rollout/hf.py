@@ -19,11 +19,10 @@ from posttrain.models.adapters import causal_of
 from posttrain.models.precision import compute_dtype
 from posttrain.models.rounding import logp_tolerance
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.decode import cache_gap, decode
-from posttrain.rollout.engine import Completion, as_rollouts, check_fits
+from posttrain.rollout.decode import StopStrings, cache_gap, decode
+from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts, check_fits
 from posttrain.rollout.sampling import uniforms
-from posttrain.rollout.stopping import StopStrings
-from posttrain.rollout.weights import dense_weights, offered
+from posttrain.rollout.weights import dense_weights, weight_stream
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 1 << 30
 
 
-class TransformersEngine:
+class TransformersEngine(StatelessEngine):
     """An Engine on the model that is trained: `sync` only counts; `probe` is 0 by construction.
 
     Given a copy of a model that is divided among ranks: `sync` copies its weights, all ranks together.
@@ -44,9 +43,6 @@ class TransformersEngine:
         self.eos_ids = loaded.eos_ids
         self.pad_id = loaded.pad_id
         self.batch_size = batch_size
-        self.version = 0
-        self.gap = 0.0
-        self.apart = False
         self.checked = False  # that the model goes on from its cache
         self.window = loaded.window or UNBOUNDED
 
@@ -142,26 +138,12 @@ class TransformersEngine:
         """Count a new version. Raises EngineError if `model` is another object than the one that generates."""
         if isinstance(model, FSDPModule):
             own = dict(dense_weights(self.model))
-            with torch.no_grad(), offered(model, names="modules") as whole:
+            with torch.no_grad(), weight_stream(model, names="modules") as whole:
                 for name, weight in whole:
                     own[name].copy_(weight)
         elif model is not self.model:
             raise EngineError("the transformers engine generates with the model it was made with; got another one")
         self.version = version
-
-    def probe(self, model: Any) -> float:
-        """0.0: there is one set of weights."""
-        del model
-        return 0.0
-
-    def sleep(self) -> None:
-        """Nothing is kept between calls."""
-
-    def wake(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing is held but the trainer's model."""
 
 
 @contextlib.contextmanager

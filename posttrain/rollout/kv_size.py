@@ -21,7 +21,7 @@ from posttrain.run.environment import package_version
 FOLDER = "posttrain-kv"  # in vLLM's cache
 
 
-def setting(arguments: Mapping[str, Any], folder: Path, cache: Path) -> dict[str, int]:
+def known_size(arguments: Mapping[str, Any], folder: Path, cache: Path) -> dict[str, int]:
     """The engine argument that says how large the KV cache is; none if it is not known, and vLLM measures it.
 
     arguments: the others, for the model in `folder`. cache: vLLM's own folder.

@@ -74,7 +74,7 @@ class LocalServer:
             *address,
         ]
         env = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-        env |= vllm_start.sockets_in(home.path)
+        env |= vllm_start.socket_settings(home.path)
         env |= _OF_A_SERVER | {KEY_VARIABLE: key} | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         with contextlib.ExitStack() as stack:
             output: Any = 2
@@ -165,7 +165,7 @@ def visible_device(number: int, option: str) -> str:
     return given[number] if given is not None else str(number)
 
 
-def not_training(number: int) -> int:
+def check_not_training(number: int) -> int:
     """The number of a GPU that no training process has. Raises RecipeError for another."""
     training = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if number < training:

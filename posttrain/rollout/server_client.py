@@ -25,9 +25,10 @@ from posttrain.errors import EngineError, MissingExtra, RecipeError
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop, vllm_process, vllm_start
 from posttrain.rollout.engine import Completion
+from posttrain.rollout.engine_client import INFO, EngineClient, TransferCall
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.requests import Request
-from posttrain.rollout.token import TOKEN_VARIABLE
+from posttrain.rollout.server_key import TOKEN_VARIABLE
 
 PATIENCE_S = 120.0  # with a server that does not listen: it may be starting vLLM anew, after another run
 START_S = 1800.0  # the same for a process of ours, as long as it lives
@@ -39,8 +40,8 @@ FILES = 65536
 RESUME = "go on with the same command and --resume"
 
 
-class ServerClient:
-    """See `EngineClient`. It has the server to itself from `open` to `close`.
+class ServerClient(EngineClient):
+    """It has the server to itself from `open` to `close`.
 
     url: http://HOST:PORT, "" for `process`, one that this run started and that `close` ends. key: what every request
     shows. timeout_s: the longest time in which the server answers nothing although it was asked. eos_ids: the tokens
@@ -71,7 +72,7 @@ class ServerClient:
     async def open(self, wanted: Mapping[str, Any]) -> None:
         """Reach the server and begin the session.
 
-        wanted: see `check_alike`. Raises EngineError where no session can be had, RecipeError for another's server.
+        wanted: see `check_matches`. Raises EngineError where no session can be had, RecipeError for another's server.
         """
         http = http_library()
         allow_many_files()
@@ -88,7 +89,7 @@ class ServerClient:
         self.about = await self._reached()
         if not self.about.keys() >= {"boot_id", "max_model_len", "model", "workers"}:
             raise EngineError("what answers there is no `posttrain serve`", where=self.name)
-        check_alike(self.about, wanted, self.name)
+        check_matches(self.about, wanted, self.name)
         self.workers = int(self.about["workers"])
         begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._held = asyncio.create_task(self._hold(begun))
@@ -124,7 +125,7 @@ class ServerClient:
                     begun.set_result(json.loads(line)["session"])
 
     def close(self) -> None:
-        """See `EngineClient`. A server that this run did not start goes on, for another run."""
+        """A server that this run did not start goes on, for another run."""
         if self._http is not None:
             http, self._http = self._http, None
             with contextlib.suppress(Exception):
@@ -141,7 +142,6 @@ class ServerClient:
     # --- generation ---
 
     async def complete(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """See `EngineClient`."""
         values = vllm_start.sampling_values(sampling, request, self.eos_ids)
         task = asyncio.create_task(self._generate(request.ids, values))
         self._under_way.add(task)
@@ -155,7 +155,6 @@ class ServerClient:
             return found * (request.n // len(found))  # greedy ones are sampled once
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """See `EngineClient`."""
         answer = await self._generate(ids, vllm_start.SCORING)
         with self._reading():
             reported = answer["prompt_logprobs"][1:]
@@ -176,7 +175,7 @@ class ServerClient:
         return await self._ask("POST", "/inference/v1/generate", body | named)
 
     async def pause(self) -> None:
-        """See `EngineClient`. The prefix cache is dropped: weights change next."""
+        """The prefix cache is dropped: weights change next."""
         while True:
             await self._ask("POST", "/pause?mode=abort")
             if not self._under_way:
@@ -184,30 +183,17 @@ class ServerClient:
             await asyncio.wait(self._under_way, timeout=DRAIN_S)
 
     async def resume(self) -> None:
-        """See `EngineClient`."""
         await self._ask("POST", "/resume")
 
     # --- weights ---
 
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """See `EngineClient`."""
-        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
-
-    async def start_update(self) -> None:
-        """See `EngineClient`."""
-        await self._ask("POST", "/start_weight_update", {})
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """See `EngineClient`."""
-        await self._ask("POST", "/update_weights", {"update_info": dict(info)})
-
-    async def finish_update(self) -> None:
-        """See `EngineClient`."""
-        await self._ask("POST", "/finish_weight_update", {})
-        await self._ask("POST", "/reset_prefix_cache")
+    async def transfer(self, call: TransferCall, info: Mapping[str, Any] | None = None) -> None:
+        await self._ask("POST", f"/{call}", {INFO[call]: dict(info)} if info is not None else {})
+        if call == "finish_weight_update":
+            await self._ask("POST", "/reset_prefix_cache")
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """See `EngineClient`. The server reads the folder by the same path."""
+        """The server reads the folder by the same path."""
         old, new = self.adapter, f"version-{version}"
         if old is not None:
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": old})
@@ -327,7 +313,7 @@ def completion(choice: Mapping[str, Any], logprobs: bool, name: str) -> Completi
     return Completion(ids, logps, finish)
 
 
-def check_alike(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
+def check_matches(about: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
     """Refuse a server that was started for another model, a shorter window or another vLLM. Raises RecipeError.
 
     about: what the server says of itself (`vllm_process.about`); wanted: the same of this run, as far as it matters.

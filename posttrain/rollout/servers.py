@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from posttrain.errors import EngineError, RecipeError, counted
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import Server, Vllm
-from posttrain.rollout import compile_cache, local_server, loop, token, vllm_start, weights
+from posttrain.rollout import compile_cache, local_server, loop, server_key, vllm_start, weights
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.server_client import ServerClient
 from posttrain.rollout.vllm_engine import VllmEngine, spec_of
@@ -39,22 +40,16 @@ def make_served(section: Vllm, loaded: LoadedModel, *, scratch: Path, max_len: i
         if section.server.devices:
             _start(spec, section.server, loaded, scratch, clients)
         else:
-            clients += _named(section.server, spec)
-            loop.run_all([client.open(wanted(spec, loaded)) for client in clients])
+            for _, url in servers_of_this_rank(section.server.urls, "urls"):
+                key, timeout = server_key.client_key(url), section.server.timeout_s
+                clients.append(ServerClient(url, key, timeout_s=timeout, eos_ids=spec.eos_ids))
+            loop.run_all([client.open(expected_server(spec, loaded)) for client in clients])
         sender = sender_for(clients, spec, loaded.device)
     except BaseException:
         for client in clients:
             client.close()
         raise
     return VllmEngine(spec, loaded, clients, sender, scratch=scratch, apart=True)
-
-
-def _named(server: Server, spec: EngineSpec) -> list[ServerClient]:
-    """Of the servers that others have started."""
-    return [
-        ServerClient(url, token.asking_token(url), timeout_s=server.timeout_s, eos_ids=spec.eos_ids)
-        for _, url in own_servers(server.urls, "urls")
-    ]
 
 
 def _start(spec: EngineSpec, server: Server, loaded: LoadedModel, scratch: Path, clients: list[ServerClient]) -> None:
@@ -65,7 +60,7 @@ def _start(spec: EngineSpec, server: Server, loaded: LoadedModel, scratch: Path,
     vllm_start.require_vllm()
     folder = write_model(loaded, spec, scratch / "engine-model")
     turns: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    for number, devices in own_servers(spec.section.places, "devices"):
+    for number, devices in servers_of_this_rank(spec.section.places, "devices"):
         turns.setdefault(devices[0], []).append((number, devices))
 
     async def start_in_turn(waiting: Sequence[tuple[int, tuple[int, ...]]], path: Path) -> None:
@@ -73,14 +68,14 @@ def _start(spec: EngineSpec, server: Server, loaded: LoadedModel, scratch: Path,
             log = scratch / f"server-{number}.log"
             clients.append(start_client(spec, server, path, devices, log))
             try:
-                await clients[-1].open(wanted(spec, loaded))
+                await clients[-1].open(expected_server(spec, loaded))
             except EngineError as cause:
                 if said := vllm_start.last_error(log):
-                    raise vllm_start.explained(said, spec.section, "did not start").at(str(log)) from cause
+                    raise vllm_start.error_with_hint(said, spec.section, "did not start").at(str(log)) from cause
                 raise
 
     try:
-        with compile_cache.same_path(folder, vllm_start.cache_folder(), ranks.rank()) as path:
+        with compile_cache.stable_path(folder, vllm_start.cache_folder(), ranks.rank()) as path:
             loop.run_all([start_in_turn(waiting, path) for waiting in turns.values()])
     finally:
         shutil.rmtree(folder)  # read, and under LoRA as large as the model
@@ -92,10 +87,10 @@ def start_client(spec: EngineSpec, server: Server, folder: Path, devices: Sequen
     Only this user can reach it: it listens on a socket file.
     """
     gpu = torch.cuda.is_available()
-    numbers = [local_server.not_training(device) for device in devices] if gpu else []
+    numbers = [local_server.check_not_training(device) for device in devices] if gpu else []
     visible = [local_server.visible_device(number, local_server.DEVICES) for number in numbers]
     vllm_start.prepare_environment()
-    key = token.new_token()
+    key = secrets.token_urlsafe(32)
     process = LocalServer.start(server_arguments(spec, folder), key, devices=visible, log=log)
     return ServerClient("", key, timeout_s=server.timeout_s, eos_ids=spec.eos_ids, process=process)
 
@@ -126,7 +121,7 @@ def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.
         return None
     if device.type == "cuda":
         vllm_start.require_vllm()
-        with compile_cache.apart():  # NCCL is called by vLLM's wrapper
+        with compile_cache.keep_compiler_settings():  # NCCL is called by vLLM's wrapper
             return NcclSender(clients, device, spec.dtype)
     if elsewhere := [client.name for client in clients if not client.is_here]:
         raise RecipeError(
@@ -137,7 +132,7 @@ def sender_for(clients: Sequence[ServerClient], spec: EngineSpec, device: torch.
     return LocalSender(clients, device, spec.dtype)
 
 
-def wanted(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
+def expected_server(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
     """What a server must say of itself (`vllm_process.about`) to be this run's."""
     config = adapters.causal_of(loaded.model).config
     values = {
@@ -153,7 +148,7 @@ def wanted(spec: EngineSpec, loaded: LoadedModel) -> dict[str, Any]:
     return values | ({"vllm": here} if here else {})
 
 
-def own_servers(places: Sequence[T], key: str) -> list[tuple[int, T]]:
+def servers_of_this_rank(places: Sequence[T], key: str) -> list[tuple[int, T]]:
     """(number, server) of the servers of this training process. Raises RecipeError if there are too few."""
     if places and len(places) < ranks.world():
         raise RecipeError(

@@ -54,7 +54,7 @@ def serve_runs(
         with scratch("serve") as home:
             say(f"loading {recipe.model.path}")
             spec = write_served_model(recipe, section, home / "model")
-            with compile_cache.same_path(home / "model", vllm_start.cache_folder(), 0) as folder:
+            with compile_cache.stable_path(home / "model", vllm_start.cache_folder(), 0) as folder:
                 arguments = servers.server_arguments(spec, folder)
                 while True:
                     server = LocalServer.start(arguments, key, devices=visible, listen=(host, port))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.batch import Prompt, Rollout
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, Weightless, as_rollouts
+from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
 
 if TYPE_CHECKING:
     from posttrain.models.load import LoadedModel
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Tokens = Mapping[str, tuple[int, ...]]  # uid of a prompt -> its completion
 
 
-class StoredEngine(Weightless):
+class StoredEngine(StatelessEngine):
     """An Engine that gives back what is written: it holds no weights, and knows no log-probs of who wrote it."""
 
     def __init__(self, loaded: LoadedModel, completions: Tokens) -> None:

@@ -264,7 +264,7 @@ def add_model_turn(row: Trajectory, turn: Rollout, budget: int) -> bool:
     return cut
 
 
-def turning(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:
+def with_turns(engine: Engine, offer: Offer | None, loaded: LoadedModel) -> Engine:
     """The engine; wrapped in a TurnEngine if the recipe has tools or an environment."""
     if offer is None:
         return engine

@@ -213,7 +213,7 @@ class VllmEngine:
             seed=derive(request.seed + place, "continued", rounds),
             max_new_tokens=request.max_new_tokens - len(sample.ids),
         )
-        return joined(sample, (await self._round(client, rest, sampling))[0])
+        return concatenate(sample, (await self._round(client, rest, sampling))[0])
 
     def sync(self, model: Any, version: int) -> None:
         """Hand the weights of `model` (or its adapter) to the engines and check that they arrived. Raises EngineError.
@@ -222,7 +222,7 @@ class VllmEngine:
         forward pass and putting the weights together, is done to the end also where the engine fails.
         """
         expected = tuple(trainer_logps(self.loaded, model, self.ids))
-        offered = weights.offered(model, merged=self.loaded.is_lora)
+        offered = weights.weight_stream(model, merged=self.loaded.is_lora)
         with torch.no_grad(), offered as whole, self._paused():
             self.wake()
             if self.sender is None:
@@ -325,7 +325,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def joined(before: Completion, new: Completion) -> Completion:
+def concatenate(before: Completion, new: Completion) -> Completion:
     """`before`, continued by `new`. Tokens, log-probs and versions stay as they were sampled."""
     logps = None if before.logps is None or new.logps is None else before.logps + new.logps
     versions = (before.versions or ()) + (new.versions or ())

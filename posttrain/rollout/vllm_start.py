@@ -70,7 +70,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
-def quiet() -> None:
+def limit_logging() -> None:
     """Hold vLLM to VLLM_LOGGING_LEVEL from its first import on, when its logging is not set up yet, and leave out
     Python's warnings about its own code."""
     level = os.environ["VLLM_LOGGING_LEVEL"].upper()
@@ -90,13 +90,13 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
     require_vllm()
     check_settings(spec.section)
     prepare_environment()
-    quiet()
+    limit_logging()
     log.unlink(missing_ok=True)
     known = dict[str, int]()
     try:
         check_heads(lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
         with _starting:
-            with compile_cache.apart():
+            with compile_cache.keep_compiler_settings():
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.usage.usage_lib import UsageContext
                 from vllm.v1.engine.async_llm import AsyncLLM
@@ -104,25 +104,25 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
             many = UsageContext.LLM_CLASS  # as many requests at once as offline; else 128, and small prefills
             process = int(os.environ.get("RANK", "0"))
             here = _environment_of_core(log, sockets, folder / READY_FILE)
-            with compile_cache.same_path(folder, cache_folder(), process) as path, here:
+            with compile_cache.stable_path(folder, cache_folder(), process) as path, here:
                 given = arguments(spec, path)
-                known = kv_size.setting(given, folder, cache_folder())
+                known = kv_size.known_size(given, folder, cache_folder())
                 llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**given, **known), usage_context=many)
-                quiet()  # again: vLLM has set its logging up
+                limit_logging()  # again: vLLM has set its logging up
                 return llm
     except PosttrainError:
         raise
     except Exception as cause:
         if known:
             kv_size.forget(arguments(spec, folder), folder, cache_folder())
-        raise explain(cause, spec.section, "did not start", log) from cause
+        raise error_of(cause, spec.section, "did not start", log) from cause
 
 
 def cache_folder() -> Path:
     """vLLM's own, in which it keeps what it has compiled."""
     prepare_environment()
-    quiet()
-    with compile_cache.apart():  # the package alone is imported quickly
+    limit_logging()
+    with compile_cache.keep_compiler_settings():  # the package alone is imported quickly
         from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT)
@@ -133,7 +133,7 @@ def starts_beside(spec: EngineSpec, folder: Path) -> bool:
     not measure it. One that sleeps may be meant for memory that the trainer needs as well."""
     if spec.section.sleep or not torch.cuda.is_available():
         return False
-    return bool(kv_size.setting(arguments(spec, folder), folder, cache_folder()))
+    return bool(kv_size.known_size(arguments(spec, folder), folder, cache_folder()))
 
 
 def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
@@ -145,7 +145,8 @@ def remember_kv_size(spec: EngineSpec, folder: Path, size: int | None) -> None:
 @contextlib.contextmanager
 def _environment_of_core(log: Path, sockets: Path, ready: Path) -> Iterator[None]:
     """Inside, processes are started with what only vLLM's is to have."""
-    store, ours = os.environ.pop(_TORCHRUN, None), sockets_in(sockets) | {engine_process.READY: str(ready.absolute())}
+    store = os.environ.pop(_TORCHRUN, None)
+    ours = socket_settings(sockets) | {engine_process.READY: str(ready.absolute())}
     os.environ.update(ours)
     if logging.getLogger("vllm").getEffectiveLevel() >= logging.ERROR:  # else the user wants to see it
         os.environ[engine_process.LOG] = str(log.absolute())
@@ -159,7 +160,7 @@ def _environment_of_core(log: Path, sockets: Path, ready: Path) -> Iterator[None
             os.environ[_TORCHRUN] = store
 
 
-def sockets_in(folder: Path) -> dict[str, str]:
+def socket_settings(folder: Path) -> dict[str, str]:
     """What of the environment has vLLM put its socket files into `folder`; {} where the user has said where, or where
     their paths would be too long."""
     fits = len(os.fsencode(folder)) + 1 + SOCKET_NAME <= LONGEST_SOCKET
@@ -252,9 +253,9 @@ def check_heads(read_config: Callable[[], Any]) -> None:
 def cpu_head_sizes() -> list[int]:
     """The head sizes that the installed vLLM has attention kernels for on a CPU; none where it does not say."""
     prepare_environment()
-    quiet()
+    limit_logging()
     try:
-        with compile_cache.apart():
+        with compile_cache.keep_compiler_settings():
             from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return sorted(CPUAttentionBackend.get_supported_head_sizes())
@@ -324,15 +325,15 @@ def lora_slot(rank: int) -> int:
     raise RecipeError(f"model.lora.rank {rank} is more than vLLM serves", allowed=f"at most {LORA_RANKS[-1]}")
 
 
-def explain(cause: Exception, section: Vllm, what: str, log: Path | None = None) -> EngineError:
+def error_of(cause: Exception, section: Vllm, what: str, log: Path | None = None) -> EngineError:
     """What vLLM's exception means for the recipe. log: of a process whose own error comes first."""
     text = "; ".join(e["msg"] for e in cause.errors()) if isinstance(cause, ValidationError) else str(cause)
     first = text.strip().splitlines()[0] if text.strip() else ""
     said = f"{type(cause).__name__}: {first}" if first else type(cause).__name__
-    return explained(last_error(log) or said, section, what)
+    return error_with_hint(last_error(log) or said, section, what)
 
 
-def explained(said: str, section: Vllm, what: str) -> EngineError:
+def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
     """The error with the hint that belongs to what vLLM said."""
     hint = "VLLM_LOGGING_LEVEL=INFO shows vLLM's own messages; rollout.engine: transformers works without it"
     if "head_dim" in said or "head size" in said.lower():
@@ -357,7 +358,7 @@ def last_error(log: Path | None) -> str:
     return f"{found[-1][0].rpartition('.')[2]}: {found[-1][1].strip()}" if found else ""
 
 
-def death(code: int | None, log: Path, section: Vllm) -> EngineError:
+def death_error(code: int | None, log: Path, section: Vllm) -> EngineError:
     """What to say of an engine's process that ended by itself."""
     said = last_error(log)
     if code is not None and code < 0:
@@ -368,7 +369,7 @@ def death(code: int | None, log: Path, section: Vllm) -> EngineError:
             hint="go on with the same command and --resume",
         )
     if said:
-        return explained(said, section, "failed")
+        return error_with_hint(said, section, "failed")
     return EngineError(f"vLLM's process ended with code {code}", hint=f"what it said is in {log}")
 
 

@@ -18,7 +18,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import save
@@ -36,16 +36,6 @@ BUCKET_BYTES = 1 << 28
 
 Named = list[tuple[str, Tensor]]
 T = TypeVar("T")
-
-
-class WeightSender(Protocol):
-    """Brings weights to one or several engines."""
-
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights, by checkpoint name. Blocks; raises EngineError. The engines must be idle."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[Named, int]]:
@@ -76,11 +66,11 @@ class LocalSender:
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device, dtype: torch.dtype) -> None:
         self.clients, self.device, self.dtype = clients, device, dtype
-        loop.run_all([client.init_transfer({}) for client in clients])
+        loop.run_all([client.transfer("init_weight_transfer_engine", {}) for client in clients])
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `WeightSender`."""
-        with updating(self.clients):
+        """Replace all weights, by checkpoint name. Blocks; raises EngineError. The engines must be idle."""
+        with weight_update(self.clients):
             if self.device.type == "cuda":
                 self._send_on_gpu(weights)
             else:
@@ -94,7 +84,7 @@ class LocalSender:
                     staging.release()
                 staging = Staging(max(size, BUCKET_BYTES), self.device)
             described = pack(bucket, self.dtype, staging.buffer)
-            update(self.clients, {"gpu": {**described, **staging.exported()}})
+            send_bucket(self.clients, {"gpu": {**described, **staging.exported()}})
         if staging is not None:
             staging.release()
 
@@ -102,7 +92,7 @@ class LocalSender:
         for bucket, _ in buckets(weights, self.dtype):
             state = {name: tensor.to(sent_dtype(tensor, self.dtype)).contiguous() for name, tensor in bucket}
             with memory_file(save(state)) as path:
-                update(self.clients, {"file": path})
+                send_bucket(self.clients, {"file": path})
 
     def close(self) -> None:
         """Do nothing: no memory is held between updates."""
@@ -120,23 +110,23 @@ class NcclSender:
                 group_id, size = nccl_group.new_id(), 1 + client.workers
                 join = functools.partial(NcclGroup, group_id, nccl_group.TRAINER, size, device)
                 joined = in_thread(join)  # it waits for the workers, who join in this request
-                loop.run(client.init_transfer({"group_id": group_id, "size": size}))
+                loop.run(client.transfer("init_weight_transfer_engine", {"group_id": group_id, "size": size}))
                 self.groups.append(joined())
         except BaseException:
             self.close()
             raise
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See `WeightSender`."""
+        """See `LocalSender.send`."""
         buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        with updating(self.clients):
+        with weight_update(self.clients):
             for bucket, size in buckets(weights, self.dtype):
                 if buffer.numel() < size:
                     buffer = torch.empty(max(size, BUCKET_BYTES), dtype=torch.uint8, device=self.device)
                 described = pack(bucket, self.dtype, buffer)
                 broadcast = in_thread(functools.partial(self._broadcast, buffer[:size]))
                 try:
-                    update(self.clients, {"nccl": described})
+                    send_bucket(self.clients, {"nccl": described})
                 except BaseException:
                     self.close()  # else the broadcast would wait for ever for a worker that has died
                     raise
@@ -152,17 +142,20 @@ class NcclSender:
             group.abort()
 
 
+WeightSender = LocalSender | NcclSender
+
+
 @contextlib.contextmanager
-def updating(clients: Sequence[EngineClient]) -> Iterator[None]:
+def weight_update(clients: Sequence[EngineClient]) -> Iterator[None]:
     """Inside, weights are sent."""
-    loop.run_all([client.start_update() for client in clients])
+    loop.run_all([client.transfer("start_weight_update") for client in clients])
     yield
-    loop.run_all([client.finish_update() for client in clients])
+    loop.run_all([client.transfer("finish_weight_update") for client in clients])
 
 
-def update(clients: Sequence[EngineClient], info: dict[str, Any]) -> None:
+def send_bucket(clients: Sequence[EngineClient], info: dict[str, Any]) -> None:
     """Hand a bucket to all engines, and wait until they have it."""
-    loop.run_all([client.update_weights(info) for client in clients])
+    loop.run_all([client.transfer("update_weights", info) for client in clients])
 
 
 def pack(weights: Named, dtype: torch.dtype, buffer: Tensor) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def dense_weights(model: Any, *, merged: bool = False) -> Iterator[tuple[str, Te
 
 
 @contextlib.contextmanager
-def offered(
+def weight_stream(
     model: Any, *, merged: bool = False, names: Literal["modules", "published"] = "published"
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """`dense_weights` for a reader that may fail, as its architecture's checkpoints name and store them. Of a model

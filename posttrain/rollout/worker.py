@@ -15,6 +15,7 @@ import copy
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,17 +166,19 @@ class Extension:
         if not worker.weight_transfer_engine.repacks:
             repack(worker.get_model())
 
-    def posttrain_leave_terminal(self) -> None:
-        """Leave Ctrl-C to the trainer, which finishes its step with this engine."""
+    def posttrain_detach(self) -> None:
+        """Once the engine has started: leave Ctrl-C, and the SIGTERM that schedulers send to all, to the trainer,
+        which finishes its step with this engine and kills it. Remove the file by which the workers of one engine have
+        found each other (vLLM behind 0.23)."""
         os.setsid()
-
-    def posttrain_clean_up(self) -> None:
-        """Remove what a process that is killed leaves behind: named semaphores and the like, and the file by which
-        workers of one engine find each other (vLLM behind 0.23)."""
-        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # what it does at a process's end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         worker: Any = self
         if worker.distributed_init_method.startswith(RENDEZVOUS_FILE):
             Path(worker.distributed_init_method.removeprefix(RENDEZVOUS_FILE)).unlink(missing_ok=True)
+
+    def posttrain_clean_up(self) -> None:
+        """Remove what a process that is killed leaves behind: named semaphores and the like."""
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]  # what it does at a process's end
 
     def posttrain_kv_bytes(self) -> int | None:
         """Bytes that were found to be left for the KV cache; None where that was not measured."""

@@ -269,7 +269,7 @@ def engine_of(
                 begun=begun,
             )
         offer = replace(work.offer, printed=Printed(directory.logs, "tools", note)) if work.offer else None
-        return turns.turning(inner, offer, loaded)
+        return turns.with_turns(inner, offer, loaded)
 
 
 def sampled_model(recipe: RlRecipe, loaded: models.LoadedModel) -> models.LoadedModel:

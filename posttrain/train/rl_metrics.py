@@ -12,7 +12,7 @@ from torch import Tensor
 from posttrain.advantage.channels import component_weights
 from posttrain.batch import Rollout, RolloutBatch
 from posttrain.recipe.rollout_sections import Rollout as Rollouts
-from posttrain.rollout.told import turn_metrics, turn_records
+from posttrain.rollout.rollout_records import turn_metrics, turn_records
 from posttrain.verify.extract import ends_in_thought
 
 

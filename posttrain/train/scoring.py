@@ -12,7 +12,7 @@ from posttrain.batch import Rollout
 from posttrain.errors import RewardError
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.engine import token_ends
-from posttrain.rollout.told import told
+from posttrain.rollout.rollout_records import sample_fields
 from posttrain.train.context import TrainContext
 from posttrain.verify.early import Early, Results
 from posttrain.verify.failures import Calls
@@ -94,7 +94,7 @@ class Scoring:
                 group=r.group,
                 token_ids=r.sampled,
                 token_ends=token_ends(r.ids, self._p.loaded.tokenizer) if self._ends and not r.turns else (),
-                **told(r),
+                **sample_fields(r),
             )
             for r in rollouts
         ]

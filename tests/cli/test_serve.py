@@ -117,10 +117,10 @@ def begin_and_leave(port: int) -> int:
     """The process that served a run, which only looks who is there."""
     from posttrain.rollout import loop
     from posttrain.rollout.server_client import ServerClient
-    from posttrain.rollout.token import asking_token
+    from posttrain.rollout.server_key import client_key
 
     url = f"http://127.0.0.1:{port}"
-    client = ServerClient(url, asking_token(url), timeout_s=30, eos_ids=())
+    client = ServerClient(url, client_key(url), timeout_s=30, eos_ids=())
     loop.run(client.open({"max_model_len": 8, "model": {}}))
     client.close()
     return int(client.about["pid"])

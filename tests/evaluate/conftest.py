@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from posttrain.evaluate import sampling
 from posttrain.models import tiny
 from posttrain.recipe.stages import EvalRecipe, GenerateRecipe
-from posttrain.rollout.scripted import ScriptedEngine
 from posttrain.run.directory import RunDirectory
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripted_engines import ScriptedEngine
 
 REWARD = """
 def exact(completion: str, answer: str) -> float | None:

@@ -17,12 +17,12 @@ from posttrain.recipe.load import load_dict
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.recipe.sections import Model
 from posttrain.recipe.stages import GenerateRecipe
-from posttrain.rollout.engine import Completion, Weightless, as_rollouts
+from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
 from posttrain.tools.calls import Caller
 from posttrain.tools.offer import offer_of
 
 
-class Written(Weightless):
+class Written(StatelessEngine):
     """An engine that samples these texts, one a turn, however many tokens it is asked for at a time."""
 
     window = 1 << 30

@@ -138,13 +138,14 @@ def test_a_server_that_is_killed_does_not_hold_the_trainer(tmp_path: Path) -> No
     engine = engine_of(loaded, tmp_path, 1, [1], merge=False)
     try:
         process = engine.clients[0].process.process
-        update = engine.clients[0].update_weights
+        transfer = engine.clients[0].transfer
 
-        async def killing(info: Any) -> None:
-            os.killpg(process.pid, signal.SIGKILL)
-            await update(info)
+        async def killing(call: str, info: Any = None) -> None:
+            if call == "update_weights":
+                os.killpg(process.pid, signal.SIGKILL)
+            await transfer(call, info)
 
-        engine.clients[0].update_weights = killing
+        engine.clients[0].transfer = killing
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"killed by SIGKILL(.|\n)*--resume"):
             engine.sync(loaded.model, 1)

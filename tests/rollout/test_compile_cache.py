@@ -11,7 +11,7 @@ import torch._inductor.config as inductor
 
 from posttrain.errors import EngineError
 from posttrain.rollout import compile_cache
-from posttrain.rollout.compile_cache import same_path
+from posttrain.rollout.compile_cache import stable_path
 
 
 def model(folder: Path, size: int = 8) -> Path:
@@ -24,35 +24,35 @@ def test_equal_models_of_two_runs_have_one_path(tmp_path: Path) -> None:
     folders = [model(tmp_path / "a run" / "m"), model(tmp_path / "another" / "m")]
     found = []
     for folder in folders:
-        with same_path(folder, tmp_path / "cache", 0) as path:
+        with stable_path(folder, tmp_path / "cache", 0) as path:
             found.append(path)
             assert path.resolve() == folder and (path / "config.json").is_file()
         assert not path.is_symlink(), "nobody finds a model of a run that has ended"
     assert found[0] == found[1]
-    with same_path(model(tmp_path / "wider", 16), tmp_path / "cache", 0) as path:
+    with stable_path(model(tmp_path / "wider", 16), tmp_path / "cache", 0) as path:
         assert path not in found
-    with same_path(folders[0], tmp_path / "cache", 1) as path:
+    with stable_path(folders[0], tmp_path / "cache", 1) as path:
         assert path not in found, "each rank compiles for itself"
 
 
 def test_two_that_start_at_the_same_time_have_their_own(tmp_path: Path) -> None:
     first, second = model(tmp_path / "1"), model(tmp_path / "2")
-    with same_path(first, tmp_path / "cache", 0) as one, same_path(second, tmp_path / "cache", 0) as other:
+    with stable_path(first, tmp_path / "cache", 0) as one, stable_path(second, tmp_path / "cache", 0) as other:
         assert one != other
         assert one.resolve() == first and other.resolve() == second
 
 
 def test_a_link_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    with same_path(model(tmp_path / "1"), tmp_path / "cache", 0) as path:
+    with stable_path(model(tmp_path / "1"), tmp_path / "cache", 0) as path:
         pass
     path.symlink_to(tmp_path / "gone")
-    with same_path(model(tmp_path / "2"), tmp_path / "cache", 0) as again:
+    with stable_path(model(tmp_path / "2"), tmp_path / "cache", 0) as again:
         assert again == path and again.resolve() == tmp_path / "2"
 
 
 def test_a_link_that_another_machine_has_replaced_is_told(tmp_path: Path) -> None:
     """Where locks end at the machine."""
-    with pytest.raises(EngineError, match="another machine"), same_path(model(tmp_path / "1"), tmp_path, 0) as path:
+    with pytest.raises(EngineError, match="another machine"), stable_path(model(tmp_path / "1"), tmp_path, 0) as path:
         path.unlink()
         path.symlink_to(model(tmp_path / "2"))
 
@@ -60,12 +60,12 @@ def test_a_link_that_another_machine_has_replaced_is_told(tmp_path: Path) -> Non
 def test_without_links_it_is_the_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where vLLM's cache should be")
     folder = model(tmp_path / "m")
-    with same_path(folder, tmp_path / "cache", 0) as path:
+    with stable_path(folder, tmp_path / "cache", 0) as path:
         assert path == folder
 
 
 def test_an_error_inside_is_not_taken_for_a_missing_link(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no memory"), same_path(model(tmp_path / "m"), tmp_path / "cache", 0):
+    with pytest.raises(OSError, match="no memory"), stable_path(model(tmp_path / "m"), tmp_path / "cache", 0):
         raise OSError("no memory")
 
 
@@ -74,7 +74,7 @@ def test_what_vllm_sets_of_the_compiler_ends_with_its_start(monkeypatch: pytest.
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     with inductor.patch(compile_threads=7):  # afterwards what it was
-        with compile_cache.apart():
+        with compile_cache.keep_compiler_settings():
             for name in compile_cache.COMPILER:
                 os.environ[name] = "1"
             inductor.compile_threads = 1

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout import loop
 from posttrain.rollout.requests import Request
-from posttrain.rollout.scripted import ConcurrentScriptedEngine, ScriptedEngine
 from posttrain.rollout.turns import TurnEngine
 from posttrain.tools.worlds import Environments, Reply
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 TOKENIZER = build_tokenizer()
 EOS = TOKENIZER.eos_token_id

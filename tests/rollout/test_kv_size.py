@@ -37,19 +37,19 @@ def test_a_size_is_found_again_by_an_equal_engine_alone(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model(tmp_path / "run-1")
-    assert kv_size.setting(given(folder), folder, tmp_path / "cache") == {}
+    assert kv_size.known_size(given(folder), folder, tmp_path / "cache") == {}
     kv_size.remember(given(folder), folder, tmp_path / "cache", 12345)
     again = model(tmp_path / "run-2")  # of another run
-    assert kv_size.setting(given(again), again, tmp_path / "cache") == {"kv_cache_memory_bytes": 12345}
+    assert kv_size.known_size(given(again), again, tmp_path / "cache") == {"kv_cache_memory_bytes": 12345}
     others = [given(again, gpu_memory_utilization=0.3), given(again, max_model_len=65), given(again, enable_lora=True)]
-    assert [kv_size.setting(other, again, tmp_path / "cache") for other in others] == [{}] * 3
+    assert [kv_size.known_size(other, again, tmp_path / "cache") for other in others] == [{}] * 3
     wider = model(tmp_path / "run-3", '{"hidden_size": 16}')
-    assert kv_size.setting(given(wider), wider, tmp_path / "cache") == {}
+    assert kv_size.known_size(given(wider), wider, tmp_path / "cache") == {}
     gpu.total_memory -= 1
-    assert kv_size.setting(given(again), again, tmp_path / "cache") == {}
+    assert kv_size.known_size(given(again), again, tmp_path / "cache") == {}
     gpu.total_memory += 1
     monkeypatch.setattr(kv_size, "package_version", lambda _: "0.99")
-    assert kv_size.setting(given(again), again, tmp_path / "cache") == {}
+    assert kv_size.known_size(given(again), again, tmp_path / "cache") == {}
 
 
 @pytest.mark.usefixtures("gpu")
@@ -59,13 +59,13 @@ def test_what_cannot_be_read_or_written_is_measured_again(tmp_path: Path) -> Non
     (file,) = (tmp_path / "cache" / kv_size.FOLDER).iterdir()
     for content in ("", "many", "-1"):
         file.write_text(content)
-        assert kv_size.setting(given(folder), folder, tmp_path / "cache") == {}
+        assert kv_size.known_size(given(folder), folder, tmp_path / "cache") == {}
     kv_size.forget(given(folder), folder, tmp_path / "cache")
     kv_size.forget(given(folder), folder, tmp_path / "cache")
     assert not list((tmp_path / "cache" / kv_size.FOLDER).iterdir())
     (tmp_path / "file").write_text("")
     kv_size.remember(given(folder), folder, tmp_path / "file", 7)
-    assert kv_size.setting(given(folder), folder, tmp_path / "file") == {}
+    assert kv_size.known_size(given(folder), folder, tmp_path / "file") == {}
 
 
 @pytest.mark.usefixtures("gpu")

@@ -14,10 +14,10 @@ import pytest
 
 from posttrain.errors import EngineError, RecipeError
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout import loop, server_client, token, vllm_process
+from posttrain.rollout import loop, server_client, server_key, vllm_process
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
-from posttrain.rollout.server_client import ServerClient, check_alike
+from posttrain.rollout.server_client import ServerClient, check_matches
 
 KEY = "key-of-the-test"
 SAMPLED = Sampling(temperature=0.7, max_new_tokens=12)
@@ -133,10 +133,10 @@ def test_a_folder_that_the_server_does_not_see(fake: Any, client: ServerClient, 
 
 def test_weights_are_announced_as_vllm_wants(fake: Any, client: ServerClient) -> None:
     for call in (
-        client.init_transfer({"a": 1}),
-        client.start_update(),
-        client.update_weights({"file": "/x"}),
-        client.finish_update(),
+        client.transfer("init_weight_transfer_engine", {"a": 1}),
+        client.transfer("start_weight_update"),
+        client.transfer("update_weights", {"file": "/x"}),
+        client.transfer("finish_weight_update"),
         client.resume(),
     ):
         loop.run(call)
@@ -180,7 +180,7 @@ def test_fewer_log_probs_than_tokens(fake: Any, client: ServerClient) -> None:
 
 def test_a_wrong_key(fake: Any) -> None:
     one = client_of(fake, "guessed")
-    with pytest.raises(EngineError, match=rf"asks for its key(.|\n)*{token.TOKEN_VARIABLE}"):
+    with pytest.raises(EngineError, match=rf"asks for its key(.|\n)*{server_key.TOKEN_VARIABLE}"):
         loop.run(one.open(WANTED))
     one.close()
     assert not fake.asked
@@ -327,10 +327,10 @@ def test_a_server_for_something_else(fake: Any, change: dict[str, Any], told: st
 def test_what_does_not_decide_may_differ() -> None:
     config = {"transformers_version": "5.1", "use_cache": True, "pad_token_id": 0, "num_attention_heads": 4}
     wanted = {**WANTED, "model": config, "max_model_len": 10}
-    check_alike({**ABOUT, "model": {**config, "transformers_version": "5.9", "pad_token_id": 3}}, wanted, "a server")
+    check_matches({**ABOUT, "model": {**config, "transformers_version": "5.9", "pad_token_id": 3}}, wanted, "a server")
     nested = {"text_config": {"num_experts": 8}}
     with pytest.raises(RecipeError, match="num_experts 8, and this run's has 4"):
-        check_alike({**ABOUT, "model": nested}, {**wanted, "model": {"text_config": {"num_experts": 4}}}, "a server")
+        check_matches({**ABOUT, "model": nested}, {**wanted, "model": {"text_config": {"num_experts": 4}}}, "a server")
 
 
 def test_a_missing_http_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ def test_engines_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert section(2, urls=["http://a:1"]).vllm.places == []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert servers.own_servers(vllm.places, "devices") == [(1, (3, 4))]
+    assert servers.servers_of_this_rank(vllm.places, "devices") == [(1, (3, 4))]
     with pytest.raises(RecipeError, match="names 1 server for 2"):
-        servers.own_servers(vllm.places[:1], "devices")
+        servers.servers_of_this_rank(vllm.places[:1], "devices")
 
 
 def test_several_engines_on_one_gpu_divide_it() -> None:
@@ -185,10 +185,10 @@ def test_why_vllm_did_not_start(loaded: LoadedModel, tmp_path: Path, monkeypatch
 
 
 def client(here: bool) -> Any:
-    async def init_transfer(info: Any) -> None:
-        assert info == {}
+    async def transfer(call: str, info: Any) -> None:
+        assert (call, info) == ("init_weight_transfer_engine", {})
 
-    return SimpleNamespace(name="http://node2:1", is_here=here, init_transfer=init_transfer)
+    return SimpleNamespace(name="http://node2:1", is_here=here, transfer=transfer)
 
 
 def test_what_brings_weights() -> None:
@@ -201,6 +201,6 @@ def test_what_brings_weights() -> None:
 
 
 def test_what_a_run_wants_of_a_server(loaded: LoadedModel) -> None:
-    wanted = servers.wanted(spec_of(Vllm(), 5), loaded)
+    wanted = servers.expected_server(spec_of(Vllm(), 5), loaded)
     assert wanted["lora_rank"] == 8, "what vLLM makes of 5"
     assert wanted["model"]["hidden_size"] == 64 and wanted["dtype"] == "bfloat16" and wanted["max_model_len"] == 64

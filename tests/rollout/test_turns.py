@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from posttrain.errors import DataError, ToolError
 from posttrain.models.tiny import build_tokenizer
 from posttrain.recipe.rollout_sections import Sampling, Tool
 from posttrain.rollout.engine import Completion, as_rollouts
-from posttrain.rollout.scripted import ScriptedEngine
 from posttrain.rollout.template import Between, check_template, rewrites
 from posttrain.rollout.turns import TurnEngine
 from posttrain.tools.calls import Caller
 from posttrain.tools.load import load_tools
 from posttrain.tools.worlds import Environments, Reply, Tools
 from posttrain.train.collate import rollout_batch, sequences_of, turn_of_each
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripted_engines import ScriptedEngine
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
 

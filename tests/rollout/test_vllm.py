@@ -92,6 +92,7 @@ def test_full_training(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Pat
         assert not list(tmp_path.rglob("*.safetensors")), "weights went over the disk"
 
         check_sampling(engine, loaded, prompts)
+        os.kill(engine.clients[0].processes[0].pid, signal.SIGTERM)  # a scheduler's, which is for the trainer
         check_requests(engine, prompts)
         check_ends(engine, loaded, prompts)
         check_sync(engine, loaded, prompts)
@@ -300,6 +301,7 @@ def test_lora(loaded: LoadedModel, prompts: list[Prompt], tmp_path: Path, tempor
             assert ids_of(engine.generate(prompts, 1, GREEDY, seed=0)) != start
             assert not list(tmp_path.rglob("*.safetensors")), f"weights are left on the disk, {merged=}"
         assert any(path.is_socket() for path in temporary.rglob("*")), "vLLM puts its files elsewhere"
+        assert not list(temporary.glob("vllm_dist_*")), "the kernel removes nothing of an engine that is killed"
     assert all(path.is_symlink() for path in temporary.iterdir())
     after = model.get_base_model().state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in base.items() if "lora_" not in name)

@@ -96,11 +96,16 @@ def test_a_sync_that_is_lost_stops_the_run(start: Start, loaded: LoadedModel, mo
     engine = start()
     disturb(loaded.model)
 
-    async def lost(self: Any) -> None:
-        self.state = None
+    transfer = TransformersClient.transfer
+
+    async def lost(self: Any, call: str, info: Any = None) -> None:
+        if call == "finish_weight_update":
+            self.state = None
+        else:
+            await transfer(self, call, info)
 
     with monkeypatch.context() as patched:
-        patched.setattr(TransformersClient, "finish_update", lost)
+        patched.setattr(TransformersClient, "transfer", lost)
         with pytest.raises(EngineError, match="stale engine: after syncing version 1 its log-probs"):
             engine.sync(loaded.model, 1)
     assert engine.version == 0

@@ -28,7 +28,7 @@ KEY = "key-of-the-test"
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the process was ended: never really."""
     ends: list[int] = []
-    monkeypatch.setattr(vllm_process, "leave", lambda: ends.append(1))
+    monkeypatch.setattr(vllm_process, "end_group", lambda: ends.append(1))
     monkeypatch.setenv(vllm_process.KEY_VARIABLE, KEY)
     return ends
 
@@ -213,7 +213,9 @@ time.sleep(99)
 
 def test_a_process_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
     """kill -9 of the run: its server ends by itself, with what it started."""
-    entry = "import subprocess, time; from posttrain.rollout import vllm_process as v; v.end_with({parent}, v.leave); "
+    entry = (
+        "import subprocess, time; from posttrain.rollout import vllm_process as v; v.end_with({parent}, v.end_group); "
+    )
     program = f"""
 import os, time
 from pathlib import Path
@@ -248,18 +250,18 @@ def gone(pid: int) -> bool:
 def test_a_gpu_that_trains_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7")
     assert [local_server.visible_device(n, "--devices") for n in (1, 2)] == ["5", "GPU-7"]
-    assert local_server.not_training(1) == 1
+    assert local_server.check_not_training(1) == 1
     with pytest.raises(RecipeError, match=r"GPU 0 trains(.|\n)*from 1 on"):
-        local_server.not_training(0)
+        local_server.check_not_training(0)
     with pytest.raises(RecipeError, match="--devices: there is no GPU 3: CUDA_VISIBLE_DEVICES lists 3"):
         local_server.visible_device(3, "--devices")
 
 
 def test_a_late_end_is_forced(tmp_path: Path) -> None:
-    """`leave` in a process that ignores SIGTERM: its group ends after the grace."""
+    """`end_group` in a process that ignores SIGTERM: its group ends after the grace."""
     program = (
         "import os, signal, time; from posttrain.rollout import vllm_process as v; v.GRACE_S = 0.2; "
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); v.leave(); time.sleep(60)"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); v.end_group(); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, cwd=tmp_path, env=os.environ)
     assert process.wait(30) == -signal.SIGKILL

@@ -67,10 +67,10 @@ def test_socket_files_are_put_where_their_paths_fit(monkeypatch: pytest.MonkeyPa
     """vLLM calls them by a UUID; Linux takes paths of 107 bytes. The user's own folder stays."""
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
     longest = Path("/" + "f" * (107 - len(f"//{uuid.uuid4()}")))
-    assert vllm_start.sockets_in(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
-    assert vllm_start.sockets_in(Path(f"{longest}f")) == {}
+    assert vllm_start.socket_settings(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
+    assert vllm_start.socket_settings(Path(f"{longest}f")) == {}
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
-    assert vllm_start.sockets_in(longest) == {}
+    assert vllm_start.socket_settings(longest) == {}
 
 
 def test_vllm_says_nothing_about_itself(
@@ -83,7 +83,7 @@ def test_vllm_says_nothing_about_itself(
     for level, told in (("ERROR", []), ("info", ["Triton is installed"])):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
         with warnings.catch_warnings(record=True) as warned:
-            vllm_start.quiet()
+            vllm_start.limit_logging()
             logging.getLogger("vllm.triton_utils.importing").warning("Triton is installed")
             for module in ("vllm.triton_utils.dispatcher", "mine"):
                 warnings.warn_explicit("reduce_op", FutureWarning, f"{module}.py", 138, module=module)
@@ -198,7 +198,7 @@ def test_failures_are_explained(message: str, hint: str, monkeypatch: pytest.Mon
     """What decides about memory is a key on a GPU and a variable on a CPU."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "gpu" in hint)
-    error = vllm_start.explain(ValueError(message), Vllm(), "did not start")
+    error = vllm_start.error_of(ValueError(message), Vllm(), "did not start")
     assert message.splitlines()[0] in str(error) and hint in str(error)
     assert "second line" not in str(error)
 
@@ -207,7 +207,7 @@ def test_what_vllm_says_of_its_arguments_is_told() -> None:
     """pydantic's first line only counts the mistakes."""
     with pytest.raises(ValidationError) as caught:
         Vllm(max_model_len=0)
-    error = vllm_start.explain(caught.value, Vllm(), "did not start")
+    error = vllm_start.error_of(caught.value, Vllm(), "did not start")
     assert "ValidationError: Input should be greater than" in str(error)
 
 

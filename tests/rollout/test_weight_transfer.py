@@ -74,14 +74,17 @@ class Client:
         self.dies_at, self.told, self.held = dies_at, list[str](), dict[str, torch.Tensor]()
         self.group_id = ""
 
-    async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        self.group_id = info["group_id"]
-        assert info["size"] == 2
+    async def transfer(self, call: str, info: Mapping[str, Any] | None = None) -> None:
+        if call == "update_weights":
+            assert info is not None
+            await self.receive(info)
+        elif call == "init_weight_transfer_engine":
+            assert info is not None and info["size"] == 2
+            self.group_id = info["group_id"]
+        else:
+            self.told.append(call.partition("_")[0])
 
-    async def start_update(self) -> None:
-        self.told.append("start")
-
-    async def update_weights(self, info: Mapping[str, Any]) -> None:
+    async def receive(self, info: Mapping[str, Any]) -> None:
         if self.told.count("bucket") == self.dies_at:
             raise EngineError("vLLM on GPU 1 was killed")
         self.told.append("bucket")
@@ -89,9 +92,6 @@ class Client:
         buffer = await asyncio.to_thread(group.sent.get)
         self.held |= dict(unpack(buffer, **info["nccl"]))
         group.taken.set()
-
-    async def finish_update(self) -> None:
-        self.told.append("finish")
 
 
 @pytest.fixture
@@ -136,8 +136,9 @@ def test_an_engine_that_dies_does_not_hold_the_trainer(dies_at: int) -> None:
 @pytest.mark.usefixtures("nccl")
 def test_an_engine_that_cannot_join() -> None:
     class Refusing(Client):
-        async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        async def transfer(self, call: str, info: Mapping[str, Any] | None = None) -> None:
             del info
+            assert call == "init_weight_transfer_engine"
             raise EngineError("no such GPU")
 
     clients: list[Any] = [Client(), Refusing()]

@@ -21,7 +21,7 @@ from posttrain.models.load import LoadedModel, load
 from posttrain.models.save import save
 from posttrain.recipe.sections import Model
 from posttrain.recipe.training_sections import Optim
-from posttrain.rollout.weights import offered
+from posttrain.rollout.weights import weight_stream
 from posttrain.train import checkpoint, optim, preference, sft
 
 from .families import save_family
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_the_same_numbers(kind: str, tmp_path: Path) -> None:
     elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     with torch.no_grad():
         assert torch.equal(elsewhere.eval()(input_ids=IDS).logits, loaded.model.eval()(input_ids=IDS).logits)
-        with offered(loaded.model) as named:
+        with weight_stream(loaded.model) as named:
             assert equal(dict(named), stored(tmp_path / "final"))
 
 
@@ -197,7 +197,7 @@ def test_an_adapter_goes_on_and_is_what_peft_loads(kind: str, tmp_path: Path) ->
     with torch.no_grad():
         expected = loaded.model.eval()(input_ids=IDS).logits
         assert torch.allclose(merged.model(input_ids=IDS).logits, expected, atol=1e-4)
-        with offered(loaded.model, merged=True) as named:
+        with weight_stream(loaded.model, merged=True) as named:
             found, dense = dict(named), stored(tmp_path / "dense")
     assert found.keys() == dense.keys() == stored(base).keys()
     assert all(torch.allclose(found[name], dense[name], atol=1e-6) for name in dense)

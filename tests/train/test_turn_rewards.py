@@ -17,7 +17,7 @@ from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment, ToolCall, Tu
 from posttrain.errors import RewardError, RunError
 from posttrain.recipe.load import load_dict
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.rollout.told import told
+from posttrain.rollout.rollout_records import sample_fields
 from posttrain.run.metrics import read_metrics
 from posttrain.tools.worlds import _answered
 from posttrain.train import rl
@@ -192,7 +192,7 @@ def test_a_batch_without_a_trained_token_has_no_steps() -> None:
 def test_calls_know_their_turn() -> None:
     r = rollout(("a", "b"), ("c", None), reward=0.0, given=())
     r.turns = (r.turns[0], Turn("c", (ToolCall("t", {}, "no", "error"),)))
-    given = told(r)
+    given = sample_fields(r)
     assert [call["turn"] for call in given["tool_calls"]] == [1]
     assert given["parts"] == ("a", "c") and given["turn_rewards"] == (0.25, None)
 

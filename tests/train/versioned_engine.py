@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from posttrain.recipe.rollout_sections import Rollout, Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
-from posttrain.rollout.scripted import ConcurrentScriptedEngine
 from posttrain.seeds import derive
 from posttrain.train import distributed
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripted_engines import ConcurrentScriptedEngine
 
 
 class VersionedEngine(ConcurrentScriptedEngine):

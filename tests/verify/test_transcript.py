@@ -12,7 +12,7 @@ from posttrain.batch import Prompt, Rollout, ToolCall, Turn
 from posttrain.errors import RewardError
 from posttrain.evaluate.run import grade
 from posttrain.recipe.reward_sections import Reward, Scoring
-from posttrain.rollout.told import told, told_of_record, turn_records
+from posttrain.rollout.rollout_records import sample_fields, sample_fields_of_record, turn_records
 from posttrain.verify.examples import run_examples
 from posttrain.verify.labelled import read_labelled, try_labelled
 from posttrain.verify.qa import searched_text
@@ -47,7 +47,7 @@ def rollout(*turns: Turn) -> Rollout:
 
 
 def sample(r: Rollout) -> Sample:
-    return Sample(r.text, r.prompt.row, prompt=r.prompt.text, **told(r))
+    return Sample(r.text, r.prompt.row, prompt=r.prompt.text, **sample_fields(r))
 
 
 def test_who_said_what() -> None:
@@ -80,8 +80,8 @@ def test_a_row_of_completions_tells_the_same() -> None:
     """`posttrain pairs` grades what a generation with tools wrote down."""
     for turns in ((SEARCHED, ANSWERED), (Turn("left", reply="a wall", reward=0.5), Turn("right", reward=1.0)), ()):
         r = rollout(*turns)
-        again = told_of_record(json.loads(json.dumps(turn_records(r))))
-        first = {key: value for key, value in told(r).items() if key not in ("messages", "world_score")}
+        again = sample_fields_of_record(json.loads(json.dumps(turn_records(r))))
+        first = {key: value for key, value in sample_fields(r).items() if key not in ("messages", "world_score")}
         assert again == first
 
 

@@ -6,8 +6,8 @@ from step_modes import each
 
 from posttrain.advantage import meta, thinking_modes
 from posttrain.control import stages
+from posttrain.data import tool_loop
 from posttrain.loss import reinforce
-from posttrain.rollout import segments
 from posttrain.verify import agents, bleu, boxes, code, efficiency, language, qa, reasoning, sql, structured
 
 ADAPTERS = {
@@ -102,6 +102,6 @@ ADAPTERS = {
     "critique_rl": call(reasoning.critique, {"reward": "reward", "judged_right": "judged_right"}),
     "repetition_penalty": call(efficiency.repetition_penalty, "reward"),
     "language_consistency": call(language.language_share, "reward"),
-    "tool_loop_mask": masked_rollouts(segments.layout, reinforce.reinforce, "token_mean"),
+    "tool_loop_mask": masked_rollouts(tool_loop.layout, reinforce.reinforce, "token_mean"),
     "scaling_inter": each({"max_turns": stages.equal_stage}, depth="row", over="steps", names={"steps": "number"}),
 }

@@ -1,4 +1,4 @@
-"""What rewards, samples and metrics are told of rollouts of several turns."""
+"""Rollouts of several turns as fields of a reward's `Sample`, as records of samples.jsonl, and as metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from posttrain.batch import Rollout, ToolCall
 
 
-def told(rollout: Rollout) -> dict[str, Any]:
-    """What a `verify.score.Sample` is told of the turns; nothing for a single turn."""
+def sample_fields(rollout: Rollout) -> dict[str, Any]:
+    """The fields of a `verify.score.Sample` about the turns; none for a single turn."""
     if not rollout.turns:
         return {}
     return {
@@ -26,7 +26,7 @@ def told(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def told_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+def sample_fields_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The same of a row of completions.jsonl, as far as `turn_records` keeps it."""
     turns = record.get("turns")
     if not turns:

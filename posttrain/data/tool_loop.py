@@ -1,5 +1,5 @@
 """Which tokens of a tool loop are trained on, from their counts alone, in a window of fixed size. `rl` keeps the tokens
-themselves, with their origin (`batch.Segment`), and cuts them in `turns`."""
+themselves, with their origin (`batch.Segment`), and cuts them in `rollout.turns`."""
 
 from __future__ import annotations
 

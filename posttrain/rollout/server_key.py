@@ -17,21 +17,16 @@ TOKEN_VARIABLE = "POSTTRAIN_SERVER_TOKEN"
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
-def new_token() -> str:
-    """A token that nobody guesses."""
-    return secrets.token_urlsafe(32)
-
-
-def token_file(port: int) -> Path:
+def key_file(port: int) -> Path:
     """Where `posttrain serve` on that port writes its token."""
     return Path.home() / ".cache" / "posttrain" / f"server-{port}.token"
 
 
-def serving_token(port: int) -> tuple[str, Path | None]:
+def serving_key(port: int) -> tuple[str, Path | None]:
     """(token of a server that begins, the file that it was written to, None if it came from the environment)."""
     if given := os.environ.get(TOKEN_VARIABLE):
         return given, None
-    token, place = new_token(), token_file(port)
+    token, place = secrets.token_urlsafe(32), key_file(port)
     try:
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         place.unlink(missing_ok=True)
@@ -44,12 +39,12 @@ def serving_token(port: int) -> tuple[str, Path | None]:
     return token, place
 
 
-def asking_token(url: str) -> str:
+def client_key(url: str) -> str:
     """The token for a server; "" if none is known here."""
     if given := os.environ.get(TOKEN_VARIABLE):
         return given
     place = urlsplit(url)
     try:
-        return token_file(place.port or 80).read_text(encoding="ascii") if place.hostname in _HERE else ""
+        return key_file(place.port or 80).read_text(encoding="ascii") if place.hostname in _HERE else ""
     except OSError:
         return ""

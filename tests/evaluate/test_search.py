@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import RecipeError
 from posttrain.evaluate import generate
+from posttrain.evaluate.search import SearchEngine, beam_step, step_labels
 from posttrain.models import tiny
 from posttrain.recipe.eval_sections import Search
 from posttrain.recipe.load import load_dict
@@ -19,10 +22,11 @@ from posttrain.recipe.reward_sections import Reward
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.engine import Completion
 from posttrain.rollout.requests import Request
-from posttrain.rollout.scripted import ConcurrentScriptedEngine, ScriptedEngine
-from posttrain.rollout.search import SearchEngine, beam_step, step_labels
 from posttrain.run.directory import RunDirectory
 from posttrain.run.jsonl import read_rows
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 
 def test_the_best_steps_go_on_and_a_finished_trace_competes():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.rollout.segments import layout
+from posttrain.data.tool_loop import layout
 
 
 def test_only_what_the_model_wrote_is_trained_on() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,9 @@ from posttrain.errors import EngineError
 from posttrain.models.load import LoadedModel
 from posttrain.recipe.rollout_sections import Sampling
 from posttrain.rollout.requests import Request
-from posttrain.rollout.scripted import ConcurrentScriptedEngine, ScriptedEngine
+
+sys.path.append(str(Path(__file__).parent))
+from scripted_engines import ConcurrentScriptedEngine, ScriptedEngine
 
 
 def test_replays_by_uid_with_eos_and_cuts_what_is_too_long(loaded: LoadedModel, prompts: list[Prompt]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from posttrain.batch import Prompt, Rollout
 from posttrain.errors import EngineError
 from posttrain.recipe.rollout_sections import Sampling
-from posttrain.rollout.engine import Completion, Weightless, as_rollouts
+from posttrain.rollout.engine import Completion, StatelessEngine, as_rollouts
 from posttrain.rollout.requests import Request, generate_concurrently
 
 Script = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
 
 
-class ScriptedEngine(Weightless):
+class ScriptedEngine(StatelessEngine):
     """An Engine whose completions are written beforehand.
 
     script: completions by prompt uid (sample i of a prompt is text i, modulo their number), or a function of
@@ -72,7 +72,7 @@ class ScriptedEngine(Weightless):
         return texts[sample % len(texts)]
 
 
-class ConcurrentScriptedEngine(Weightless):
+class ConcurrentScriptedEngine(StatelessEngine):
     """A ConcurrentEngine whose completions are written beforehand.
 
     script: the text of a request's sample. A text that fits max_new_tokens gets the EOS token and finish "stop"; a
