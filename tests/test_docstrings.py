@@ -20,8 +20,8 @@ SHAPE = re.compile(rf"\[(?:{_SIDE}(?:, ?{_SIDE})*)?\]|\b(?:any|same) shape|\bsca
 SOURCE = re.compile(r"arXiv|\bpaper|\bauthors?\b|TRL|verl|mergekit|https?://|\d{4}\.\d{5}|Source: |Schulman")
 TENSOR = re.compile(r"\bTensor\b")
 OWN = {  # what everybody uses, or sums of what has a source
-    "advantage/batch", "advantage/reward", "merge/checkpoint_average", "merge/lora_combine", "regulariser/kl_old",
-    "token_weight/ce",
+    "advantage/batch", "advantage/reward", "merge/checkpoint_average", "merge/lora_combine",
+    "regulariser/entropy_bonus", "regulariser/kl_old", "token_weight/ce",
 }  # fmt: skip
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -20,7 +20,7 @@ OUTSIDE = {  # pages of the repository that stand outside docs/ -> where they ar
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "measured.md",
 }
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".jsonl": "json", ".toml": "toml", "": "make"}

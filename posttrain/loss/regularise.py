@@ -62,7 +62,7 @@ def entropy_bonus(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """-H, the policy's entropy in nats at each trained token: a positive coef keeps it from falling.
 
     The gradient is that of the entropy itself, through all logits, which takes more memory than a policy loss alone.
-    Usual is coef 1e-3. Stat [N,T]: `entropy_bonus`.
+    Usual is coef 1e-3. Stat [N,T]: `entropy_bonus`. Raises ValueError for a batch without new_entropy.
     """
     if batch.new_entropy is None:
         raise ValueError("entropy_bonus needs new_entropy")
