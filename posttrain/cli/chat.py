@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from posttrain.evaluate.conversation import Answer, Conversation
     from posttrain.recipe.load import Loaded
 
+LONGEST_TURN = 1024  # tokens
 COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system TEXT": "another system message; nothing behind it removes it",
@@ -34,7 +35,7 @@ COMMANDS = {
     "/exit": "leave, as Ctrl-D does",
 }
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, an adapter, or `RUN/final`.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A run directory, a folder, an adapter, or a hub id.")]
 Tools = Annotated[
     str | None,
     typer.Option(
@@ -61,8 +62,11 @@ def chat(
     ] = "transformers",
     temperature: Annotated[float, typer.Option("--temperature", metavar="T", min=0.0, help="0 = greedy.")] = 0.7,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Longest turn of the model, in tokens.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            "--max-new-tokens", metavar="N", min=1, help="Longest turn in tokens; default: 1024, or half the window."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Same seed, same answers.")] = 0,
     thoughts: Annotated[bool, typer.Option("--thoughts", help="Show thoughts whole instead of folded.")] = False,
 ) -> None:
@@ -71,10 +75,15 @@ def chat(
     Overrides are those of a generate recipe: sampling.top_p=0.9, model.device=cpu, engine.vllm.enforce_eager=true.
     """
     from posttrain.cli import packages, preflight
+    from posttrain.cli.together import window_of
+    from posttrain.export.source import find_source
     from posttrain.recipe.load import load_dict
     from posttrain.scratch import scratch
 
     offered, base_dir = offered_tools(tools)
+    paths = [find_source(named).path for named in (model, *([against] if against else []))]
+    windows = [window for path in paths if (window := window_of(path, base_dir))]
+    longest = max_new_tokens or min([LONGEST_TURN, *(max(1, window // 2) for window in windows)])
     with scratch("chat") as folder:
         rows = folder / "prompts.jsonl"
         rows.write_text('{"prompt": "x"}\n', encoding="utf-8")
@@ -82,12 +91,12 @@ def chat(
             "stage": "generate",
             "data": {"source": str(rows)},
             "engine": {"engine": engine},
-            "sampling": {"temperature": temperature, "max_new_tokens": max_new_tokens},
+            "sampling": {"temperature": temperature, "max_new_tokens": longest},
             "run": {"seed": seed},
             **offered,
         }
         recipes = []
-        for path in (model, *([against] if against else [])):
+        for path in paths:
             given = {**values, "model": {"path": path}}
             loaded = load_dict(given, base_dir=base_dir, where="command line", overrides=overrides or [])
             preflight.check(loaded)

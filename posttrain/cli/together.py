@@ -87,13 +87,13 @@ def _window(section: Values, base_dir: Path) -> Found:
     new = drawn.get("max_new_tokens")
     if new is None or drawn.get("engine") == "stored":
         return
-    window = _window_of(str((section.get("model") or {}).get("path", "")), base_dir)
+    window = window_of(str((section.get("model") or {}).get("path", "")), base_dir)
     if window is not None and new >= window:
         what = f"{new} new tokens leave no room for a prompt in the model's window of {window}"
         yield f"{key}.max_new_tokens", what, f"write less than {window}"
 
 
-def _window_of(path: str, base_dir: Path) -> int | None:
+def window_of(path: str, base_dir: Path) -> int | None:
     """The positions of a local model; None where its configuration does not say, or is not here."""
     from posttrain.models import adapters
     from posttrain.models.places import TINY_WINDOW, locate

@@ -133,6 +133,25 @@ def test_piped_lines_are_answered_by_two_models_side_by_side() -> None:
     assert "tiny: greedy, 8 tokens a turn at most; chat template: '<bos><|user|>...<|assistant|>'" in found.stderr
 
 
+def test_a_run_directory_with_a_model_of_a_short_window(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from posttrain.models import tiny
+
+    tokenizer = tiny.build_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, eos_token_id=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "run" / "final")
+    tokenizer.save_pretrained(tmp_path / "run" / "final")
+    (tmp_path / "run" / "resolved.json").write_text('{"stage": "sft"}')
+    found = CliRunner().invoke(app, ["chat", str(tmp_path / "run")], input="1+1=?\n", prog_name="posttrain")
+    assert found.exit_code == 0, found.stderr
+    assert "run/final: temperature 0.7, 32 tokens a turn at most" in found.stderr
+    (tmp_path / "run" / "final").rename(tmp_path / "elsewhere")
+    gone = CliRunner().invoke(app, ["chat", str(tmp_path / "run")], input="", prog_name="posttrain")
+    assert gone.exit_code == 2 and "holds no trained model" in gone.stderr
+
+
 def test_mistakes_are_told_before_a_model_is_loaded() -> None:
     for arguments, what in (
         (["chat", "no/such/folder/here"], "no/such/folder/here"),
