@@ -25,7 +25,7 @@ RUN --mount=type=cache,target=/root/.cache/uv uv pip install --no-deps .
 
 FROM build AS build-cuda
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install --requirements pyproject.toml --extra train --extra gym --extra vllm --extra quant --extra track \
+    uv pip install --requirements pyproject.toml --extra train --extra gym --extra vllm --extra quant --extra track --extra eval \
       --constraints constraints/cuda.txt
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/uv uv pip install --no-deps .

