@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "variants": {"batch", "registry", "errors", "options"},
     "curriculum": {"registry", "errors", "options", "seeds"},
     "models": FOUNDATION | {"run", "chat", "hub", "scratch"},
-    "data": FOUNDATION | {"batch", "chat", "hub", "options", "seeds"},
+    "data": FOUNDATION | {"batch", "chat", "curriculum", "hub", "options", "seeds"},
     "tools": FOUNDATION | {"batch", "chat", "verify"},
     "rollout": FOUNDATION | {"batch", "models", "run", "chat", "tools", "scratch", "seeds"},
     "export": FOUNDATION | {"callable_module", "chat", "hub", "models", "run", "scratch"},

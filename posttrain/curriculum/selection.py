@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from posttrain.curriculum.difficulty import in_band
 from posttrain.errors import DataError
 
 Mode = Literal["cumulative", "exclusive"]
@@ -79,6 +80,11 @@ def greedy_failures(
     ]
     padded = [kept[n % len(kept)] for n in range(-(-len(kept) // divisor) * divisor)] if kept else []
     return kept, padded
+
+
+def choose_pass_rates(pass_rate: Sequence[float], *, low: float = 0.2, high: float = 0.625) -> list[int]:
+    """Places of the problems that are solved at least `low` and at most `high` of the time (Light-R1)."""
+    return [n for n, value in enumerate(pass_rate) if in_band(value, low, high)]
 
 
 class Split(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which training prompts a benchmark also has, and which are neither too easy nor too hard: rules of Light-R1."""
+"""Which training prompts a benchmark also has: the rules of Light-R1."""
 
 from __future__ import annotations
 
@@ -29,8 +29,3 @@ def _letters(text: str) -> str:
 def _ngrams(text: str, size: int) -> list[tuple[str, ...]]:
     words = text.lower().split()
     return [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
-
-
-def of_pass_rate(pass_rate: Sequence[float], *, low: float = 0.2, high: float = 0.625) -> list[int]:
-    """Places of the problems that are solved at least `low` and at most `high` of the time."""
-    return [place for place, rate in enumerate(pass_rate) if low <= rate <= high]

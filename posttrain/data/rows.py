@@ -12,6 +12,7 @@ from posttrain import whereabouts
 from posttrain.data import files, shapes, sources
 from posttrain.data.identity import row_uid
 from posttrain.data.messages import kind
+from posttrain.data.select import select_rows
 from posttrain.errors import DataError, Problem, counted
 from posttrain.recipe.sections import Data, Source
 
@@ -26,8 +27,21 @@ _SOURCE_KEYS = ("split", "config", "skip", "seed", "params", "columns", "weight"
 def load_rows(section: Data, base_dir: Path) -> list[Row]:
     """Every row with a stable `uid` (a column of that name gives way to ours), one of messages | prompt (+ completion |
     answer | chosen/rejected) | text, and all its other columns. The order is the source's, or the mixture's; shuffling
-    is the sampler's. Raises DataError.
+    is the sampler's. Only rows that `data.select` keeps. Raises DataError.
     """
+    rows = _all_rows(section, base_dir)
+    if section.select is None:
+        return rows
+    plain = Data(source="", prompt_template=section.prompt_template)
+    return select_rows(
+        rows,
+        section.select,
+        base_dir,
+        lambda bench: source_rows(Source.model_validate(bench.model_dump()), plain, base_dir),
+    )
+
+
+def _all_rows(section: Data, base_dir: Path) -> list[Row]:
     if section.mix is None:
         return source_rows(section, section, base_dir)
     written = [k for k in _SOURCE_KEYS if k in section.model_fields_set]

@@ -22,6 +22,7 @@ from posttrain.recipe.section import (
     TemplateName,
     Width,
 )
+from posttrain.recipe.select_sections import Selection
 
 Texts = Annotated[list[str], Field(min_length=1)]
 
@@ -106,6 +107,7 @@ class Data(Source):
     mix: Annotated[list[Source], Field(min_length=1)] | None = Field(
         None, description="several sources with weights, instead of source"
     )
+    select: Selection | None = Field(None, description="which rows are used, by what is known before the run")
     system: str | None = Field(None, description="system message put before every prompt that has none")
     prompt_template: str | None = Field(None, description="a user message with {column} fields, instead of `prompt`")
     completion_template: str | None = Field(

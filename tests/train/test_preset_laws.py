@@ -68,6 +68,8 @@ def batch(name: str, rewards: torch.Tensor = MIXED, garbage: float = 0.0, dtype:
         old_vocab_mean_logp=-matrix() - 5,
         prompt_logp=-matrix(),
         prompt_mask=MASK,
+        bins=GROUPS % 3,
+        sampler_state={"scores": {"0": 0.5, "1": -0.5}, "kl_threshold": 0.2},
         step=1,
         total_steps=4,
     )

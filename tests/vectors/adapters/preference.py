@@ -4,6 +4,7 @@ from mechanics import advantages, both, call, fed, on_batch, optimised, parts, r
 from pair_modes import ONE, TENTH, by_inputs, offline_and_online, pairs, tensors, weighted
 
 from posttrain.advantage import group
+from posttrain.curriculum import selection
 from posttrain.data import decontaminate, separability
 from posttrain.data import pairs as builders
 from posttrain.loss import (
@@ -218,7 +219,7 @@ ADAPTERS = {
                 ),
                 LIGHT_R1,
             ),
-            "rl_filter": reading("pass_rate low high", call(decontaminate.of_pass_rate, outputs="kept"), LIGHT_R1),
+            "rl_filter": reading("pass_rate low high", call(selection.choose_pass_rates, outputs="kept"), LIGHT_R1),
         }
     ),
     "direct_advantage_po": tensors(

@@ -1,0 +1,132 @@
+"""`data.select`: which rows of the data are trained on, by what is known before a run: benchmarks that have them too,
+how often a model solved them, how much reasoning they take."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.curriculum.selection import by_reasoning, choose_pass_rates, fold_copies, lowest_pass_rates
+from posttrain.data.decontaminate import contaminated
+from posttrain.errors import DataError, counted
+from posttrain.places import find
+from posttrain.recipe.select_sections import Decontaminate, Failed, PassRate, Reasoning, Selection
+
+Row = dict[str, Any]
+
+log = logging.getLogger(__name__)
+
+
+def select_rows(
+    rows: Sequence[Row], section: Selection, base_dir: Path, load: Callable[[Any], Sequence[Row]]
+) -> list[Row]:
+    """The rows that every rule of the section keeps, in their order (`pass_rate.lowest` too). load: reads the rows of a
+    benchmark. Raises DataError where none is left, or a rule lacks what it goes by."""
+    kept = list(rows)
+    for name, rule in (
+        ("decontaminate", section.decontaminate),
+        ("pass_rate", section.pass_rate),
+        ("reasoning", section.reasoning),
+        ("failed", section.failed),
+    ):
+        if rule is None:
+            continue
+        before = len(kept)
+        match rule:
+            case Decontaminate():
+                kept = drop_contaminated(kept, rule, load)
+            case PassRate():
+                kept = keep_pass_rates(kept, rule, base_dir)
+            case Reasoning():
+                kept = keep_side(kept, rule)
+            case Failed():
+                kept = keep_failed(kept, rule, base_dir)
+        if not kept:
+            raise DataError(
+                f"data.select.{name} leaves no row of {before}",
+                hint="loosen its bounds, or look at what it goes by",
+            )
+        log.warning("data.select.%s: %d of %s stay", name, len(kept), counted(before, "row"))
+    return kept
+
+
+def text_of(row: Mapping[str, Any]) -> str:
+    """The prompt of a row as text: its last user message where it is a conversation."""
+    prompt = row.get("prompt") if row.get("messages") is None else row["messages"]
+    if isinstance(prompt, str) or prompt is None:
+        return str(prompt or row.get("text") or "")
+    return next((str(m.get("content") or "") for m in reversed(prompt) if m.get("role") == "user"), "")
+
+
+def drop_contaminated(rows: Sequence[Row], rule: Decontaminate, load: Callable[[Any], Sequence[Row]]) -> list[Row]:
+    """Rows whose prompt no benchmark has too."""
+    bench = [text_of(row) for source in rule.benchmarks for row in load(source)]
+    marks = contaminated([text_of(row) for row in rows], bench, ngram=rule.ngram, skip_empty=rule.skip_empty)
+    return [row for row, mark in zip(rows, marks, strict=True) if not mark]
+
+
+def read_pass_rates(run: str, base_dir: Path) -> dict[str, float]:
+    """uid -> pass rate of the problems of a finished evaluation. Raises DataError where there is none."""
+    found = find(run, base_dir, "evaluation", DataError)
+    path = found / "problems.jsonl" if found.is_dir() else found
+    if not path.is_file():
+        raise DataError("not the run of a finished evaluation", where=str(found))
+    problems = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if any("accuracy" not in problem for problem in problems):
+        raise DataError("not the run of a finished evaluation", where=str(found))
+    return {p["uid"]: float(p["accuracy"]) for p in problems if p["accuracy"] is not None}
+
+
+def pass_rates_of(rows: Sequence[Row], run: str, base_dir: Path) -> dict[str, float]:
+    """The pass rates of these rows; every row must have one."""
+    rates = read_pass_rates(run, base_dir)
+    missing = [row["uid"] for row in rows if row["uid"] not in rates]
+    if missing:
+        raise DataError(
+            f"{run} has measured {len(rows) - len(missing)} of {counted(len(rows), 'row')}",
+            hint="evaluate the same `data` (source, skip, size); rows that could not be scored have no rate",
+        )
+    return rates
+
+
+def keep_pass_rates(rows: Sequence[Row], rule: PassRate, base_dir: Path) -> list[Row]:
+    """Rows whose pass rate is in the band, and of these the `lowest` with the lowest rate."""
+    rates = pass_rates_of(rows, rule.run, base_dir)
+    places = choose_pass_rates([rates[row["uid"]] for row in rows], low=rule.low, high=rule.high)
+    band = [rows[n] for n in places]
+    if rule.lowest is None:
+        return band
+    chosen = set(lowest_pass_rates(range(len(band)), lambda n: rates[band[n]["uid"]], rule.lowest))
+    return [row for n, row in enumerate(band) if n in chosen]
+
+
+def keep_side(rows: Sequence[Row], rule: Reasoning) -> list[Row]:
+    """The rows of one side of a split by reasoning. A row for RL without an `answer` goes to SFT if it has a
+    completion. Raises DataError where a side is empty, or no row has a score."""
+    scores = [row.get(rule.column) for row in rows]
+    if strange := [s for s in scores if s is not None and not isinstance(s, int | float)]:
+        raise DataError(f"data.select.reasoning: column {rule.column} holds {strange[0]!r:.40}, no number")
+    split = by_reasoning(scores, sft_max=rule.sft_max, rl_min=rule.rl_min, middle=rule.middle)
+    checkable = [n for n in split.rl if rows[n].get("answer") is not None]
+    moved = [n for n in split.rl if n not in set(checkable) and rows[n].get("completion") is not None]
+    sides = {"sft": sorted([*split.sft, *moved]), "rl": checkable}
+    if empty := [side for side, places in sides.items() if not places]:
+        raise DataError(
+            f"data.select.reasoning: no row for {empty[0]} ({counted(len(split.dropped), 'row')} without a score)",
+            allowed=f"up to {rule.sft_max:g} is for sft, from {rule.rl_min:g} on for rl, with an `answer`",
+        )
+    return [rows[n] for n in sides[rule.part]]
+
+
+def keep_failed(rows: Sequence[Row], rule: Failed, base_dir: Path) -> list[Row]:
+    """Rows that a model did not solve in an evaluation, hard ones several times."""
+    rates = pass_rates_of(rows, rule.run, base_dir)
+    solved = [float(rates[row["uid"]] >= rule.solved) for row in rows]
+    hard = [float(bool(row.get(rule.hard))) if rule.hard else 0.0 for row in rows]
+    found = []
+    for row, times in zip(rows, fold_copies(solved, hard, rule.copies), strict=True):
+        found += [{**row, "uid": row["uid"] if not n else f"{row['uid']}.{n}"} for n in range(times)]
+    return found
