@@ -195,6 +195,13 @@ model model.path model.dtype model.device model.lora model.lora.rank model.lora.
 model.lora.targets model.lora.continue model.quantize model.gradient_checkpointing model.shard model.compile
 model.half_weights
 data data.source data.size data.mix data.mix.source data.mix.size data.mix.skip data.mix.columns data.system
+data.select data.select.decontaminate data.select.decontaminate.benchmarks data.select.decontaminate.benchmarks.source
+data.select.decontaminate.benchmarks.split data.select.decontaminate.benchmarks.config
+data.select.decontaminate.benchmarks.size data.select.decontaminate.benchmarks.columns data.select.decontaminate.ngram
+data.select.decontaminate.skip_empty data.select.pass_rate data.select.pass_rate.run data.select.pass_rate.low
+data.select.pass_rate.high data.select.pass_rate.lowest data.select.reasoning data.select.reasoning.part
+data.select.reasoning.column data.select.reasoning.sft_max data.select.reasoning.rl_min data.select.reasoning.middle
+data.select.failed data.select.failed.run data.select.failed.solved data.select.failed.hard data.select.failed.copies
 data.prompt_template data.completion_template data.chat data.thought_dropout data.max_length data.shuffle
 objective objective.use objective.divide_by objective.neftune objective.router_aux_loss
 objective.heads objective.share objective.margin objective.labels objective.user objective.holdout

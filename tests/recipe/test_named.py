@@ -24,7 +24,12 @@ OTHERS = {
     *("tokenizer_source", "tokenizer.source", "tokenizer.tokens.source"),  # one of the models
     "chat_template",  # a word, or the text itself
     "tools.command",  # looked for on the PATH
-    *("data.split", "data.mix.split", "eval.data.split"),  # a part of a data set
+    *(
+        "data.split",
+        "data.mix.split",
+        "eval.data.split",
+        "data.select.decontaminate.benchmarks.split",
+    ),  # a part of a data set
     *(
         "tools.name",
         "tools.description",
