@@ -103,6 +103,11 @@ def print_summary(summary: Mapping[str, Any], as_json: bool) -> None:
     width = max((len(key) for key in plain), default=0)
     for key, text in plain.items():
         terminal.say(f"{key:<{width}}  {text}")
+    if summary.get("ledger"):
+        from posttrain.run.ledger import sentences
+
+        for line in sentences(summary["ledger"]):
+            terminal.say(line)
 
 
 def _cell(value: Any) -> str | None:

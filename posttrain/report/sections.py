@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.errors import counted
 from posttrain.report.curves import number, proportion_interval
 from posttrain.report.view import RunView
-from posttrain.run import rounds
+from posttrain.run import ledger, rounds
 from posttrain.run.directory import flatten
 from posttrain.run.progress import duration
 from posttrain.run.table import headers, row_cells
@@ -112,6 +112,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         *_intervals(summary),
         *_closing_table(summary),
         *_canaries(summary),
+        *_ledger(summary),
         *_findings(summary),
         *_rounds(summary),
     ]
@@ -178,6 +179,12 @@ def _canaries(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         alarm = f"fell while the trained reward rose ({since}, {end})" if told["alarm_steps"] else "no alarm"
         says.append(f"{name}: {alarm}")
     return [{"title": "Canaries", "says": says}] if says else []
+
+
+def _ledger(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What became of the tokens, and which part of a step took the time."""
+    says = ledger.sentences(summary.get("ledger") or {})
+    return [{"title": "Where the tokens and seconds went", "says": says}] if says else []
 
 
 def stage_links(view: RunView) -> dict[str, Any] | None:

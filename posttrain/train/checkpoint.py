@@ -44,6 +44,7 @@ class State:
     idle_steps: int = 0  # all steps without one
     trained: float = 0.0  # tokens that had a part in an update
     seen: float = 0.0  # of so many: sampled ones in rl, all of the rows elsewhere
+    ledger: dict[str, float] = field(default_factory=dict)  # tokens/NAME and seconds/NAME over all steps: `run.ledger`
     seconds: float = 0.0  # spent in steps
     save_seconds: float = 0.0  # spent in saves behind earlier steps
     longest_save: float = 0.0  # of these

@@ -77,6 +77,7 @@ def collect(
     rollouts: list[Rollout] = []
     calls: list[Calls] = []
     groups: list[Group] = []
+    replaced = 0  # sampled tokens of groups that `keep` has dropped for others
     for refused in itertools.count():
         start = distributed.from_main(stream.claim(ctx.sampler.places(settings)))
         fresh, sampled, made = sample_groups(ctx, state, start, groups, buffer, metrics, failures, on_generated)
@@ -86,10 +87,13 @@ def collect(
             continue
         kept = distributed.all_of(distributed.tried(select_groups, ctx, state, buffer, fresh))[0]
         rollouts += [r for r in fresh if r.group in kept]
+        replaced += sum(len(r.sampled) for r in fresh if r.group not in kept)
         if buffer.full:
             break
     metrics = throughput(distributed.total(metrics), distributed.world())
     metrics["rollout/gen_batches"] = buffer.batches
+    if replaced:
+        metrics["rollout/replaced_tokens"] = replaced
     return StepRollouts(state.step, rollouts, metrics, calls, start + ctx.sampler.places(settings), groups)
 
 

@@ -31,7 +31,7 @@ from posttrain.models.load import LoadedModel
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.stages import DpoRecipe, RewardModelRecipe, SftRecipe
-from posttrain.run import checkpoints
+from posttrain.run import checkpoints, ledger
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.jsonl import lost_rows
@@ -421,10 +421,18 @@ def train(trainer: Any, job: Job, columns: Sequence[str], notes: Sequence[str], 
         "num_tokens": job.state.tokens,
         "trainable_parameters": trained.count_weights(job.loaded.model)[0],
         **trained.summary(job.state),
+        "ledger": _ledger(job.state),
         **(job.evaluation.summary(job.state) if job.evaluation else {}),
         "model": str(directory.final),
         "save": report,
     }
+
+
+def _ledger(state: checkpoint.State) -> dict[str, dict[str, float]]:
+    """Where the tokens and seconds of a run on rows went; a step without an update has trained on none."""
+    tokens = {"tokens/trained": state.trained, "tokens/context": state.seen - state.trained}
+    seconds = {"steps": state.seconds, "eval": state.eval_seconds, "checkpoints": state.save_seconds + state.own_save}
+    return ledger.ledger(tokens, seconds)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.objective_checks import stale_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.starting import wait_for
-from posttrain.run import checkpoints
+from posttrain.run import checkpoints, ledger
 from posttrain.run.directory import RunDirectory
 from posttrain.run.interrupt import GracefulStop
 from posttrain.run.progress import Progress
@@ -53,7 +53,7 @@ from posttrain.train.prompt_sampler import with_outcomes
 from posttrain.train.quiet import quiet
 from posttrain.train.record import Record
 from posttrain.train.reference import describe_reference
-from posttrain.train.rl_metrics import age_metrics, drift_metrics, rollout_metrics, sampled_metrics
+from posttrain.train.rl_metrics import age_metrics, drift_metrics, rollout_metrics, sampled_metrics, token_ledger
 from posttrain.train.rollout_source import RolloutSource, rollout_source
 from posttrain.train.start import check_start
 from posttrain.train.update import update
@@ -199,6 +199,8 @@ def step(
             metrics["updates"] = 0
         values |= unsolved.supervise(ctx, state, rollouts)
         metrics["updates"] += values.get("sft/updates", 0)
+    went = token_ledger(scored, batch, ctx.objective.has_signal(batch), updated=bool(metrics["updates"]))
+    ledger.add(state.ledger, "tokens", {**went, "replaced": taken.metrics.get("rollout/replaced_tokens", 0)})
     state.count_tokens(
         metrics["trained_tokens"] / ctx.recipe.batch.epochs, float(scored.mask.sum()), metrics["updates"]
     )
@@ -282,9 +284,12 @@ def count_step(
 ) -> dict[str, Any]:
     """Move the counters past a step that had these controllers; returns its metrics with the times, those of rank 0 on
     all ranks, so that they decide alike."""
-    values |= {**ctx.watchdog.times(), **peak_memory()}
+    phases = ctx.watchdog.times()
+    values |= {**phases, **peak_memory()}
     values["time/step"] = time.perf_counter() - started
     values = distributed.from_main(values)
+    spent = {key.removeprefix("time/"): values[key] for key in phases}
+    ledger.add(state.ledger, "seconds", {**spent, "other": max(0.0, values["time/step"] - sum(spent.values()))})
     state.controllers = controllers
     state.count_step(values["time/step"], values["updates"])
     state.first_metrics, state.last_metrics = state.first_metrics or values, values
@@ -319,6 +324,9 @@ def save_final(ctx: TrainContext, state: checkpoint.State, directory: RunDirecto
         "num_tokens": state.tokens,
         "trainable_parameters": trained.count_weights(ctx.loaded.model)[0],
         **trained.summary(state),
+        "ledger": ledger.ledger(
+            state.ledger, {"eval": state.eval_seconds, "checkpoints": state.save_seconds + state.own_save}
+        ),
         "model": str(directory.final),
         "save": report,
         **({"canaries": found} if (found := record.canaries.summary()) else {}),

@@ -156,6 +156,28 @@ def signal(batch: RolloutBatch) -> dict[str, float]:
     return {**shares, "frac_reward_zero_std": 1.0 - differ / len(groups)}
 
 
+def token_ledger(
+    sampled: RolloutBatch, batch: RolloutBatch, signal: Tensor, *, updated: bool = True
+) -> dict[str, float]:
+    """What became of a step's sampled tokens, each counted once: numbers of tokens by name.
+
+    sampled: the batch as it was scored. batch: after `assign`. signal [N]: rows that have a gradient. updated: whether
+    the step has made an update.
+    """
+    every, left = sampled.mask.sum(-1), batch.mask.sum(-1)
+    kept = torch.ones_like(signal) if batch.keep is None else batch.keep
+    cut = torch.zeros_like(signal) if batch.truncated is None else batch.truncated & (left == 0)
+    lost = torch.where(kept, every - left, 0)
+    found = {
+        "trained" if updated else "without_update": torch.where(kept & signal, left, 0),
+        "without_signal": torch.where(kept & ~signal, left, 0),
+        "dropped": torch.where(kept, 0, every),
+        "cut": torch.where(cut, lost, 0),
+        "masked": torch.where(cut, 0, lost),
+    }
+    return {name: float(count.sum()) for name, count in found.items()}
+
+
 def signal_note(values: Mapping[str, Any]) -> str | None:
     """A sentence when a step taught nothing, with what would help."""
     if values["signal/share"] > 0:

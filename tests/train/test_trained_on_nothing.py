@@ -231,3 +231,18 @@ def test_a_sound_run_is_none_of_these(folder: Path) -> None:
     assert result.exit_code == 0 and (summary["updates"], summary["steps_without_update"]) == (3, 0)
     assert "no update" not in result.stderr and "optim.eps" not in result.stderr
     assert summary["trainable_parameters"] == 113856 and (folder / "out" / "final").is_dir()
+
+
+def test_the_ledger_accounts_for_every_token_of_a_run(folder: Path) -> None:
+    """With groups that `keep` drops and others replace."""
+    changes = ["keep=dynamic_sampling", "rollout.max_gen_batches=8", "scoring.correct_at=0.12"]
+    result = call("rl", *changes, "--output", "out", "--json")
+    found = json.loads(result.stdout)["ledger"]
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    in_steps = sum(round(row["completions/mean_length"] * row["rollout/rows"]) for row in rows)
+    replaced = sum(row.get("rollout/replaced_tokens", 0) for row in rows)
+    assert found["tokens"].get("replaced", 0) == replaced
+    assert sum(found["tokens"].values()) == in_steps + replaced and found["tokens"]["trained"] > 0
+    assert {"rollout", "update", "checkpoints"} <= found["seconds"].keys()
+    phases = sum(seconds for name, seconds in found["seconds"].items() if name != "checkpoints")
+    assert phases == pytest.approx(sum(row["time/step"] for row in rows), rel=0.05)

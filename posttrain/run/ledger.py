@@ -1,0 +1,47 @@
+"""Where the tokens and seconds of a run went: sums over its steps, for the summary and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from posttrain.run.progress import duration
+
+NAMES = {
+    "trained": "trained on",
+    "without_update": "in steps without an update",
+    "without_signal": "in groups without a signal",
+    "dropped": "dropped by `keep` or `select`",
+    "replaced": "in groups that were replaced by others",
+    "cut": "cut, and masked by loss.mask_truncated",
+    "masked": "masked otherwise",
+    "context": "context of what is trained on",
+}
+
+
+def add(sums: dict[str, float], kind: str, values: Mapping[str, float]) -> None:
+    """Add `values` to the sums `KIND/NAME`; kind: tokens or seconds."""
+    for name, value in values.items():
+        sums[f"{kind}/{name}"] = sums.get(f"{kind}/{name}", 0.0) + value
+
+
+def ledger(sums: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The summary's `ledger`: tokens and seconds by name, those of `seconds` added; empty ones are left out."""
+    found: dict[str, dict[str, float]] = {"tokens": {}, "seconds": {}}
+    for key, value in (*sums.items(), *((f"seconds/{name}", value) for name, value in seconds.items())):
+        kind, _, name = key.partition("/")
+        if value:
+            found[kind][name] = int(value) if kind == "tokens" else round(value, 3)
+    return found
+
+
+def sentences(found: Mapping[str, Any]) -> list[str]:
+    """A ledger for people, the largest first: one line for tokens, one for seconds."""
+    lines = []
+    for kind, total in ((kind, sum(found.get(kind, {}).values())) for kind in ("tokens", "seconds")):
+        if not total:
+            continue
+        parts = sorted(found[kind].items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{value / total:.0%} {NAMES.get(name, name)}" for name, value in parts)
+        lines.append(f"{f'{total:,.0f} tokens' if kind == 'tokens' else f'{duration(total)} in all'}: {shown}")
+    return lines
