@@ -244,9 +244,11 @@ def _windows(recipe: Any) -> Found:
     engine = getattr(recipe, "rollout", None) or getattr(recipe, "engine", None)
     if engine is None or engine.engine != "vllm":
         return
-    key, sampling = ("rollout", engine) if hasattr(recipe, "rollout") else ("engine", recipe.sampling)
+    key, sampling = (
+        ("rollout", engine) if hasattr(recipe, "rollout") else ("engine", getattr(recipe, "sampling", recipe))
+    )
     length, new = engine.vllm.max_model_len, sampling.max_new_tokens
-    if length is not None and length <= new:
+    if length is not None and new is not None and length <= new:
         what = f"{length} has no room for a prompt and {new} new tokens"
         yield f"{key}.vllm.max_model_len", what, "write a larger one"
     lora = recipe.model.lora

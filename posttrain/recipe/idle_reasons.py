@@ -126,6 +126,8 @@ def nobody_waits(recipe: Any, vllm: Any) -> str:
 
 
 def not_batched(recipe: Any, engine: Any) -> str:
+    if recipe.stage == "harness":  # likelihoods are the model's own, in batches
+        return ""
     if engine.engine == "vllm" and (recipe.stage == "rl" or engine.batch_size <= VLLM_CHUNK):
         return f"with {_at(recipe)}.engine vllm, which fills its own batches"
     return f"with {_at(recipe)}.engine stored: nothing is sampled" if engine.engine == "stored" else ""

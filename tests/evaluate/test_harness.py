@@ -154,6 +154,15 @@ def test_a_dry_run_shows_the_recipe(call: Callable[..., Any]) -> None:
     assert '"ifeval"' in done.stdout and "posttrain harness would write to runs/harness" in done.stderr
 
 
+@pytest.mark.usefixtures("folder")
+def test_vllm_in_a_recipe(call: Callable[..., Any]) -> None:
+    given = ("eval", "tiny", "--harness", "gsm8k", "engine.engine=vllm", "engine.batch_size=4", "--dry-run")
+    done = call(*given, "engine.vllm.max_model_len=4096")
+    assert done.exit_code == 0 and "note:" not in done.stderr, done.stderr
+    short = call(*given, "engine.vllm.max_model_len=64", "max_new_tokens=64")
+    assert short.exit_code == 2 and "64 has no room for a prompt and 64 new tokens" in short.stderr
+
+
 class Manager:
     all_tasks = ("gsm8k", "gsm8k_cot", "ifeval")
 
