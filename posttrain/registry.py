@@ -156,7 +156,7 @@ def keywords(function: Callable[..., Any]) -> dict[str, tuple[str, Any]]:
 
 def _annotation(hint: Any) -> str:
     text = inspect.formatannotation(hint)
-    for module in ("typing.", "collections.abc.", "posttrain.options."):
+    for module in ("typing.", "collections.abc.", "posttrain.options.", "pathlib._local.", "pathlib."):  # 3.13: _local
         text = text.replace(module, "")
     text = re.sub(r"Annotated\[str, (\w+)\]", r"\1", text)  # names of data columns
     return re.sub(r"Optional\[(\w+)\]", r"\1 | None", text).replace("NoneType", "None")
