@@ -14,4 +14,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # By `-m` multiprocessing's children would import none of posttrain, and vLLM's core would not begin its log and the
+    # watch for its parent (`rollout.engine_process`) before vLLM is imported. Without a spec they import this file.
+    __spec__ = None  # type: ignore[assignment]
     main()

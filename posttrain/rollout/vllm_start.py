@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import logging
 import os
 import re
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +21,14 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
+from posttrain import terminal
 from posttrain.errors import EngineError, MissingExtra, PosttrainError, RecipeError, counted
 from posttrain.models import adapters
 from posttrain.recipe.rollout_sections import LORA_RANKS, Sampling, Vllm
 from posttrain.rollout import compile_cache, engine_process, kv_size
 from posttrain.rollout.requests import Request
 from posttrain.rollout.weight_transfer import LOCAL_BACKEND
+from posttrain.scratch import Scratch
 
 EXTENSION = "posttrain.rollout.worker.Extension"
 # Batches for which vLLM captures CUDA graphs; others are filled up to the next one, which costs a decoding step little:
@@ -119,13 +123,23 @@ def start(spec: EngineSpec, folder: Path, log: Path, sockets: Path) -> Any:
 
 
 def cache_folder() -> Path:
-    """vLLM's own, in which it keeps what it has compiled."""
+    """vLLM's own, in which it keeps what it has compiled; a temporary one if that cannot be written."""
     prepare_environment()
     limit_logging()
     with compile_cache.keep_compiler_settings():  # the package alone is imported quickly
         from vllm import envs
 
-    return Path(envs.VLLM_CACHE_ROOT)
+    folder = Path(envs.VLLM_CACHE_ROOT)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        terminal.note(f"{folder}  vLLM cannot keep what it compiles there ({error.strerror}); VLLM_CACHE_ROOT names it")
+        instead = Scratch("vllm-cache")
+        atexit.register(instead.close)
+        folder = instead.path
+        os.environ["VLLM_CACHE_ROOT"] = str(folder)
+    return folder
 
 
 def starts_beside(spec: EngineSpec, folder: Path) -> bool:
@@ -343,6 +357,8 @@ def error_with_hint(said: str, section: Vllm, what: str) -> EngineError:
             "rollout.vllm.enforce_eager: true starts without compiling; on a CPU the path of vLLM's cache must have no"
             " space: VLLM_CACHE_ROOT, by default in the home directory"
         )
+    elif "No space left on device" in said:
+        hint = "/dev/shm or the folder for temporary files is full; a container gets a larger /dev/shm by --shm-size"
     elif "memory" in said.lower() or "cache blocks" in said.lower():
         hint = memory_hint(section)
     return EngineError(f"vLLM {what}: {said}", hint=hint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -165,3 +167,31 @@ def test_a_process_waits_for_the_file_that_its_environment_names(
     (tmp_path / "ready").touch()
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+AS_A_MODULE = """
+import multiprocessing, os, runpy, sys, time
+from pathlib import Path
+import posttrain.cli.app
+
+def command(prog_name):
+    core = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="EngineCore_DP0")
+    core.start()
+    deadline = time.monotonic() + 50
+    while not Path(os.environ["POSTTRAIN_ENGINE_LOG"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    core.kill()
+
+posttrain.cli.app.app = command
+runpy.run_module("posttrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_process_of_python_m_posttrain_begins_its_log_before_it_imports_anything_else(tmp_path: Path) -> None:
+    """multiprocessing leaves a main module out that is named `__main__` in a package."""
+    log = tmp_path / "log"
+    environment = {**os.environ, engine_process.LOG: str(log), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", AS_A_MODULE], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and log.exists(), done.stderr

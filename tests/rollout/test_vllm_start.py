@@ -191,6 +191,7 @@ def test_an_engine_that_cannot_start_is_refused_before_anything_is_loaded(monkey
         ("No available memory for the cache blocks.", "VLLM_CPU_KVCACHE_SPACE is 7 GiB"),
         ("Unsupported CPU attention configuration: head_dim=16", "head size"),
         ("CppCompileError: C++ compile error\nmemory", "must have no space: VLLM_CACHE_ROOT"),
+        ("OSError: [Errno 28] No space left on device", "--shm-size"),
         ("something else\nwith a second line", "VLLM_LOGGING_LEVEL"),
     ],
 )
@@ -255,3 +256,17 @@ def test_probe_of_the_trainer(loaded: LoadedModel) -> None:
         expected = loaded.model.eval()(torch.tensor([ids])).logits[0].log_softmax(-1)
     assert logps == pytest.approx([float(expected[t, ids[t + 1]]) for t in range(9)], abs=1e-5)
     assert mean_gap([1.0, 2.0], [1.5, 1.0]) == 0.75
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setitem(sys.modules, "vllm", vllm := types.ModuleType("vllm"))
+    vllm.envs = types.SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path / "file" / "vllm"))  # type: ignore[attr-defined]
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "")
+    folder = vllm_start.cache_folder()
+    assert folder.is_dir() and os.environ["VLLM_CACHE_ROOT"] == str(folder)
+    assert "file/vllm  vLLM cannot keep what it compiles there" in capsys.readouterr().err
+    vllm.envs = types.SimpleNamespace(VLLM_CACHE_ROOT=str(tmp_path / "vllm"))  # type: ignore[attr-defined]
+    assert vllm_start.cache_folder() == tmp_path / "vllm" and not list((tmp_path / "vllm").iterdir())
