@@ -7,6 +7,7 @@ from posttrain.advantage import group
 from posttrain.curriculum import selection
 from posttrain.data import decontaminate, separability
 from posttrain.data import pairs as builders
+from posttrain.evaluate import search
 from posttrain.loss import (
     distribution,
     group_pairs,
@@ -17,7 +18,6 @@ from posttrain.loss import (
     pair_rounds,
     reward_model,
 )
-from posttrain.rollout import search
 from posttrain.verify import judging
 
 LIGHT_R1 = (  # what its parts read
