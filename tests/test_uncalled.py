@@ -18,7 +18,6 @@ FOR_TESTS = {
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
     "advantage/gate.py": {"open_groups"},
-    "advantage/hints.py": {"hint_ratio"},
     "advantage/keep.py": {"oversample"},
     "advantage/thinking_modes.py": {"tool_ledger"},
     "advantage/turns.py": {"action_advantages", "information_gain_terms", "merged_steps"},

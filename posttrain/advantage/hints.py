@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from posttrain.advantage.group import centred_and_scaled, group_mean, joint, numbered, required, rewards_of
-from posttrain.batch import RolloutBatch
+from posttrain.batch import RolloutBatch, row_mean
 from posttrain.registry import register
 
 Variant = Literal["symmetric", "one_sided"]
@@ -64,13 +63,46 @@ def protected(advantages: Tensor, hint_mask: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask & ~shielded, advantages[:, None], 0.0)
 
 
-def hint_ratio(
-    rewards_naive: Sequence[float | None], *, w_min: float = 0.0, w_max: float = 0.8, noise: float = 0.0
-) -> float:
-    """Share of the reference solution that is given away: clip((w_max - w_min) * difficulty + w_min + noise, 0, 1).
+@register(
+    "factor",
+    "hint_consistency",
+    paper="2512.13095",
+    needs=("hinted", "hint_mask", "entropy"),
+    note="Published is that hint tokens whose entropy departs from the continuation's are damped; the form is a guess.",
+)
+def hint_consistency(batch: RolloutBatch) -> Tensor:
+    """ADHint's weights of tokens [N,T]: those of a hint min(H, H') / max(H, H'), H' the continuation's mean entropy.
 
-    difficulty = 1 - mean reward of the plain rollouts; without a scored one it is 1. w_max 0.8 is a guess.
+    1 where both are below 1e-8, 0 in rows with a negative advantage, whose hint must not be pushed down. The row's own
+    tokens weigh 1.
     """
-    scored = [r for r in rewards_naive if r is not None]
-    difficulty = 1 - (sum(scored) / len(scored) if scored else 0.0)
-    return min(max((w_max - w_min) * difficulty + w_min + noise, 0.0), 1.0)
+    advantages = required(batch.advantages, "advantages")
+    rows = advantages if advantages.dim() == 1 else own_advantages(batch, advantages)
+    hints = required(batch.hint_mask, "hint_mask").bool()
+    return hint_weights(required(batch.entropy, "entropy"), hints, batch.mask, rows)
+
+
+def own_advantages(batch: RolloutBatch, advantages: Tensor) -> Tensor:
+    """Row advantages [N] of token ones: those of the tokens that the policy sampled."""
+    own = batch.mask & ~required(batch.hint_mask, "hint_mask").bool()
+    return row_mean(advantages, own)
+
+
+def hint_weights(entropy: Tensor, hint_mask: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    """`hint_consistency` of row advantages [N]; 0 outside hint and mask."""
+    hint_mask = hint_mask.bool()
+    own = mask.bool() & ~hint_mask
+    usual = row_mean(entropy, own)[:, None]
+    low, high = torch.minimum(entropy, usual), torch.maximum(entropy, usual)
+    near = torch.where(high < 1e-8, 1.0, low / high.clamp(min=1e-8))
+    near = torch.where((advantages < 0)[:, None], 0.0, near)
+    return torch.where(hint_mask, near, own.to(entropy.dtype))
+
+
+@register("keep", "reward_band", paper="2506.13923", needs=("groups", "rewards"))
+def reward_band(batch: RolloutBatch, *, low: float = 0.001, high: float = 0.999) -> Tensor:
+    """Keep groups whose mean reward is between low and high, both included -> rows that stay, bool [N]. Rows that could
+    not be scored do not count, and a group of such rows goes."""
+    group = numbered(batch.group_ids)
+    mean = group_mean(rewards_of(batch), group)
+    return ((mean >= low) & (mean <= high))[group]

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from posttrain import whereabouts
 from posttrain.data import pairs
+from posttrain.data.guidance import guided_pairs
 from posttrain.errors import DataError
 from posttrain.recipe.building import Builder
 
@@ -183,6 +184,16 @@ def _broken_format(pool: list[Record], options: Options) -> Found:
     return Found(choices, "no right, well-formed answer")
 
 
+def _guided(pool: list[Record], options: Options) -> Found:
+    """Agent-RLVR: `teacher` holds the attempts with guidance in the prompt; the pair's prompt is that without it."""
+    del options
+    own, guided = _once(pool, _of(pool, "own")), _once(pool, _of(pool, "teacher"))
+    places = {"first": own, "guided": guided}
+    rows = guided_pairs(_table(pool, own, "correct"), _table(pool, guided, "correct"))
+    choices = [(guided[row.chosen], places[row.rejected_source][row.rejected]) for row in rows]
+    return Found(choices, "no guided attempt was right" if not any(_right(pool[i]) for i in guided) else "no failure")
+
+
 _BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
     "right_wrong": _right_wrong,
     "short_long": _short_long,
@@ -195,6 +206,7 @@ _BUILDERS: dict[Builder, Callable[[list[Record], Options], Found]] = {
     "versus_past": _versus_past,
     "gold_vs_own": _gold_vs_own,
     "broken_format": _broken_format,
+    "guided": _guided,
 }
 
 

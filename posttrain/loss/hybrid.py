@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,48 @@ def rl_plus(
     stats = {"off_policy_ratio": torch.where(external, mixture.detach(), 0.0)}
     stats |= clip_stats(ratio, advantages, clip_low, high)
     return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+@register(
+    "loss",
+    "guide",
+    paper="2506.13923",
+    needs=("hinted", "old_logp"),
+    note=(
+        "The authors' quantile runs over padding too; here it is over the hinted tokens of a micro-batch, as theirs is"
+        " over one, so `percentile` depends on batch.micro_tokens and on the number of ranks."
+    ),
+)
+def guide(
+    batch: RolloutBatch,
+    logp: Tensor,
+    *,
+    strategy: Literal["percentile", "constant", "power"] = "percentile",
+    value: float = 0.9,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+) -> TokenLoss:
+    """The clipped surrogate for plain rows; -A s(r) for rows sampled with a hint and trained on without it.
+
+    r = exp(logp - old_logp), logp under the plain prompt and old_logp under the one with the hint. constant: s = r / (r
+    + value); percentile: the same with the `value` quantile of r over hinted tokens, at least 1e-4, in place of value;
+    power: s = r^value. Text that is natural with the hint only has a small r and hardly a gradient. No clip there.
+    Stat [N,T]: `guide/shaped`, and those of `clip`.
+    """
+    high = clip_low if clip_high is None else clip_high
+    advantages, ratio = token_advantages(batch, logp), token_ratio(batch, logp)
+    hinted = torch.zeros_like(batch.mask) if batch.hinted is None else batch.mask & batch.hinted.bool()[:, None]
+    shaped = ratio**value if strategy == "power" else ratio / (ratio + _shift(ratio, hinted, strategy, value))
+    values = torch.where(hinted, -advantages * shaped, clipped_surrogate(ratio, advantages, clip_low, high))
+    stats = {"guide/shaped": torch.where(hinted, shaped.detach(), 0.0), **clip_stats(ratio, advantages, clip_low, high)}
+    return TokenLoss(torch.where(batch.mask, values, 0.0), stats)
+
+
+def _shift(ratio: Tensor, hinted: Tensor, strategy: str, value: float) -> Tensor | float:
+    chosen = ratio.detach()[hinted]
+    if strategy == "constant" or not len(chosen):
+        return value
+    return chosen.double().quantile(value).clamp(min=1e-4).to(ratio.dtype)
 
 
 def nll_less_entropy(batch: RolloutBatch, logp: Tensor, *, entropy_coef: float = 0.001) -> TokenLoss:

@@ -17,6 +17,7 @@ Builder = Literal[
     "versus_past",
     "gold_vs_own",
     "broken_format",
+    "guided",
 ]
 Other = Literal["past", "future", "teacher"]
 
@@ -26,14 +27,15 @@ READS: dict[Builder, tuple[Other, ...]] = {
     "verified": ("teacher",),
     "temporal": ("past", "future"),
     "versus_past": ("past",),
+    "guided": ("teacher",),
 }
-NEEDS: dict[Builder, tuple[Other, ...]] = {"temporal": ("past",), "versus_past": ("past",)}
+NEEDS: dict[Builder, tuple[Other, ...]] = {"temporal": ("past",), "versus_past": ("past",), "guided": ("teacher",)}
 
 # Keys that only these builders read.
 OWN: dict[str, tuple[Builder, ...]] = {
     "past": ("temporal", "versus_past"),
     "future": ("temporal",),
-    "teacher": ("large_margin", "verified"),
+    "teacher": ("large_margin", "verified", "guided"),
     "max_pairs": ("right_wrong", "versus_past", "gold_vs_own", "broken_format"),
     "prefer_teacher": ("verified",),
     "min_positive": ("large_margin",),

@@ -428,7 +428,9 @@ class PairsRecipe(Stage):
     builder: Builder = Field("right_wrong", description="which answers make pairs: docs/preference.md")
     past: CompletionsName | None = Field(None, description="completions of an earlier policy (temporal, versus_past)")
     future: CompletionsName | None = Field(None, description="completions of the model of phase 1 (temporal)")
-    teacher: CompletionsName | None = Field(None, description="completions of a teacher (verified, large_margin)")
+    teacher: CompletionsName | None = Field(
+        None, description="completions of a teacher (verified, large_margin), or with guidance in the prompt (guided)"
+    )
     max_pairs: Positive = Field(10, description="pairs a prompt at most, where a builder makes several")
     prefer_teacher: bool = Field(True, description="verified: the teacher's answer before the policy's own right one")
     min_positive: float = Field(5.0, description="large_margin: least score of a chosen answer")

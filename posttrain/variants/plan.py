@@ -36,6 +36,12 @@ class Outcome:
         return any(self.correct)
 
     @property
+    def mean_reward(self) -> float | None:
+        """Over the scored rollouts; None without one."""
+        known = [reward for reward in self.rewards if reward is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
     def accuracy(self) -> float | None:
         """Share of right ones among those that are known; None without one."""
         known = [one for one in self.correct if one is not None]

@@ -272,3 +272,156 @@ def test_rollouts_that_are_an_update_old_keep_their_prompts_in_checkpoints(cli: 
     values["rollout"] |= {"staleness": 1, "max_new_tokens": 4}
     (home / "run.yaml").write_text(json.dumps(values))
     cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+
+
+def test_hint_length_follows_the_fit_and_hints_are_read_but_not_trained_on(
+    ran: Callable[..., list[Values]], seen: Seen, home: Path
+) -> None:
+    """SEELE: rounds of one group begin with a part of the solution; the policy loss has the sampled tokens alone."""
+    values = values_of(algorithm="seele", run={"steps": 2, "save_every": 2})
+    values["prompt_variants"] = {"use": "item_response", "rounds": 3}
+    metrics = ran(values)
+    assert all(row["hint_nll"] > 0 for row in metrics)
+    for rollout, batch, ids in seen.rows():
+        assert rollout.variant is not None and batch.hint_mask is not None
+        begin = len(rollout.variant.begin)
+        assert rollout.segments[0].kind == "injected" if begin else rollout.segments[0].kind == "model"
+        assert solution_of(rollout).startswith(rollout.text[: min(begin, 5)])
+        assert batch.hint_mask[0].nonzero()[:, 0].tolist() == list(range(begin))
+        assert int(batch.mask.sum()) == len(rollout.sampled) and not bool((batch.mask & batch.hint_mask).any())
+        assert ids == [*rollout.prompt.ids, *rollout.variant.begin, *rollout.sampled]
+    for rollouts in seen.rollouts:
+        assert all(len([r for r in rollouts if r.group == g]) == 12 for g in {r.group for r in rollouts})
+        first = [r for r in rollouts if r.variant and r.variant.name == "round 1"]
+        assert all(len(r.variant.begin) == len(r.prompt.row["solution"]) - 1 or len(r.variant.begin) > 3 for r in first)  # type: ignore[union-attr]
+    memory = json.loads((home / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())["memory"]
+    uids = {r.prompt.uid for rollouts in seen.rollouts for r in rollouts}
+    assert memory["item_response"].keys() == uids and all(0 <= p <= 1 for p in memory["item_response"].values())
+
+
+def test_hint_tokens_are_trained_on_with_weights_and_never_pushed_down(
+    ran: Callable[..., list[Values]], seen: Seen
+) -> None:
+    """ADHint: half of a group is plain; hint tokens are in the mask, weigh at most 1, and 0 where the row did badly."""
+    ran(values_of(algorithm="adhint"))
+    hinted = [(r, b) for r, b, _ in seen.rows() if r.variant and r.variant.hinted]
+    assert 0 < len(hinted) <= len(seen.rows()) / 2
+    for rollout, batch in hinted:
+        assert batch.advantages is not None and batch.hint_mask is not None and batch.external is not None
+        begin = len(rollout.variant.begin)  # type: ignore[union-attr]
+        assert rollout.segments[0].kind == "given" and torch.equal(batch.external, batch.hint_mask)
+        assert int(batch.mask.sum()) == begin + len(rollout.sampled)
+        own = float(batch.advantages[0, begin])
+        shown = batch.advantages[0, :begin]
+        assert bool((shown == 0).all()) if own <= 0 else bool(((shown >= 0) & (shown <= own + 1e-6)).all())
+
+
+def test_the_loss_prompt_lacks_the_hint_and_the_ratio_is_to_the_prompt_that_had_it(
+    ran: Callable[..., list[Values]], seen: Seen
+) -> None:
+    """GUIDE: groups that failed are sampled again with a hint; log-probs under the plain prompt, old ones under the
+    hinted one; the loss shapes the ratio."""
+    values = values_of("rarely", algorithm="guide_grpo")
+    values["rewards"], values["rollout"] = values["rewards"][:1], {**values["rollout"], "group_size": 8}
+    metrics = ran(values)
+    hinted = [(r, b, ids) for r, b, ids in seen.rows() if r.variant and r.variant.hinted]
+    assert hinted and any(row.get("guide/shaped", 0) > 0 for row in metrics)
+    for rollout, batch, ids in hinted:
+        assert "Hint: carry" in rollout.prompt.text and rollout.loss_ids is not None and rollout.group >= 10_000_000
+        assert ids == [*rollout.loss_ids, *rollout.ids] and len(rollout.loss_ids) < len(rollout.prompt.ids)
+        assert batch.old_logp is not None and batch.rollout_logp is not None
+        own = batch.mask
+        assert torch.allclose(batch.old_logp[own], batch.rollout_logp[own], atol=1e-4)  # of the prompt with the hint
+    for rollout, _, ids in seen.rows():
+        if rollout.variant and not rollout.variant.hinted:
+            assert ids == [*rollout.prompt.ids, *rollout.ids]
+
+
+def test_guided_retries_are_trained_on_without_their_guidance(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Agent-RLVR: failed tasks are tried again with guidance in the prompt; the trained pass reads the plain one."""
+    values = values_of("rarely", algorithm="agent_rlvr")
+    values["prompt_variants"] = {"use": "guided_retry", "guidance": "hint"}
+    ran(values)
+    guided = [(r, ids) for r, _, ids in seen.rows() if r.variant and r.variant.name == "guided"]
+    assert guided
+    for rollout, ids in guided:
+        assert "Guidance for another one" in rollout.prompt.text
+        assert rollout.loss_ids is not None and ids[: len(rollout.loss_ids)] == list(rollout.loss_ids)
+        mates = [r for rows in seen.rollouts for r in rows if r.group == rollout.group]
+        assert {r.variant.name for r in mates if r.variant} == {"plain", "guided"} or len(mates) > 8
+
+
+def test_a_template_is_drawn_by_group_with_its_rule(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Prompt augmentation: one template a group, written into the prompt; its rule reaches the reward."""
+    values = values_of(algorithm="prompt_augmentation")
+    values["rewards"].append({"use": "templates.augmented"})
+    ran(values)
+    groups = {(n, r.group): r for n, rollouts in enumerate(seen.rollouts) for r in rollouts}
+    for n, rollouts in enumerate(seen.rollouts):
+        assert all(r.variant == groups[n, r.group].variant for r in rollouts)
+    names = {r.variant.name for r in groups.values() if r.variant}
+    assert len(names) > 3
+    for rollout in (r for rollouts in seen.rollouts for r in rollouts):
+        assert rollout.variant is not None
+        rule, form = rollout.prompt.row["template"], rollout.scores["augmented"]
+        assert form == 1.0 if rule == "free" else form is not None and form < 1.0  # it writes hardly any tags
+        assert rollout.prompt.text.endswith(rollout.variant.prefill)
+
+
+def test_one_instruction_for_the_whole_run(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """Prior prompts: the style's instruction is in every prompt, and no token of it is trained on."""
+    values = values_of(prompt_variants={"use": "prior_instruction", "style": "planning"})
+    values["rewards"].append({"use": "templates.prior", "weight": 0.5, "params": {"style": "planning"}})
+    ran(values)
+    for rollout, batch, _ in seen.rows():
+        assert "<plan>" in rollout.prompt.text and int(batch.mask.sum()) == len(rollout.sampled)
+
+
+def test_a_population_of_instructions_evolves(ran: Callable[..., list[Values]], seen: Seen, home: Path) -> None:
+    """INSPO: members are drawn by weight, which follows rewards; pruned ones make room for candidates."""
+    own = {"use": "instructions", "pool": ["one", "two", "three", "four"], "candidates": ["five", "six", "seven"]}
+    own |= {"evolve_every": 2, "temperature": 1.0}
+    ran(values_of(prompt_variants=own, run={"steps": 4, "save_every": 2}))
+    before, after = (
+        json.loads((home / "run" / "checkpoints" / f"step-0000000{n}" / "state.json").read_text())["memory"]
+        for n in (2, 4)
+    ) if (home / "run" / "checkpoints" / "step-00000002").exists() else (None, None)  # fmt: skip
+    assert before is not None and after is not None
+    members = [text for _, text, _ in before["instructions"]["members"]]
+    assert members[0] == "one" and len(members) == 4 and {"five", "six"} < set(members)
+    assert "seven" in [text for _, text, _ in after["instructions"]["members"]]
+    assert any(weight > 0 for *_, weight in after["instructions"]["members"])
+    shown = {r.variant.system for rollouts in seen.rollouts for r in rollouts if r.variant}
+    assert len(shown) > 2 and all(
+        r.variant.system in r.prompt.text
+        for rollouts in seen.rollouts
+        for r in rollouts
+        if r.variant and r.variant.system
+    )
+
+
+def test_solved_examples_come_from_the_runs_own_store(ran: Callable[..., list[Values]], seen: Seen) -> None:
+    """XRPO: what was solved is stored; a prompt that every rollout failed sees it before its question."""
+    values = values_of("rarely", algorithm="xrpo_icl_seeding", run={"steps": 6})
+    ran(values)
+    solved: set[str] = set()
+    helped = 0
+    for rollouts in seen.rollouts:
+        for rollout in rollouts:
+            if rollout.variant and rollout.variant.name == "examples":
+                helped += 1
+                assert "Here are solved problems" in rollout.prompt.text
+                shown = set(rollout.variant.note["examples"])
+                assert shown <= solved and rollout.prompt.uid not in shown
+                plain = [r for r in rollouts if r.group == rollout.group and r.variant and r.variant.name == "plain"]
+                assert plain and not any(r.correct for r in plain)
+        solved |= {r.prompt.uid for r in rollouts if r.correct}
+    assert helped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["seele", "guide_grpo", "inspo", "xrpo_icl_seeding", "adhint"])
+def test_what_is_learnt_goes_on_exactly(cli: Any, home: Path, name: str) -> None:
+    values = values_of("rarely", algorithm=name, run={"steps": 4, "save_every": 2})
+    (home / "run.yaml").write_text(json.dumps(values))
+    cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mechanics import Adapter, Case, arguments
+import torch
+from mechanics import ZERO, Adapter, Case, Names, arguments, combined, gradient, of_rows, tensor
 
-from posttrain.batch import Prompt, Rollout, Segment
+from posttrain.batch import Prompt, Rollout, RolloutBatch, Segment
+from posttrain.loss.aggregate import totals
+from posttrain.recipe import presets
+from posttrain.train.objective import Objective
+from posttrain.train.parts import Part
 from posttrain.variants.plan import Asked, Outcome
 
 
@@ -103,3 +109,181 @@ def cuts(cut: Callable[..., int], share: Callable[..., float]) -> Adapter:
         return {**out, "mask_first": Rollout(Prompt("", {}, "", ()), 0, segments, "", "stop", 0).trained}
 
     return adapter
+
+
+def curve(kind: Callable[..., Any], read: str) -> Adapter:
+    """A curve with the case's numbers, at each `p`, or asked for the share of its `target`."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        points, target = values.pop("p", None), values.pop("target", None)
+        found = kind(**values)
+        if read == "accuracy":
+            return {read: [found.at(p) for p in points]}
+        return {read: found.share(**({} if target is None else {"target": target}))}
+
+    return adapter
+
+
+def fit(function: Callable[..., Any]) -> Adapter:
+    """The share for the target on the curve that is fitted to the case's pairs."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        target = values.pop("target", None)
+        return {"next_rate": function(**values).share(**({} if target is None else {"target": target}))}
+
+    return adapter
+
+
+def by_row(functions: Mapping[str, tuple[Callable[..., Any], Names]]) -> Adapter:
+    """output -> (a function that is called on each row of the inputs, input -> its argument)."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        assert not case["params"], case["params"]
+        out = {}
+        for output, (function, names) in functions.items():
+            columns = {argument: case["inputs"][name] for name, argument in names.items()}
+            rows = zip(*columns.values(), strict=True)
+            out[output] = [function(**dict(zip(columns, row, strict=True))) for row in rows]
+        return out
+
+    return adapter
+
+
+def one_group(function: Callable[..., Any], scales: Mapping[bool, str]) -> Adapter:
+    """Advantages of all rounds of a problem as one group, by the name that `norm_std` has here."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        rows = torch.cat([tensor(row) for row in values.pop("rewards")])
+        scale = scales[bool(values.pop("norm_std", False))]
+        assert not values, values
+        ids = torch.zeros(len(rows), dtype=torch.long)
+        batch = RolloutBatch(group_ids=ids, mask=torch.ones(len(rows), 1).bool(), rewards=rows)
+        return {"advantages": function(batch, scale=scale, eps=1e-6, ddof=1)}
+
+    return adapter
+
+
+def added_to(name: str, function: Callable[..., Any], coef: str, start: str) -> Adapter:
+    """A term of the loss with its coefficient, by the objective, and what it is added to."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        logp = tensor(values.pop("logp")).requires_grad_()
+        hint = tensor(values.pop("hint_mask")).bool()
+        number, before = values.pop(coef), tensor(values.pop(start, ZERO))
+        assert not values, values
+        mask = torch.ones_like(hint)
+        batch = RolloutBatch(group_ids=torch.arange(len(hint)), mask=mask, hint_mask=hint)
+        part = Part("regulariser", name, "regularisers.0", function, coef=number)
+        objective = Objective(advantage=part, surrogate=part, regularisers=(part,))
+        term = objective.added(part, part(batch, logp), batch, objective_totals(objective, batch))
+        return {"loss": torch.stack([before, term]).sum(), "grad_logp_supervised": gradient(term, logp)}
+
+    return adapter
+
+
+def objective_totals(objective: Objective, batch: RolloutBatch) -> Any:
+    """The denominators of the regularisers alone."""
+    logp = torch.zeros(batch.mask.shape)
+    terms = {part.key: float(part(batch, logp).counted.sum()) for part in objective.regularisers}
+    return dataclasses.replace(totals(batch.mask), terms=terms)
+
+
+def rows_of_prompts(batch: RolloutBatch, hinted: Any) -> Any:
+    """What is given by prompt, by row."""
+    return of_rows(tensor(hinted), batch.group_ids).bool()
+
+
+def first_of_group(name: str, adapter: Adapter) -> Adapter:
+    """An output by group whose rows are all alike, one value a group."""
+
+    def adapted(case: Case) -> dict[str, Any]:
+        found = adapter(case)
+        return {**found, name: [row[0] for row in found[name]]}
+
+    return adapted
+
+
+def ratios(difficulty: Callable[..., float], ratio: Callable[..., float], length: Callable[..., int]) -> Adapter:
+    """Difficulty, share and tokens of each prompt's hint."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        tables, lengths = values.pop("naive_rewards"), values.pop("lengths")
+        noise = values.pop("noise", None)
+        drawn = noise if noise is not None else [ZERO for _ in tables]
+        shares = [ratio(row, noise=one, **values) for row, one in zip(tables, drawn, strict=True)]
+        return {
+            "difficulty": list(map(difficulty, tables)),
+            "ratio": shares,
+            "hint_tokens": list(map(length, shares, lengths)),
+        }
+
+    return adapter
+
+
+def halves(function: Callable[..., Any]) -> Adapter:
+    """Plain and hinted rows of each prompt as one group; back as two tables."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        plain, helped = values.pop("naive_rewards"), values.pop("hinted_rewards")
+        assert not values, values
+        rewards, hinted, groups = [], [], []
+        for number, (one, other) in enumerate(zip(plain, helped, strict=True)):
+            rewards.extend([*one, *other])
+            hinted.extend([*(False for _ in one), *(True for _ in other)])
+            groups.extend(number for _ in [*one, *other])
+        marks = torch.tensor(hinted)
+        rows, gap = function(tensor(rewards), torch.tensor(groups), marks)
+        found = list(zip(rows.tolist(), hinted, groups, strict=True))
+        tables = {
+            name: [[v for v, h, g in found if h is mark and g == n] for n in range(len(plain))]
+            for name, mark in (("naive_advantages", False), ("hinted_advantages", True))
+        }
+        return {"difficulty_gap": gap, **tables}
+
+    return adapter
+
+
+def pruned(function: Callable[..., Any]) -> Adapter:
+    """Who stays and with which weights. protected: flags, or places."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        safe = values.pop("protected", None) or []
+        flags = len(safe) == len(values["weights"]) and set(map(int, safe)) <= {0, 1}
+        places = [n for n, flag in enumerate(safe) if flag] if flags else [int(n) for n in safe]
+        values["num_new"] = int(values.pop("num_new", False))
+        kept, weights = function(**values, protected=places)
+        return {"kept": kept, "weights": weights}
+
+    return adapter
+
+
+def formed(function: Callable[..., float], names: Names, preset: str) -> Adapter:
+    """A reward of form by each row's style or template, and its weighted sum with correctness; weights that a case
+    leaves out are the preset's. names: the function's keyword -> the input that holds it."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = arguments(case)
+        correct, texts = values.pop("correct"), values.pop("responses")
+        given = {key: values.pop(name) for key, name in names.items()}
+        form = [
+            function(text, **dict(zip(given, row, strict=True)))
+            for text, row in zip(texts, zip(*given.values(), strict=True), strict=True)
+        ]
+        accuracy, shaped = (reward.get("weight", True) for reward in presets.preset(preset).rewards)
+        weights = {"correct": values.pop("accuracy_weight", accuracy), "format": values.pop("format_weight", shaped)}
+        assert not values, values
+        return {"format_reward": form, "rewards": combined({"correct": correct, "format": form}, weights, None)[0]}
+
+    return adapter
+
+
+def paired(function: Callable[..., Any]) -> Adapter:
+    """Pairs as plain rows."""
+    return lambda case: {"pairs": [list(pair) for pair in function(**arguments(case))]}

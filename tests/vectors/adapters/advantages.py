@@ -16,6 +16,7 @@ from posttrain.advantage import (
     tokens,
     turns,
 )
+from posttrain.variants import help
 from posttrain.verify import stability
 
 TRAJECTORIES = {"prompt_ids": "group_ids", "traj_ids": "trajectory_ids"}
@@ -200,7 +201,7 @@ ADAPTERS = {
         table="answer_mean_logp",
         counts="turns",
     ),
-    "adhint_adv": with_hints(hints.hint_advantages, hints.protected, hints.hint_ratio),
+    "adhint_adv": with_hints(hints.hint_advantages, hints.protected, help.hint_ratio),
     "proact_mc_critic": on_tensors(
         turns.critic_terms, {"advantages": "advantages", "blended": "blended", "returns": "returns"}
     ),

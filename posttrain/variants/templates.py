@@ -1,0 +1,203 @@
+"""Prompts with a template or an instruction: one style for the whole run, one drawn for each group, or a population."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from posttrain.batch import Variant
+from posttrain.registry import register
+from posttrain.variants.plan import Asked, Outcome
+
+STYLES = {
+    "reasoning": "Reason step by step inside <think> and </think>",
+    "planning": "Write a plan inside <plan> and </plan>: what you will do, in order, and then do it",
+    "code": "Solve the problem by writing code inside <code> and </code>",
+    "knowledge": "Recall the facts and formulas that help inside <knowledge> and </knowledge>",
+    "null_example": "Write some examples of your own that are like the problem inside <examples> and </examples>",
+}
+ENDING = ". Then give the final answer, in \\boxed{}, inside <answer> and </answer>. Write nothing else."
+
+
+@register(
+    "prompt_variants",
+    "prior_instruction",
+    paper="2505.14157",
+    note="The wordings are ours. Evaluation is without the instruction: write it into `eval.data` to keep it there.",
+)
+def prior_instruction(
+    asked: Asked, *, style: Literal["reasoning", "planning", "code", "knowledge", "null_example"] = "reasoning"
+) -> list[Variant]:
+    """Prior prompts: one instruction for the whole run, whose behaviour RL instils.
+
+    It asks for a tagged section of its style and then the answer. Reward `templates.prior` with the same style pays for
+    the form.
+    """
+    if asked.rounds:
+        return []
+    return [Variant(style, user="{prompt}\n\n" + STYLES[style] + ENDING, columns={"template": style})]
+
+
+class Template(NamedTuple):
+    """What is written round a question. rule: the form that reward `templates.augmented` looks for."""
+
+    rule: str = "free"
+    system: str | None = None
+    user: str = "{prompt}"
+    prefill: str = ""
+
+
+_OPEN = "Think first, then answer, each on lines of its own:\n<think>\n...\n</think>\n<answer>\n...\n</answer>"
+_INLINE = "Put your reasoning inside <think> </think> and the final answer inside <answer> </answer>."
+_REFLECT = (
+    "Solve the problem between <solution> and </solution>, then check it between <check> and </check>, beginning with"
+    ' "Let\'s verify step by step".'
+)
+TEMPLATES = {
+    "bare": Template(),
+    "steps": Template(system="You solve problems step by step and put the final answer in \\boxed{}."),
+    "question": Template(user="Question:\n{prompt}\n\nAnswer step by step:"),
+    "careful": Template(user="{prompt}\n\nWork carefully, and write the final answer in \\boxed{}."),
+    "formal": Template(system="You are a mathematician. Justify each step and box the result."),
+    "problem": Template(user="Problem: {prompt}\nSolution:"),
+    "open-r1": Template("open-r1", _OPEN),
+    "open-r1-teacher": Template("open-r1-teacher", _OPEN, prefill="<think>\n"),
+    "deepseek-r1": Template("deepseek-r1", _INLINE),
+    "deepseek-r1-teacher": Template("deepseek-r1-teacher", _INLINE, prefill="<think>"),
+    "reflective": Template("reflective", _REFLECT),
+    "reflective-teacher": Template("reflective-teacher", _REFLECT, prefill="<solution>\n"),
+    "final-answer-line": Template(
+        "final-answer-line", user="{prompt}\n\nEnd with one line that begins `The final answer is:`."
+    ),
+}
+
+
+@register(
+    "prompt_variants",
+    "templates",
+    paper="2602.03190",
+    note="The thirteen kinds of template are the authors', their wordings ours.",
+)
+def templates(
+    asked: Asked, *, names: tuple[str, ...] = tuple(TEMPLATES), own: dict[str, str] | None = None
+) -> list[Variant]:
+    """Prompt augmentation: at every visit a template is drawn for the prompt, which all of its rollouts share.
+
+    names: of the shipped ones, drawn alike often together with `own`, name -> user message with `{prompt}`, which have
+    no rule of form. The column `template` holds the rule for reward `templates.augmented`. A tag that a `-teacher`
+    template begins the answer with is a part of the prompt.
+    """
+    if asked.rounds:
+        return []
+    unknown = [name for name in names if name not in TEMPLATES]
+    if unknown:
+        raise ValueError(f"no template `{unknown[0]}`; known: {', '.join(TEMPLATES)}")
+    pool = {name: TEMPLATES[name] for name in names} | {name: Template(user=text) for name, text in (own or {}).items()}
+    name = asked.random().choice(list(pool))
+    found = pool[name]
+    return [
+        Variant(name, system=found.system, user=found.user, prefill=found.prefill, columns={"template": found.rule})
+    ]
+
+
+@register(
+    "prompt_variants",
+    "instructions",
+    paper="2512.01945",
+    note=(
+        "The softmax is from a review of the paper; how weights move, what is pruned and all numbers are guesses. New"
+        " instructions come from `candidates`, in order; no second model proposes them."
+    ),
+)
+class Instructions:
+    """INSPO: a population of system messages that evolves with the policy.
+
+    Each prompt draws one with probability softmax(w / temperature); all of its rollouts share it. w moves towards the
+    mean reward of the groups that used it (ema), and stays where none did. Every `evolve_every` steps the ceil(size *
+    keep_ratio) best stay, the first `protected` of the pool in any case, and the next candidates fill the places, with
+    the mean weight of those that stay.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: tuple[str, ...],
+        candidates: tuple[str, ...] = (),
+        temperature: float = 0.1,
+        ema: float = 0.1,
+        evolve_every: int = 50,
+        keep_ratio: float = 0.5,
+        protected: int = 1,
+    ) -> None:
+        self.pool, self.candidates, self.temperature, self.ema = pool, candidates, temperature, ema
+        self.evolve_every, self.keep_ratio, self.protected = evolve_every, keep_ratio, protected
+
+    def plan(self, asked: Asked) -> list[Variant]:
+        """See `Planner.plan`."""
+        if asked.rounds:
+            return []
+        members = self._members(asked.memory)
+        chances = softmax([weight for _, _, weight in members], self.temperature)
+        number, text, _ = asked.random().choices(members, chances)[0]
+        return [Variant(f"instruction {number}", system=text, note={"instruction": number})]
+
+    def _members(self, memory: Mapping[str, Any] | None) -> list[tuple[int, str, float]]:
+        """(number, text, weight) of each member; numbers go on with candidates."""
+        if memory:
+            return [(int(number), str(text), float(weight)) for number, text, weight in memory["members"]]
+        return [(number, text, 0.0) for number, text in enumerate(self.pool)]
+
+    def learn(self, memory: Mapping[str, Any] | None, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """See `Planner.learn`: the members, the steps, and how many candidates were taken."""
+        members, steps = self._members(memory), int((memory or {}).get("steps", 0)) + 1
+        used = int((memory or {}).get("candidates", 0))
+        places = {number: place for place, (number, _, _) in enumerate(members)}
+        drawn = [(places.get(o.variant.note.get("instruction", -1)), o.mean_reward) for o in outcomes]
+        known = [(place, reward) for place, reward in drawn if place is not None and reward is not None]
+        weights = moved_weights(
+            [w for *_, w in members], [place for place, _ in known], [[reward] for _, reward in known], ema=self.ema
+        )
+        members = [(n, text, weight) for (n, text, _), weight in zip(members, weights, strict=True)]
+        if steps % self.evolve_every == 0:
+            fresh = self.candidates[used : used + len(self.pool)]
+            safe = [place for place, (number, _, _) in enumerate(members) if number < self.protected]
+            kept, weights = pruned(weights, self.keep_ratio, protected=safe, num_new=len(fresh))
+            fresh = fresh[: max(len(self.pool) - len(kept), 0)]
+            new = [(len(self.pool) + used + n, text, weights[-1]) for n, text in enumerate(fresh)]
+            members, used = [*(members[place] for place in kept), *new], used + len(fresh)
+        return {"members": [list(member) for member in members], "steps": steps, "candidates": used}
+
+
+def softmax(weights: Sequence[float], temperature: float = 0.1) -> list[float]:
+    """Probabilities exp(w / temperature), divided by their sum."""
+    most = max(weights)
+    raised = [math.exp((weight - most) / temperature) for weight in weights]
+    return [value / sum(raised) for value in raised]
+
+
+def moved_weights(
+    weights: Sequence[float], instruction: Sequence[int], rewards: Sequence[Sequence[float]], ema: float = 0.1
+) -> list[float]:
+    """(1 - ema) * w + ema * the mean over a step's groups that used the instruction of their mean reward; w where none
+    did. instruction: of each group; rewards: of each group's rollouts."""
+    own: dict[int, list[float]] = {}
+    for number, group in zip(instruction, rewards, strict=True):
+        own.setdefault(int(number), []).append(sum(group) / len(group))
+    means = {number: sum(found) / len(found) for number, found in own.items()}
+    return [(1 - ema) * w + ema * means[n] if n in means else w for n, w in enumerate(weights)]
+
+
+def pruned(
+    weights: Sequence[float], keep_ratio: float = 0.5, *, protected: Sequence[int] = (), num_new: int = 0
+) -> tuple[list[int], list[float]]:
+    """(places that stay, rising; their weights and those of so many new members, the mean of these).
+
+    The ceil(size * keep_ratio) best stay, ties by lower place; protected ones first, and always.
+    """
+    order = sorted(range(len(weights)), key=lambda n: (n not in protected, -weights[n], n))
+    count = max(math.ceil(len(weights) * keep_ratio), len(set(protected)))
+    kept = sorted(itertools.islice(order, count))
+    mean = sum(weights[n] for n in kept) / len(kept)
+    return kept, [*(weights[n] for n in kept), *[mean] * num_new]
