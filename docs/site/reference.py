@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import typer
 
 import posttrain
+import posttrain.api
 from posttrain.cli.app import LAZY, PANELS, app, lazy_group
 from posttrain.cli.methods import recipe_lines
 from posttrain.cli.show import yaml_value
@@ -26,7 +28,8 @@ PACKAGES = {  # page of the Python reference -> what it is about
     "verify": "From a completion to a reward: extraction, equality, rewards and their workers.",
 }
 MODULES = {  # modules of the page on the interface
-    "posttrain.api": "The functions of `import posttrain as pt`",
+    "posttrain.api.Run": "Runs",
+    "posttrain.api.Rows": "Rows of runs",
     "posttrain.batch": "Batches: what advantages and losses read and return",
     "posttrain.registry": "Registering components",
     "posttrain.options": "Types of arguments",
@@ -147,10 +150,16 @@ def interface() -> str:
     """The page on the public interface."""
     lines = ["# Python interface", "", "How it is used: [from Python](../../python_api.md). Packages of formulas:", ""]
     lines += [f"- [posttrain.{name}]({name}.md): {about}" for name, about in PACKAGES.items()]
+    lines += ["", "## Functions", ""]
+    for name in posttrain.__all__:
+        function = getattr(posttrain.api, name, None)  # of stages: made by a function, their source has no signature
+        if not inspect.isfunction(function):
+            continue
+        signature = str(inspect.signature(function)).replace("'", "")
+        lines += [f"### pt.{name} {{#{name}}}", "", "```python", f"pt.{name}{signature}", "```", ""]
+        lines += [as_markdown(inspect.getdoc(function) or ""), ""]
     for module, about in MODULES.items():
         lines += ["", f"## {about}", "", f"::: {module}"]
-        if module == "posttrain.api":  # its functions are made when it is imported
-            lines += ["    options:", "      force_inspection: true", '      filters: ["!^_", "!TYPE_CHECKING"]']
     return "\n".join([*lines, ""])
 
 
