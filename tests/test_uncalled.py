@@ -17,10 +17,16 @@ FOR_TESTS = {
     "train/objective.py": {"from_preset"},
 }
 FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or recipe reaches them
+    "advantage/anytime.py": {"budget_relative", "exit_decay"},
+    "advantage/experience.py": {"extractor_weights", "memory_rewards", "rerank", "subgroup_advantages"},
     "advantage/gate.py": {"open_groups"},
     "advantage/keep.py": {"oversample"},
+    "advantage/replay.py": {"draw_probabilities", "inject_successes"},
+    "advantage/segments.py": {"planner_and_executors", "shared_advantages"},
     "advantage/thinking_modes.py": {"tool_ledger"},
+    "advantage/truncated.py": {"extended_gae"},
     "advantage/turns.py": {"action_advantages", "information_gain_terms", "merged_steps"},
+    "curriculum/dials.py": {"difficulty_trace", "stage_trace"},
     "curriculum/difficulty.py": {"learnability"},
     "curriculum/selection.py": {"selective_buffer"},
     "data/pairs.py": {"generalisation_factor"},
@@ -33,14 +39,25 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "loss/regularise.py": {"tempered_reference"},
     "loss/reward_model.py": {"urpo"},
     "loss/token_weights.py": {"nll_over_weights"},
+    "loss/trajectory.py": {"chunked_loss"},
     "loss/value.py": {"twin_value_loss"},
     "merge/lora.py": {"combined_delta", "fold_matrices"},
     "merge/states.py": {"model_soup", "stock_shares", "with_draws"},
     "evaluate/search.py": {"step_labels"},
     "data/tool_loop.py": {"layout"},
+    "rollout/chunks.py": {"chunk_prompts"},
+    "rollout/tree.py": {
+        "back_up",
+        "child_scores",
+        "frontier",
+        "pick_terminal",
+        "simulation_counts",
+        "uct_scores",
+    },
     "train/episodes.py": {"step_loss"},
-    "verify/agents.py": {"episode_steps"},
+    "verify/agents.py": {"episode_steps", "planner_executor_reward"},
     "verify/reasoning.py": {"shuffled_consistency"},
+    "verify/self_play.py": {"adversarial_rewards", "refused_question", "score_proposals"},
 }
 REGISTERED = re.compile(r"register|command|callback|validator|serializer")  # decorators by which others find a function
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

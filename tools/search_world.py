@@ -13,7 +13,7 @@ from posttrain.places import shipped
 from posttrain.registry import load_module
 
 
-def search_world(query: str, *, world: int = 0, entities: int = 120, top: int = 3) -> str:
+def search_world(query: str, *, world: int = 0, entities: int = 400, top: int = 3) -> str:
     """Search the documents and return the passages that fit best.
 
     Args:
@@ -35,7 +35,7 @@ def _index(world: int, entities: int) -> Any:
 def sample(folder: Path) -> dict:
     """Parameters for the examples."""
     del folder
-    return {"top": 1}
+    return {"top": 1, "entities": 120}
 
 
 EXAMPLES = [

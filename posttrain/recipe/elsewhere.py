@@ -14,8 +14,13 @@ KEYS = {
         "comparisons between rounds of rl",
         "rounds: {count: 3}  # stages reward-model and rl; docs/self_improvement.md",
     ),
+    "agent_r": (
+        "paths spliced where they went wrong, with a reflection between",
+        "posttrain sft sft/agent_r  # a shipped recipe",
+    ),
     "avg_at_k": ("mean accuracy over k samples a problem", "eval: {samples: 16}  # `accuracy`"),
     "bootstrap_ci": ("intervals over problems", "eval: {bootstrap: 10000, level: 0.95}"),
+    "cft": ("critiques as targets", "posttrain sft sft/critiques  # a shipped recipe"),
     "cons_at_k": ("majority vote", "eval: {samples: 16, k: [1, 16]}  # `cons@16`"),
     "contamination_check": ("were the problems seen in training?", "eval: {contamination: {}}"),
     "drqa": (
@@ -23,6 +28,10 @@ KEYS = {
         "data: {source: recipes/data/concise.py:chains, size: 3000, params: {alone: runs/one, together: runs/several}}",
     ),
     "efficiency_metrics": ("accuracy for tokens, against a baseline", "eval: {baseline: runs/before, aes: [1, 3, 5]}"),
+    "light_r1": (
+        "SFT in two stages, DPO on verified pairs, an average, RL: a pipeline of stages",
+        "algorithm: light_r1_dpo  # and: posttrain data audit RECIPE --against BENCHMARK; merge_method: linear",
+    ),
     "lora_merge": ("fold an adapter into its model", "posttrain merge adapter.yaml  # docs/merging.md"),
     "lspo": (
         "the last step of iterated self-play in a game: the text of the best cluster over that of the worst; the game, "
@@ -64,9 +73,22 @@ KEYS = {
 FORMULAS = {
     "acre": ("consistency under shuffled options", "verify.reasoning:shuffled_consistency"),
     "arm_consensus": ("consensus of ARM's modes", "evaluate.consensus:arm_consensus"),
+    "brpo": ("credit of a thought by what its answers earn at later budgets", "advantage.anytime:budget_relative"),
+    "coda_advantage": ("a planner's advantage for its executors", "advantage.segments:planner_and_executors"),
+    "coda_peco": ("the reward of a planner and its executors", "verify.agents:planner_executor_reward"),
+    "complementary_rl": ("what experience that an extractor wrote earns", "advantage.experience:memory_rewards"),
+    "deepsearch": ("values, frontier and credit of a tree of segments", "rollout.tree:back_up"),
+    "delethink": ("thinking in chunks that carry a part over", "rollout.chunks:chunk_prompts"),
     "dpo_token_credit": ("implicit token rewards of DPO", "loss.offline_rl:token_credit"),
+    "meds3": ("values of a tree of reasoning steps", "rollout.tree:child_scores"),
     "model_soup": ("greedy and uniform soups", "merge.states:model_soup"),
     "pra": ("labels of search steps", "evaluate.search:step_labels"),
+    "replay_success": ("a stored success for a group that failed", "advantage.replay:inject_successes"),
+    "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),
+    "s_grpo": ("answers from cuts of one thought, the earliest right one earns most", "advantage.anytime:exit_decay"),
+    "search_self_play": ("what a proposer of tasks earns", "verify.self_play:score_proposals"),
+    "supo": ("one advantage for all stretches between summaries", "advantage.segments:shared_advantages"),
+    "t_ppo": ("advantages of unfinished rollouts", "advantage.truncated:extended_gae"),
     "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
 }
 

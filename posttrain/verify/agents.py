@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from posttrain.verify.extract import last_tag, tag_contents
+from posttrain.verify.text import contains, golds_of, word_f1
+
 META_TAGS = ("planning", "explore", "reflection", "monitor")
 _BLOCK = re.compile(r"<(planning|explore|reflection|monitor|action)>(.*?)</\1>", re.DOTALL)
 
@@ -114,3 +117,32 @@ def persona_faithfulness(
     ]
     total = sum(each)
     return {"reward": total / len(each) if average and each else total, "per_statement": each}
+
+
+def planner_executor_reward(
+    planner: str, executors: Sequence[str], answer: str | Sequence[str], *, refine_bonus: float = 0.5
+) -> dict[str, float]:
+    """{"reward", "f1", "planner_format", "executor_format", "refine"} of a planner and those that did its tasks (CoDA).
+
+    reward: 6 f1 - 3 + planner_format + executor_format + refine_bonus * refine. f1: of the planner's last answer.
+    planner_format: think, task and answer occur, and each opens as often as it closes; executor_format: the mean over
+    executors of the same for think, search, refine and answer, 0 without any. refine: a gold stands in a refine block.
+    """
+    golds = golds_of(answer)
+    found = last_tag(planner, "answer")
+    f1 = 0.0 if found is None else word_f1(found, golds)
+    formats = [_balanced(text, ("think", "search", "refine", "answer")) for text in executors]
+    blocks = [block for text in executors for block in tag_contents(text, "refine")]
+    parts = {
+        "f1": f1,
+        "planner_format": float(_balanced(planner, ("think", "task", "answer"))),
+        "executor_format": sum(formats) / len(formats) if formats else 0.0,
+        "refine": float(any(contains(block, golds) for block in blocks)),
+    }
+    bonus = refine_bonus * parts["refine"]
+    return {**parts, "reward": 6 * f1 - 3 + parts["planner_format"] + parts["executor_format"] + bonus}
+
+
+def _balanced(text: str, tags: Sequence[str]) -> bool:
+    """Whether each tag occurs and opens as often as it closes."""
+    return all(text.count(f"<{tag}>") == text.count(f"</{tag}>") > 0 for tag in tags)

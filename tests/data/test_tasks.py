@@ -212,9 +212,9 @@ def test_wrong_parameters_are_told(params: dict[str, Any], wrong: str) -> None:
 
 def test_a_level_that_runs_out_of_problems_is_told() -> None:
     with pytest.raises(DataError, match="too few problems of level 0") as error:
-        rows("task:ariadne", size=20)
+        rows("task:ariadne", size=20, params={"margin": 0})
     assert "distinct: false" in str(error.value)
-    assert len(rows("task:ariadne", size=20, params={"distinct": False})) == 20
+    assert len(rows("task:ariadne", size=20, params={"margin": 0, "distinct": False})) == 20
 
 
 def test_an_unknown_task_suggests() -> None:

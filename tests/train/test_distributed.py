@@ -54,6 +54,23 @@ RL: Values = {
     "controllers": {"kl.coef": {"use": "adaptive_kl", "target": 0.01}},
     "optim": {"lr": 2e-3},
 }
+# Difficulty that follows the policy, in the checkpoint and the same on all ranks.
+TASKS: Values = {
+    "stage": "rl",
+    "algorithm": "scaler",
+    "model": {"path": "tiny", "lora": {"rank": 4}},
+    "data": {
+        "mix": [
+            {"source": f"task:{name}", "size": 30, "params": {"levels": [0, 1, 2]}}
+            for name in ("countdown", "random_calculation")
+        ]
+    },
+    "sampler": {"use": "scaler", "target": 0.3, "gain": 1.0},
+    "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 10},
+    "rewards": [{"use": "digits.py:digits"}],
+    "scoring": {"workers": 1, "correct_at": 0.15, "max_bad_gold": 1},
+    "optim": {"lr": 2e-3},
+}
 SFT: Values = {
     "stage": "sft",
     "model": {"path": "tiny"},
@@ -143,7 +160,9 @@ def assert_same(rows: list[Values], others: list[Values], rel: float = 1e-4) -> 
             assert value == expected, (row["step"], name)
 
 
-@pytest.mark.parametrize("recipe", [SFT, DPO, REWARD_MODEL, RL], ids=lambda recipe: recipe["stage"])
+@pytest.mark.parametrize(
+    "recipe", [SFT, DPO, REWARD_MODEL, RL, TASKS], ids=["sft", "dpo", "reward_model", "rl", "tasks"]
+)
 def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values, folder: Path) -> None:
     """Loss, gradient norm and every other metric; one process goes on where two have stopped, and the other way."""
     upto = {n: {**recipe, "run": {"steps": n, "save_every": 2}} for n in (2, 3, 4)}
@@ -162,6 +181,8 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
             states[0]["calls"] == states[1]["calls"]
             and sum(Calls._make(c).errors["moody"] for c in states[0]["calls"]) > 0
         )
+    if recipe is TASKS:
+        assert states[0]["sampler"] == states[1]["sampler"] and any(states[0]["sampler"]["d"].values())
     summaries = [json.loads((folder / name / "summary.json").read_text()) for name in ("one", "two")]
     assert summaries[0]["num_tokens"] == summaries[1]["num_tokens"]
     assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"

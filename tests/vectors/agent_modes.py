@@ -95,3 +95,43 @@ def _loss(mask: list[list[bool]], values: Mapping[str, Any], loss: Callable[...,
     batch = RolloutBatch(group_ids=one_group, mask=torch.tensor(mask), advantages=tensor(values["advantages"]))
     total = aggregate(loss(batch, logp).values, batch.mask, aggregation, totals(batch.mask))
     return {"loss": total.detach(), "grad_logp": gradient(total, logp)}
+
+
+def over_rollouts(
+    function: Callable[..., Any], outputs: Names, *, tables: Names, counts: str, back: Sequence[str]
+) -> Adapter:
+    """One call with inputs `tables` [B,G] as rollouts [N] and their group_ids, under the names that they map to.
+
+    Outputs in `back` are given as [B,G], all others, rows of the rollouts, as [B,G,...] by the input `counts`.
+    """
+
+    def adapter(case: Case) -> dict[str, Any]:
+        values = given(arguments(case))
+        ids = torch.tensor([group for group, row in enumerate(values[counts]) for _ in row], dtype=torch.long)
+        flat_rows = {tables[n]: tensor([x for row in values[n] for x in row]) for n in tables if n in values}
+        flat_rows[tables[counts]] = flat_rows[tables[counts]].long()
+        rest = {name: value for name, value in values.items() if name not in tables}
+        result = function(group_ids=ids, **flat_rows, **rest)
+        found: dict[str, Any] = {}
+        for output, path in outputs.items():
+            value = getattr(result, path)
+            if output in back:
+                found[output] = by_table(value, ids)
+            else:
+                parts = iter(value.split(flat_rows[tables[counts]].tolist()))
+                found[output] = [[next(parts).tolist() for _ in row] for row in values[counts]]
+        return found
+
+    return adapter
+
+
+def scalar_loss(function: Callable[..., Any]) -> Adapter:
+    """function(tensors, params) -> a loss, with its gradient by input `logp`."""
+
+    def adapter(case: Case) -> dict[str, Any]:
+        inputs = {name: tensor(value) for name, value in given(case["inputs"]).items()}
+        leaf = inputs["logp"].requires_grad_()
+        loss = function(**inputs, **case["params"])
+        return {"loss": loss.detach(), "grad_logp": gradient(loss, leaf)}
+
+    return adapter

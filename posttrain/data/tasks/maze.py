@@ -26,7 +26,7 @@ def ariadne(
     *,
     max_turns: int = 2,
     min_turns: int = 0,
-    margin: int = 0,
+    margin: int = 2,
     template: str = _PROMPT,
 ) -> dict[str, Any]:
     """A maze with one path from origin to target, of level + 1 moves. Score it with `maze.path`.

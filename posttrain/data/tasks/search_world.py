@@ -82,7 +82,7 @@ def _names(world: int, entities: int) -> list[str]:
 
 
 @register("task", "searchgym", paper="2601.14615", note="The paper's sizes, relations and documents are not known.")
-def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int = 120) -> dict[str, Any]:
+def searchgym(level: int, draw: random.Random, *, world: int = 0, entities: int = 400) -> dict[str, Any]:
     """A question of level + 1 hops through a world of invented facts, which only its documents know.
 
     world: its number; worlds of one size share no entity, so another number is held-out. entities: how many it has. The

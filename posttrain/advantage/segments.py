@@ -1,0 +1,49 @@
+"""One reward for a rollout of several training rows: of chunks, of stretches between summaries, of roles' calls."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from posttrain.advantage.group import centred_and_scaled
+
+
+class Shared(NamedTuple):
+    """rollouts, weight: [N] a rollout; rows: [M], the advantage of each of its rows."""
+
+    rollouts: Tensor
+    weight: Tensor
+    rows: Tensor
+
+
+def shared_advantages(
+    rewards: Tensor,
+    group_ids: Tensor,
+    row_counts: Tensor,
+    finished: Tensor | None = None,
+    *,
+    norm_std: bool = True,
+    eps: float = 1e-6,
+    overlong_mask: bool = True,
+) -> Shared:
+    """SUPO (arXiv 2510.06727): the group's normaliser over rollouts, not rows, and its result on all rows of a rollout.
+
+    rewards, group_ids, row_counts, finished: [N] rollouts; a row count is how many training rows a rollout has, in
+    order. (reward - mean) / (std + eps) with ddof 1. overlong_mask: a rollout that is not finished weighs 0, and its
+    reward stays in the mean.
+    """
+    advantages = centred_and_scaled(rewards, group_ids, scale="group" if norm_std else "none", eps=eps, ddof=1)
+    weight = torch.ones_like(rewards) if finished is None or not overlong_mask else finished.to(rewards)
+    return Shared(advantages, weight, (advantages * weight).repeat_interleave(row_counts))
+
+
+def planner_and_executors(rewards: Tensor, group_ids: Tensor, executors: Tensor, *, eps: float = 1e-6) -> Shared:
+    """CoDA: statistics over the planner's rewards alone; the executors of a rollout get the planner's advantage.
+
+    rewards, group_ids, executors (how many there were): [N] rollouts. rows: of all executors, in order. (reward - mean)
+    / (std + eps) with ddof 1; a group of one has mean 0 and std 1. The number of executors does not matter.
+    """
+    advantages = centred_and_scaled(rewards, group_ids, eps=eps, ddof=1, singleton="raw")
+    return Shared(advantages, torch.ones_like(rewards), advantages.repeat_interleave(executors))

@@ -1,0 +1,140 @@
+"""How difficulty follows what the policy can do: stages behind a threshold, and a continuous dial an environment.
+
+Pure functions of numbers; the samplers that turn them hold the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+Mode = Literal["linear", "tanh", "base", "base_tanh"]
+
+
+def next_stage(stage: int, pass_rate: float, stages: int, *, threshold: float = 0.8) -> int:
+    """The stage after a measurement: the next one if pass_rate >= threshold, else the same; the last stays (SATURN)."""
+    return min(stage + 1, stages - 1) if pass_rate >= threshold else stage
+
+
+class Stages(NamedTuple):
+    """stage: of each block; final_stage: after the last."""
+
+    stage: list[int]
+    final_stage: int
+
+
+def stage_trace(val_pass: Sequence[float], stages: Sequence[object], *, threshold: float = 0.8) -> Stages:
+    """The stages of a run from stage 0 with these pass rates, one a block."""
+    stage, found = 0, list[int]()
+    for pass_rate in val_pass:
+        found.append(stage)
+        stage = next_stage(stage, pass_rate, len(stages), threshold=threshold)
+    return Stages(found, stage)
+
+
+def propose_levels(d: float, batch: int = 8) -> dict[int, int]:
+    """How many of `batch` problems have which level, so that their mean is d up to 1 / (2 batch) (SCALER).
+
+    round(batch * (d - floor(d))) have the level above d, the rest the level below; a level without any is left out.
+    """
+    low = math.floor(d)
+    above = round(batch * (d - low))
+    return {level: count for level, count in ((low, batch - above), (low + 1, above)) if count}
+
+
+def next_difficulty(
+    d: float,
+    results: Mapping[int, tuple[float, float]],
+    *,
+    target: float = 0.5,
+    k: float = 2.0,
+    cap: float = 1.0,
+    d_max: float = 50.0,
+    mode: Mode = "linear",
+) -> float:
+    """The difficulty after a batch: up where accuracy was above the target, down where it was below (SCALER).
+
+    results: level -> (accuracy, problems), at most two levels. Of two, accuracy is that at d by interpolation, with the
+    `base` modes their mean by problems. The step is k * (accuracy - target), with the `tanh` modes tanh(3 k (accuracy -
+    target)) / tanh(3) * cap; at most `cap`, and d stays in [0, d_max]. Without results d stays.
+    """
+    if not results:
+        return d
+    if mode.startswith("base") or len(results) < 2:
+        accuracy = mean_accuracy(results)
+    else:
+        accuracy = sum((1 - abs(d - level)) * reached for level, (reached, _) in results.items())
+    step = k * (accuracy - target)
+    if mode.endswith("tanh"):
+        step = math.tanh(3 * step) / math.tanh(3) * cap
+    return min(max(d + min(max(step, -cap), cap), 0.0), d_max)
+
+
+def difficulty_trace(d: float, results: Sequence[Mapping[Any, tuple[float, float]]], **settings: Any) -> list[float]:
+    """The difficulty after each batch of results, from d on; levels may be texts, as in JSON."""
+    found = []
+    for batch in results:
+        d = next_difficulty(d, {int(level): (known[0], known[1]) for level, known in batch.items()}, **settings)
+        found.append(d)
+    return found
+
+
+def mean_accuracy(results: Mapping[int, tuple[float, float]]) -> float:
+    """Accuracy over all problems of a batch, by level -> (accuracy, problems)."""
+    count = sum(problems for _, problems in results.values())
+    return sum(reached * problems for reached, problems in results.values()) / count if count else 0.0
+
+
+def retirement(
+    d_history: Sequence[float],
+    acc_history: Sequence[float],
+    *,
+    history_len: int = 10,
+    d_max: float = 50.0,
+    zero_limit: int = 5,
+    max_limit: int = 5,
+) -> dict[str, float | bool]:
+    """{"retire", "slope", "zero_run", "max_run"} of an environment by its last difficulties and accuracies (SCALER).
+
+    It retires where the newest `zero_limit` accuracies are 0, the newest `max_limit` difficulties are d_max, or the
+    least-squares slope of the last history_len difficulties is not above 0; with fewer of them the slope counts as 1.
+    """
+    zero_run = run_length([accuracy == 0 for accuracy in acc_history])
+    max_run = run_length([d >= d_max for d in d_history])
+    slope = slope_of(d_history[-history_len:]) if len(d_history) >= history_len else 1.0
+    retire = zero_run >= zero_limit or max_run >= max_limit or slope <= 0
+    return {"retire": retire, "slope": slope, "zero_run": zero_run, "max_run": max_run}
+
+
+def run_length(flags: Sequence[bool]) -> int:
+    """How many of the newest are true without a break."""
+    return next((n for n, flag in enumerate(reversed(flags)) if not flag), len(flags))
+
+
+def slope_of(values: Sequence[float]) -> float:
+    """The least-squares slope of values against 0, 1, 2, ...; 0 for fewer than two."""
+    middle, mean = (len(values) - 1) / 2, sum(values) / max(len(values), 1)
+    spread = sum((i - middle) ** 2 for i in range(len(values)))
+    return sum((i - middle) * (value - mean) for i, value in enumerate(values)) / spread if spread else 0.0
+
+
+def environment_weight(
+    d_history: Sequence[float],
+    age: float | None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.5,
+    slope_scale: float = 0.05,
+    age_scale: float = 10000,
+    history_len: int = 10,
+) -> float:
+    """How strongly an environment is drawn: alpha * what it has been learning + beta * how long ago it was (SCALER).
+
+    The first is 1 - exp(-max(0, slope) / slope_scale) of the last history_len difficulties, 1 with fewer than three;
+    the second min(1, age / age_scale) with the steps since its last use, 1 if it never was used (age None).
+    """
+    recent = d_history[-history_len:]
+    learning = 1.0 if len(recent) < 3 else 1 - math.exp(-max(0.0, slope_of(recent)) / slope_scale)
+    waiting = 1.0 if age is None else min(1.0, age / age_scale)
+    return alpha * learning + beta * waiting

@@ -1,0 +1,172 @@
+"""Numbers of tree search: which node is grown next, what a finished path gives back, and what it is credited with.
+
+Nodes are numbered from 0, the root; `parent` is -1 for the root. Pure functions of lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Numbers = Sequence[float]
+
+
+# --- DeepSearch (arXiv 2509.25454, smiles724/DeepSearch) ---
+
+
+def mean_value(value: float, visits: float) -> float:
+    """V / N, 0 for a node that was not visited."""
+    return value / visits if visits else 0.0
+
+
+def uct_scores(
+    parent: Sequence[int], value: Numbers, visits: Numbers, terminal: Numbers | None = None, *, c: float = 2.0
+) -> list[float | None]:
+    """V/N + c sqrt(ln N_parent / N) of each node among its siblings: 0 for the root, None for terminal ones.
+
+    The bonus is 0 where the node or its parent was not visited.
+    """
+    found: list[float | None] = []
+    for node, above in enumerate(parent):
+        if above < 0 or (terminal is not None and terminal[node]):
+            found.append(0.0 if above < 0 else None)
+            continue
+        seen = visits[node] > 0 and visits[above] > 0
+        bonus = c * math.sqrt(math.log(visits[above]) / visits[node]) if seen else 0.0
+        found.append(mean_value(value[node], visits[node]) + bonus)
+    return found
+
+
+class Frontier(NamedTuple):
+    """score: None for the root and terminal nodes; best: the first highest, None where the tree is used up."""
+
+    score: list[float | None]
+    best: int | None
+
+
+def frontier(
+    parent: Sequence[int],
+    depth: Numbers,
+    value: Numbers,
+    visits: Numbers,
+    terminal: Numbers,
+    nll: Numbers | None = None,
+    *,
+    lambda1: float = 0.4,
+    lambda2: float = 0.4,
+    lambda3: float = 0.01,
+    max_depth: float = 64,
+    use_uncertainty: bool = False,
+) -> Frontier:
+    """Where the tree grows after a path has ended, over all of it: lambda1 tanh(V/N of the parent) + lambda3 sqrt(depth
+    / max_depth), and with `use_uncertainty` lambda2 * the mean -logp of the node's tokens (nll)."""
+    score: list[float | None] = []
+    for node, above in enumerate(parent):
+        if above < 0 or terminal[node]:
+            score.append(None)
+            continue
+        doubt = lambda2 * nll[node] if use_uncertainty and nll is not None else 0.0
+        worth = lambda1 * math.tanh(mean_value(value[above], visits[above]))
+        score.append(worth + doubt + lambda3 * math.sqrt(depth[node] / max_depth))
+    open_nodes = [node for node, one in enumerate(score) if one is not None]
+    return Frontier(score, max(open_nodes, key=lambda node: (score[node] or 0.0, -node), default=None))
+
+
+def pick_terminal(status: Sequence[float], nll: Numbers) -> int:
+    """Which of several ends of one step is backed up: right ones (1) before wrong (-1) before unfinished (0), and among
+    them the one with the smallest mean -logp."""
+    rank = {1: 0, -1: 1, 0: 2}
+    return min(range(len(status)), key=lambda node: (rank[int(status[node])], nll[node], node))
+
+
+class Backed(NamedTuple):
+    """value, visits: of each node, after the paths."""
+
+    value: list[float]
+    visits: list[float]
+
+
+def back_up(
+    parent: Sequence[int],
+    depth: Numbers,
+    value: Numbers,
+    visits: Numbers,
+    paths: Sequence[Sequence[float]],
+    *,
+    floor: float = 0.1,
+) -> Backed:
+    """Values and visits after paths [leaf, z] in their order; z: 1 right, -1 wrong, 0 or a small number unfinished.
+
+    With L = depth of the leaf + 1, each node of the path is visited once more, and g = max((depth + 1) / L, floor) * z
+    is added to V unless it has the other sign: then a right path sets V = g, and a wrong one changes nothing.
+    """
+    values, counts = list(value), list(visits)
+    for leaf, z in paths:
+        node, length = int(leaf), depth[int(leaf)] + 1
+        while node >= 0:
+            gain = max((depth[node] + 1) / length, floor) * z
+            counts[node] += 1
+            if values[node] * z >= 0:
+                values[node] += gain
+            elif z > 0:
+                values[node] = gain
+            node = parent[node]
+    return Backed(values, counts)
+
+
+def step_advantages(
+    node_value: Sequence[Numbers],
+    group: Sequence[int],
+    *,
+    final: Numbers | None = None,
+    temp: float = 1.0,
+    q_max: float = 1.0,
+) -> list[list[float]]:
+    """Advantage of each step of each path [N][steps]: tanh(V / temp) * q_max of its node minus the mean of the final
+    scores of the paths of its group; a group of one subtracts 0.
+
+    final [N]: the score of the last step, that of the whole path; None: its node's.
+    """
+    scores = [[math.tanh(v / temp) * q_max for v in row] for row in node_value]
+    if final is not None:
+        scores = [[*row[:-1], float(end)] for row, end in zip(scores, final, strict=True)]
+    ends: dict[int, list[float]] = {}
+    for row, number in zip(scores, group, strict=True):
+        ends.setdefault(number, []).append(row[-1])
+    means = {number: sum(values) / len(values) if len(values) > 1 else 0.0 for number, values in ends.items()}
+    return [[score - means[number] for score in row] for row, number in zip(scores, group, strict=True)]
+
+
+# --- MedS3 (arXiv 2501.12051, pixas/MedSSS) ---
+
+
+def simulation_counts(depth: Sequence[int], *, base: int = 20) -> list[int]:
+    """How many direct completions value a node of each depth: max(base // (depth + 1), 5)."""
+    return [max(base // (d + 1), 5) for d in depth]
+
+
+def child_scores(
+    parent_visits: float, value: Numbers, visits: Numbers, closed: Numbers, *, c: float = 2.0, unvisited: float = 5.0
+) -> list[float]:
+    """value + c sqrt(ln N_parent / N) of each child; `unvisited` for one without visits, -1 for a closed one."""
+    return [
+        -1.0 if shut else unvisited if not n else v + c * math.sqrt(math.log(parent_visits) / n)
+        for v, n, shut in zip(value, visits, closed, strict=True)
+    ]
+
+
+def node_value(
+    own_value: float,
+    child_values: Numbers,
+    child_visits: Numbers,
+    *,
+    rule: Literal["default", "comp"] = "default",
+) -> float:
+    """A node's value from those of its visited children: their mean by visits, with `comp` the mean of that and its
+    own; its own where none was visited."""
+    visits = sum(child_visits)
+    if not visits:
+        return own_value
+    below = sum(v * n for v, n in zip(child_values, child_visits, strict=True)) / visits
+    return (own_value + below) / 2 if rule == "comp" else below
