@@ -108,10 +108,22 @@ def _inspect_recipe(
         single=is_dpo and "labels" in recipe.loss.needs,
         rules=recipe.pairs if is_dpo else None,
     )
+    if recipe.verb == "rl" and recipe.sampler.use != "uniform":
+        report = {**report, "sampler": _first_step(recipe, tokenizer)}
     if as_json:
         print_json(report)
     else:
         show(report)
+
+
+def _first_step(recipe: Any, tokenizer: Any) -> dict[str, Any]:
+    """What the recipe's prompt sampler draws first."""
+    from posttrain.data.prepare import prepare_prompts
+    from posttrain.train.assemble import total_steps
+    from posttrain.train.prompt_sampler import describe_first_step
+
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    return describe_first_step(recipe, prompts, total_steps(recipe, len(prompts)))
 
 
 @app.command("pairs", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -153,8 +165,19 @@ def show(report: Mapping[str, Any], console: Console | None = None) -> None:
         mark, style = ("ok  ", "green") if check["ok"] else ("LOOK", "bold yellow")
         console.print(f"[{style}]{mark}[/]", end=" ")
         console.print(f"{check['name']}: {check['text']}", markup=False, soft_wrap=True)
+    if "sampler" in report:
+        _show_sampler(console, report["sampler"])
     if "columns" in report:
         console.print(f"columns for rewards: {', '.join(report['columns'])}", markup=False, soft_wrap=True)
+
+
+def _show_sampler(console: Console, first: Mapping[str, Any]) -> None:
+    from posttrain import whereabouts
+
+    sizes = sorted(set(first["rollouts"]))
+    each = f"{sizes[0]} rollouts each" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} rollouts each"
+    text = f"sampler {first['sampler']}: step 1 draws {whereabouts.rows(first['rows'])}; {first['note'] or each}"
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _tokenizer_of_run(run: Path) -> Any:

@@ -56,9 +56,11 @@ class Gdro(Sampler):
     ema_beta: float = 0.12
     loss_norm_by_class: bool = False
 
-    def start(self, pool: Pool) -> State:
+    def __post_init__(self) -> None:
         if list(self.edges) != sorted(set(self.edges)) or not all(0 < edge < 1 for edge in self.edges):
             raise UserError(f"edges {list(self.edges)}", allowed="numbers between 0 and 1, rising")
+
+    def start(self, pool: Pool) -> State:
         return {"history": {}, "bins": {}, "tallies": {}, "arms": {}, "mu": 0.0, "scores": {}}
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:

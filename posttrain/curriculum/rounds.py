@@ -42,7 +42,7 @@ class Xrpo(Sampler):
     rounds: int = 2
     per_round: int = 1
 
-    def start(self, pool: Pool) -> State:
+    def __post_init__(self) -> None:
         if (self.n_min is not None and self.n_min < 2) or self.rounds < 2:
             raise UserError(
                 f"n_min {self.n_min}, rounds {self.rounds}",
@@ -50,7 +50,6 @@ class Xrpo(Sampler):
             )
         if self.n_max is not None and self.n_max < (self.n_min or 2):
             raise UserError(f"n_max {self.n_max} is less than n_min {self.n_min or 2}")
-        return {"spread": 0}
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         if not request.seen:

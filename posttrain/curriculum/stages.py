@@ -39,9 +39,11 @@ class CurriculumStage(Sampler):
     column: PartialColumn | None = None
     unseen: float = 0.0
 
-    def start(self, pool: Pool) -> State:
+    def __post_init__(self) -> None:
         if not self.boundaries or list(self.boundaries) != sorted(self.boundaries):
             raise UserError(f"boundaries {list(self.boundaries)}", allowed="one number or more, rising")
+
+    def start(self, pool: Pool) -> State:
         return {"tallies": {}, "step": 0}
 
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:

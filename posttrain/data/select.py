@@ -26,12 +26,10 @@ def select_rows(
     """The rows that every rule of the section keeps, in their order (`pass_rate.lowest` too). load: reads the rows of a
     benchmark. Raises DataError where none is left, or a rule lacks what it goes by."""
     kept = list(rows)
-    for name, rule in (
-        ("decontaminate", section.decontaminate),
-        ("pass_rate", section.pass_rate),
-        ("reasoning", section.reasoning),
-        ("failed", section.failed),
-    ):
+    rules: list[tuple[str, Any]] = [("decontaminate", section.decontaminate)]
+    rules += [("pass_rate", rule) for rule in section.pass_rate]
+    rules += [("reasoning", section.reasoning), ("failed", section.failed)]
+    for name, rule in rules:
         if rule is None:
             continue
         before = len(kept)

@@ -25,6 +25,7 @@ from posttrain.recipe.objective_checks import (
     WHY_NOT,
     maker,
 )
+from posttrain.recipe.sampler_checks import GIVES
 
 Entry = dict[str, Any]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -180,7 +181,21 @@ def _users() -> dict[tuple[str, str], list[str]]:
 
 
 # Of `needs`: how a step or a merge treats a component, which is nothing that a recipe could have or lack.
-_INTERNAL = ("every_row", "own_mean", "own_credit", "measured_kl", "base_optional", "by_entry", "draws")
+_INTERNAL = (
+    "rounds",
+    "unequal",
+    "fewer",
+    "values",
+    "row_loss",
+    "group_kl",
+    "every_row",
+    "own_mean",
+    "own_credit",
+    "measured_kl",
+    "base_optional",
+    "by_entry",
+    "draws",
+)
 
 
 def _component(kind: str, name: str, described: Entry) -> Entry:
@@ -231,6 +246,10 @@ def _conflicts(kind: str, name: str, described: Entry) -> Iterator[str]:
 _CONFLICTS = {
     "groups": "rollout.group_size 1: it compares the completions of a prompt",
     "several_updates": "one update a step: it would do nothing",
+    "rounds": "an `opponent`, which answers once a step",
+    "unequal": "riskpo, `prompt_variants`, and `solutions` in groups",
+    "values": "rollout.staleness and model.shard: it reads the policy's hidden states of prompts",
+    "row_loss": "losses over groups",
     "equal_groups": "a `sampler` that divides rollouts unequally or leaves prompts out",
     "turn_ids": "rollouts of a single turn: it needs `tools` or an `environment`, or steps (`scoring.split`)",
     "edge_ids": "`scoring.split`: it needs real turns",
@@ -248,8 +267,7 @@ _CONFLICTS = {
 def _unusable(needs: list[str]) -> str:
     """Why no recipe can use it, "" if one can. Such functions are for callers with batches of their own."""
     known = FROM_ROLLOUTS | FROM_MODEL | FROM_COMPONENTS | FROM_TURNS | FROM_OPPONENT | FROM_HINTS | MARKS
-    known |= FROM_SOLUTIONS
-    known |= {"mc_values"}
+    known = {*known, "mc_values"}.union(*GIVES.values())
     missing = {WHY_NOT.get(need, need) for need in needs if need not in known}
     return f"stage rl has no {' and no '.join(sorted(missing))}" if missing else ""
 
@@ -288,6 +306,10 @@ def _recipe(kind: str, name: str, keys: Entry, needs: list[str]) -> dict[str, An
         shaped["solutions"] = {"column": "solution", **({"in_group": True} if "external" in needs else {})}
     if set(needs) & FROM_OPPONENT:
         shaped["opponent"] = {"ema": 0.01}
+    if "bins" in needs:
+        shaped = {"sampler": "gdro", **shaped}
+    if "kl_threshold" in needs:
+        shaped = {"sampler": "taco", "kl": {"coef": 0.01}, **shaped}
     if kind == "controller":
         shaped = {"kl": {"coef": 0.01}, **shaped}
     if "several_updates" in needs:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from posttrain import registry
+from posttrain.errors import UserError
 from posttrain.places import split_function
 from posttrain.recipe.stages import RlRecipe
 
@@ -18,6 +20,17 @@ def sampler_gives(recipe: RlRecipe) -> set[str]:
     if split_function(recipe.sampler.use) is not None:
         return set().union(*GIVES.values())
     return GIVES.get(recipe.sampler.use, set())
+
+
+def _arguments(recipe: RlRecipe) -> Found:
+    """Arguments that do not fit each other. A class of the user's is made when the run starts."""
+    if split_function(recipe.sampler.use) is not None:
+        return
+    try:
+        registry.get("sampler", recipe.sampler.use).function(**recipe.sampler.params)
+    except UserError as error:
+        problem = error.problems[0]
+        yield "sampler", problem.what, problem.allowed or problem.hint or "see `posttrain methods show`"
 
 
 def _stored_sampler(recipe: RlRecipe) -> Found:
@@ -54,8 +67,6 @@ def _predicted_values(recipe: RlRecipe) -> Found:
 
 def _row_losses(recipe: RlRecipe) -> Found:
     """A sampler that learns from the loss of rows."""
-    from posttrain import registry
-
     if "row_loss" in recipe.sampler.needs and recipe.loss.use in registry.index().get("group_loss", {}):
         what = f"`{recipe.sampler.use}` reads the loss of each row, and loss `{recipe.loss.use}` has one value a group"
         yield "sampler.use", what, "write a loss by token, such as `loss: clip`"
@@ -96,6 +107,7 @@ def _refilled_by_model(recipe: RlRecipe) -> Found:
 
 
 SAMPLER_CHECKS = (
+    _arguments,
     _stored_sampler,
     _groups,
     _rounds,

@@ -70,6 +70,8 @@ class Selection(Section):
     """Which rows of the data are used; every rule that is written must hold."""
 
     decontaminate: Decontaminate | None = Field(None, description="leave out what benchmarks have too")
-    pass_rate: PassRate | None = Field(None, description="by how often a model solved them")
+    pass_rate: list[PassRate] = Field(
+        default_factory=list, description="by how often a model solved them; one rule after the other"
+    )
     reasoning: Reasoning | None = Field(None, description="by how much reasoning they take")
     failed: Failed | None = Field(None, description="only what a model failed")

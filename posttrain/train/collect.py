@@ -190,7 +190,7 @@ def sample_share(
         )
         if last:
             on_generated()
-    if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group and not round_:  # once a group
+    if ctx.recipe.solutions is not None and ctx.recipe.solutions.in_group and not plan.measure:
         given, scored = solution_rows(ctx, state.step, fresh, metrics)
         fresh, calls = [*fresh, *given], [*calls, *scored]
     if plan.bins:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from posttrain.batch import Prompt
 from posttrain.errors import RecipeError, RunError
 from posttrain.models import load as models
 from posttrain.models.adapters import causal_of
@@ -358,12 +359,27 @@ def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
         "longest prompt": longest,
         "steps": steps,
         "rollouts a step": rows,
+        **_of_sampler(recipe, prompts, steps),
         "updates a step": batch.epochs * batch.minibatches,
         "updates": steps * batch.epochs * batch.minibatches,
         "rollouts an update": rows // batch.minibatches,
         "passes without gradient a step": round(extra, 2) if extra % 1 else int(extra),
         "tokens a step at most": round(rows * (mean + rollout.max_new_tokens)),
     }, longest
+
+
+def _of_sampler(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict[str, float]:
+    """What a prompt sampler other than the uniform one adds to the counts."""
+    from posttrain.train.prompt_sampler import StepSampler
+
+    if recipe.sampler.use == "uniform":
+        return {}
+    source, rollout = StepSampler.from_recipe(recipe, prompts, steps), recipe.rollout
+    candidates = source.places(rollout)
+    return {
+        "rollouts of a prompt at most": source.sampler.most(rollout.prompts_per_step, rollout.group_size)[1],
+        **({"candidates a step": candidates} if candidates > rollout.prompts_per_step else {}),
+    }
 
 
 def _rows_arithmetic(recipe: SftRecipe | DpoRecipe | RewardModelRecipe) -> tuple[dict[str, float], int]:

@@ -163,6 +163,20 @@ class StepSampler:
         }
 
 
+def describe_first_step(recipe: RlRecipe, prompts: Sequence[Prompt], steps: int) -> dict[str, Any]:
+    """What the recipe's sampler does first, for people: {sampler, rows (uids), rollouts, note}."""
+    source = StepSampler.from_recipe(recipe, prompts, steps)
+    plan = source.propose(None, 0, recipe.rollout, 0)
+    note = "one greedy rollout each, to measure them" if plan.measure else ""
+    note = note or ("a first round; more rollouts go where their rewards say" if plan.again else "")
+    return {
+        "sampler": source.name,
+        "rows": [source.pool.uids[n] for n in plan.prompts],
+        "rollouts": list(plan.rollouts),
+        "note": note,
+    }
+
+
 def groups_of(
     plan: Plan, fresh: Sequence[Rollout], pool: Pool, first_group: int, before: Sequence[Group] = ()
 ) -> list[Group]:

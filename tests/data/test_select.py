@@ -44,15 +44,15 @@ def chosen(folder: Path, **select: Any) -> list[str]:
 def test_rules_keep_what_they_say(folder: Path) -> None:
     """The rate of row n is 1 - n/4; the order is the data's."""
     run = {"run": "run"}
-    assert chosen(folder, pass_rate={**run, "low": 0.25, "high": 0.75}) == ["1", "2", "3"]
-    assert chosen(folder, pass_rate={**run, "lowest": 2}) == ["3", "4"]
-    assert chosen(folder, pass_rate={"run": "run/problems.jsonl", "low": 0.25, "lowest": 1}) == ["3"]
+    assert chosen(folder, pass_rate=[{**run, "low": 0.25, "high": 0.75}]) == ["1", "2", "3"]
+    assert chosen(folder, pass_rate=[{**run, "lowest": 2}]) == ["3", "4"]
+    assert chosen(folder, pass_rate=[{"run": "run/problems.jsonl", "low": 0.25}, {**run, "lowest": 1}]) == ["3"]
     assert chosen(folder, failed={**run, "solved": 0.5}) == ["3", "4"]
     assert chosen(folder, failed={**run, "hard": "hard", "copies": 3}) == ["1", "2", "3", "4"]
     assert chosen(folder, reasoning={"part": "sft"}) == ["0", "1", "2", "3"], "without an answer it is for sft"
     assert chosen(folder, reasoning={"part": "rl"}) == ["4"]
     assert chosen(folder, reasoning={"part": "rl", "middle": "rl"}) == ["2", "4"]
-    both = {"pass_rate": {**run, "low": 0.25}, "reasoning": {"part": "sft", "sft_max": 1, "rl_min": 3}}
+    both = {"pass_rate": [{**run, "low": 0.25}], "reasoning": {"part": "sft", "sft_max": 1, "rl_min": 3}}
     assert chosen(folder, **both) == ["0", "1", "3"], "rules hold one after the other"
 
 
@@ -85,9 +85,9 @@ def test_a_benchmark_takes_out_what_differs_in_numbers_only(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("select", "told"),
     [
-        ({"pass_rate": {"run": "nowhere"}}, "evaluation not found: nowhere"),
-        ({"pass_rate": {"run": "rows.jsonl"}}, "not the run of a finished evaluation"),
-        ({"pass_rate": {"run": "run", "low": 0.8, "high": 0.9}}, "pass_rate leaves no row of 5"),
+        ({"pass_rate": [{"run": "nowhere"}]}, "evaluation not found: nowhere"),
+        ({"pass_rate": [{"run": "rows.jsonl"}]}, "not the run of a finished evaluation"),
+        ({"pass_rate": [{"run": "run", "low": 0.8, "high": 0.9}]}, "pass_rate leaves no row of 5"),
         ({"reasoning": {"part": "rl", "column": "answer"}}, "holds '0', no number"),
         ({"reasoning": {"part": "rl", "rl_min": 9}}, "no row for rl"),
         ({"reasoning": {"part": "sft", "column": "absent"}}, "5 rows without a score"),
@@ -101,5 +101,5 @@ def test_what_cannot_be_chosen_is_an_error(folder: Path, select: Values, told: s
 def test_an_evaluation_of_other_rows_is_an_error(folder: Path) -> None:
     write(folder / "run" / "problems.jsonl", [{"uid": rows(folder)[0]["uid"], "accuracy": 0.5}])
     with pytest.raises(DataError, match="run has measured 1 of 5 rows") as error:
-        chosen(folder, pass_rate={"run": "run"})
+        chosen(folder, pass_rate=[{"run": "run"}])
     assert "evaluate the same" in str(error.value)

@@ -219,6 +219,10 @@ def _prompt(n: int) -> Any:
         ({"sampler": "curriculum_stage", "rollout": {"engine": "stored", "group_size": 1}}, "nothing is sampled"),
         ({"sampler": "xrpo", "opponent": {}, "group_rewards": ["versus_opponent"]}, "the opponent answers once"),
         ({"sampler": "gdro", "algorithm": "riskpo"}, "needs groups of one size"),
+        ({"sampler": {"use": "xrpo", "rounds": 1}}, "rounds 1"),
+        ({"sampler": {"use": "xrpo", "n_min": 4, "n_max": 2}}, "n_max 2 is less than n_min 4"),
+        ({"sampler": {"use": "curriculum_stage", "boundaries": [0.9, 0.1]}}, "rising"),
+        ({"sampler": {"use": "gdro", "edges": [0.5, 0.5]}}, "between 0 and 1"),
         ({"sampler": "uniformm"}, "did you mean `uniform`"),
         ({"sampler": {"use": "xrpo", "aplha": 0.1}}, "alpha"),
     ],
@@ -232,10 +236,6 @@ def test_what_cannot_work_is_refused(make: Make, changes: Values, told: str) -> 
 @pytest.mark.parametrize(
     ("sampler", "told"),
     [
-        ({"use": "xrpo", "rounds": 1}, "rounds 1"),
-        ({"use": "xrpo", "n_min": 4, "n_max": 2}, "n_max 2 is less than n_min 4"),
-        ({"use": "curriculum_stage", "boundaries": [0.9, 0.1]}, "rising"),
-        ({"use": "gdro", "edges": [0.5, 0.5]}, "between 0 and 1"),
         ({"use": "mine.py:Reversed", "more": 1}, "no argument more"),
         ({"use": "mine.py:dataclass"}, "no method `start`"),
     ],
