@@ -61,7 +61,8 @@ def fallen_gate(fallen: Tensor, mask: Tensor, gate: str) -> Tensor:
 def hint_nll(batch: RolloutBatch, logp: Tensor) -> TokenLoss:
     """SEELE's supervised part: the negative log-likelihood of a row's hint, averaged over its tokens, then over rows.
 
-    Rows without a hint do not count. The authors take coef 0.001. Stat [N]: `hint_nll`.
+    Rows without a hint do not count. The authors take coef 0.001. Stat [N]: `hint_nll`. Raises ValueError for a batch
+    without hint_mask.
     """
     if batch.hint_mask is None:
         raise ValueError("hint_nll needs hint_mask")
