@@ -37,12 +37,13 @@ MOST_RUNS = 2000  # directories beside the run that are looked at for evaluation
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card tells. base: the model that training began with, as its first recipe names it. runs: the trainings in
-    order, the newest last. evaluations: run directories."""
+    """What a card tells. base: the model that training began with, as its first recipe names it. adapter: whether the
+    model is one. runs: the trainings in order, the newest last. evaluations: run directories."""
 
     title: str
     base: str | None
     licence: str | None
+    adapter: bool = False
     runs: Sequence[Path] = ()
     evaluations: Sequence[Path] = ()
     notes: Sequence[str] = field(default_factory=list)
@@ -58,11 +59,21 @@ def gather(source: Source, *, licence: str | None = None, evaluations: Iterable[
     """The facts of a model. licence, evaluations: given by the user; evaluations of the model in run directories beside
     its own are found."""
     runs, base = lineage(source)
-    own = adapter_base(Path(source.path).expanduser()) if not runs else None
-    base = base or own
+    under = adapter_base(Path(source.path).expanduser())
+    base = base or under
     found = [*evaluations, *(_evaluations(source) if source.run else ())]
     known = licence or _known_licence(source.path) or (_known_licence(base) if base else None)
-    return Facts(source.name, base, known, runs, list(dict.fromkeys(path.resolve() for path in found)))
+    measured = list(dict.fromkeys(path.resolve() for path in found))
+    return Facts(source.name, base, known, under is not None, runs, measured, _notes(source))
+
+
+def _notes(source: Source) -> list[str]:
+    """What a reader must know of a model that is not the final one of its run."""
+    if source.part == "best":
+        return ["The model of the best evaluation in training; numbers of the training are those of the whole run."]
+    if source.part:
+        return [f"The checkpoint {source.part}; numbers of the training are those of the whole run."]
+    return []
 
 
 def lineage(source: Source) -> tuple[list[Path], str | None]:
@@ -144,7 +155,8 @@ def _head(facts: Facts, kind: str) -> str:
 def _what(facts: Facts, kind: str) -> str:
     forms = {
         "adapter": "A LoRA adapter",
-        "merged": "A model with all weights (an adapter, if it was trained as one, is merged in)",
+        "merged": "A model with all its weights"
+        + (", into which the trained adapter is merged" if facts.adapter else ""),
         "gguf": "A model as a GGUF file",
         "ollama": "A model as a GGUF file with a Modelfile for Ollama",
     }

@@ -210,8 +210,11 @@ def _explained(output: Path) -> Iterator[None]:
 
 
 def default_output(source: Source, to: str) -> Path:
-    """RUN/exports/TO for a model of a run, else exports/NAME/TO in the working directory. to: a kind, or hub-NAME."""
-    return (source.run / "exports" if source.run else Path("exports") / source.name) / to
+    """RUN/exports/TO for a model of a run (PART-TO, where it is not its final one), else exports/NAME/TO in the working
+    directory. to: a kind, or hub-NAME."""
+    if source.run is None:
+        return Path("exports") / source.name / to
+    return source.run / "exports" / (f"{source.part}-{to}" if source.part else to)
 
 
 def planned_files(plan: Plan) -> list[str]:

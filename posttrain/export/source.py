@@ -25,6 +25,12 @@ class Source:
     run: Path | None = None
 
     @property
+    def part(self) -> str:
+        """What of the run it is where that is not its final model: `step-00000100`, `best`; else ""."""
+        name = Path(self.path).resolve().name
+        return name if self.run is not None and name != "final" else ""
+
+    @property
     def recipe(self) -> dict[str, Any]:
         """All values of the run that made it; {} for a model that no run here has made."""
         return (read_json(self.run / RESOLVED) or {}) if self.run else {}

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from posttrain.export import card
+from posttrain.export.run import default_output
 from posttrain.export.source import find_source
 
 from .conftest import a_run
@@ -78,6 +79,17 @@ def test_recipe_data_metrics_base_and_versions(chain: Path) -> None:
         assert line in text, line
     assert "0.125 |" not in text, "the evaluation of another model"
     assert "pass@9" not in text and "seconds" not in text
+
+
+def test_a_checkpoint_is_called_one(chain: Path) -> None:
+    a_model(chain / "checkpoints" / "step-00000002")
+    source = find_source(str(chain / "checkpoints" / "step-00000002"))
+    text = card.write_card(card.gather(source), "merged", "x")
+    assert "# train-step-00000002" in text
+    assert "- The checkpoint step-00000002; numbers of the training are those of the whole run." in text
+    assert "No evaluation of this model was found" in text, "that of the final model is another's"
+    assert default_output(source, "gguf") == chain / "exports" / "step-00000002-gguf"
+    assert default_output(find_source(str(chain)), "gguf") == chain / "exports" / "gguf"
 
 
 def test_no_keys_and_no_folders_of_this_machine(chain: Path, tmp_path: Path) -> None:

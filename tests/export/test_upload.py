@@ -163,6 +163,36 @@ def test_an_upload_is_private_whole_and_says_no_token(hub: Hub, model: Path) -> 
     assert again.returncode == 0 and "private    yes" in again.stdout, "it is there, and stays private"
 
 
+def test_an_adapter_on_a_base_of_the_hub_is_uploaded_as_it_is(hub: Hub, model: Path) -> None:
+    """The base is in the hub's cache of this machine, as after a training."""
+    import shutil
+
+    from posttrain.models.load import load
+    from posttrain.models.save import save
+    from posttrain.recipe.sections import Model
+
+    cache = model.parent / "home" / "hub" / "models--org--base"
+    shutil.copytree(model, cache / "snapshots" / "abc")
+    (cache / "snapshots" / "abc" / "README.md").write_text("---\nlicense: gemma\n---\n")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    section = {"path": str(model), "device": "cpu", "lora": {"rank": 2}}
+    adapter = model.parent / "adapter"
+    save(load(Model.model_validate(section), model.parent, training=True), adapter, verify=False)
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "org/base"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "optimizer.pt").write_text("of a checkpoint")
+    done = export(adapter, hub.url, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["to"] == "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= set(hub.files)
+    assert "optimizer.pt" not in hub.files and "model.safetensors" not in hub.files
+    card = hub.files["README.md"].decode()
+    for line in ("base_model: org/base", "base_model_relation: adapter", "license: gemma", "AutoPeftModelForCausalLM"):
+        assert line in card
+    assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+
+
 @pytest.mark.parametrize(
     ("ends", "status", "said"),
     [
