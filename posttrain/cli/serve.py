@@ -96,7 +96,7 @@ def engine_section(loaded: Loaded) -> str:
     if found is None:
         raise UserError(
             f"{loaded.name} is a recipe of stage {loaded.resolved['stage']}, in which nothing generates",
-            allowed="recipes with a section `rollout` or `engine`: those of rl, eval and generate",
+            allowed="recipes with a section `rollout` or `engine`: those of rl, eval, harness and generate",
         )
     return found
 

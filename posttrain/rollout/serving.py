@@ -15,7 +15,7 @@ import torch
 from posttrain.errors import RecipeError, RunError, counted
 from posttrain.models.load import load
 from posttrain.recipe.rollout_sections import Server, Vllm
-from posttrain.recipe.stages import EvalRecipe, GenerateRecipe, RlRecipe
+from posttrain.recipe.stages import EvalRecipe, GenerateRecipe, HarnessRecipe, RlRecipe
 from posttrain.rollout import compile_cache, local_server, servers, vllm_process, vllm_start
 from posttrain.rollout.local_server import LocalServer
 from posttrain.rollout.vllm_engine import spec_of
@@ -26,7 +26,7 @@ POLL_S = 0.5
 
 
 def serve_runs(
-    recipe: RlRecipe | EvalRecipe | GenerateRecipe,
+    recipe: RlRecipe | EvalRecipe | HarnessRecipe | GenerateRecipe,
     section: Vllm,
     *,
     host: str,
@@ -88,7 +88,9 @@ def answers(host: str, port: int, key: str) -> bool:
     return False
 
 
-def write_served_model(recipe: RlRecipe | EvalRecipe | GenerateRecipe, section: Vllm, folder: Path) -> EngineSpec:
+def write_served_model(
+    recipe: RlRecipe | EvalRecipe | HarnessRecipe | GenerateRecipe, section: Vllm, folder: Path
+) -> EngineSpec:
     """Write what vLLM starts on: the recipe's model as a run would write it. Returns what else it is started with.
 
     The window is the recipe's, or the model's own, since the runs' data are not looked at.
