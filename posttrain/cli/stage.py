@@ -263,6 +263,9 @@ def _of_reward(problem: Problem, loaded: Loaded) -> Problem:
 def _line_of(what: str, loaded: Loaded) -> str:
     key = what.split(maxsplit=1)[0].rstrip(":") if what else ""
     origin = loaded.origins.get(key) if "." in key else None
+    if origin is None and "." in key:  # a section: its first line that was written
+        below = (one for name, one in loaded.origins.items() if name.startswith(f"{key}.") and one.kind != "default")
+        origin = next(below, None)
     return origin.mark if origin and origin.kind != "default" else ""
 
 

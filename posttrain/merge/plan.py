@@ -206,7 +206,8 @@ def _one_stack(plan: Plan) -> None:
             (count,) = counts.values()
             if start + piece.layers > count:
                 asked = f"{piece.at}: layer_range [{start}, {start + piece.layers}] of {model.name}"
-                raise MergeError(f"{asked}, which has {counted(count, 'layer')}")
+                hint = f"write [first, last + 1] within 0 and {count}"
+                raise MergeError(f"{asked}, which has {counted(count, 'layer')}", hint=hint)
 
 
 def _refuse_cancelling(plan: Plan) -> None:

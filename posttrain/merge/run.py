@@ -66,7 +66,9 @@ def run(recipe: MergeRecipe, directory: RunDirectory) -> dict[str, Any]:
                 tally = _write(plan, partial, directory, sync)
                 changes = check_written(plan, partial, tally)
                 gaps = probe.gap(before, probe.logits(partial, ids))
-            summary = _summary(plan, tally, changes, gaps, time.perf_counter() - started, directory.final)
+            summary = _summary(
+                plan, recipe.base_model, tally, changes, gaps, time.perf_counter() - started, directory.final
+            )
             write_json(partial / REPORT, summary)
         put_in_place(partial, directory.final)
     finally:
@@ -182,13 +184,21 @@ def _of_layers(piece: Piece, key: str, default: list[Any]) -> list[Any]:
 
 
 def _summary(
-    plan: Plan, tally: Tally, changes: Changes, gaps: dict[str, float | None], seconds: float, final: Path
+    plan: Plan,
+    base_model: str | None,
+    tally: Tally,
+    changes: Changes,
+    gaps: dict[str, float | None],
+    seconds: float,
+    final: Path,
 ) -> dict[str, Any]:
+    """base_model: the name in the recipe. Rules without differences, as slerp, take it as one of the models."""
+    base = plan.base or next((source for source in plan.sources if source.name == base_model), None)
     return {
         "model": str(final),
         "merge_method": plan.method,
         "parameters": plain({**_defaults(plan), **plan.pieces[0].arguments.common[-1]}),
-        "base_model": None if plan.base is None else _described(plan.base),
+        "base_model": None if base is None else _described(base),
         "models": _models(plan, tally),
         **({"layers": sum(piece.layers for piece in plan.pieces)} if plan.stacked else {}),
         "compared_with": plan.anchor.name,

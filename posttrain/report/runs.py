@@ -50,6 +50,12 @@ def find_runs(folder: Path, *, inner: bool = False) -> Iterator[Path]:
             yield from find_runs(folder / name, inner=inner)
 
 
+def is_sweep(run: Path) -> bool:
+    """Whether a run directory holds others and is no pipeline: it is one of `posttrain sweep`."""
+    values = read_json(run / "resolved.json")
+    return values is not None and "stages" not in values and any(one != run for one in find_runs(run, inner=True))
+
+
 def describe(run: Path) -> RunRow:
     """What a list says of a run."""
     values = read_json(run / "resolved.json") or {}

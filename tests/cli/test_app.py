@@ -152,3 +152,25 @@ def test_a_name_in_the_wrong_place_is_told_with_what_goes_there(call: Callable[.
         assert hint in result.stderr.partition("hint: ")[2], arguments
     known = call("recipe", "validate", "debug/rl", "algorithm=simp0").stderr
     assert "simpo" not in known and "`posttrain methods list --kind preset` lists all" in known  # simpo is for dpo
+
+
+def test_layers_that_a_model_does_not_have_are_told_with_their_line(call: Callable[..., Any]) -> None:
+    Path("m.yaml").write_text(
+        "stage: merge\nmerge_method: passthrough\nslices:\n  - sources: [{model: tiny, layer_range: [0, 99]}]\n"
+    )
+    result = call("merge", "m.yaml", "--output", "out")
+    assert result.exit_code == 2 and not Path("out").exists()
+    assert "m.yaml:4:23  slices.0: layer_range [0, 99] of tiny, which has 2 layers" in result.stderr
+
+
+def test_the_runs_of_a_sweep_are_listed_where_its_folder_is_named(call: Callable[..., Any]) -> None:
+    for place, values in {
+        "runs/sweep": {"stage": "sft"},
+        "runs/sweep/optim.lr=1/seed-0": {"stage": "sft", "optim": {"lr": 1}},
+        "runs/sweep/optim.lr=2/seed-0": {"stage": "sft", "optim": {"lr": 2}},
+    }.items():
+        Path(place).mkdir(parents=True)
+        Path(place, "resolved.json").write_text(json.dumps(values))
+    named = json.loads(call("runs", "runs/sweep", "--json").stdout)
+    assert {Path(row["path"]).parent.name for row in named} == {"runs", "optim.lr=1", "optim.lr=2"}
+    assert len(json.loads(call("runs", "--json").stdout)) == 1

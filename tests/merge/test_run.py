@@ -89,6 +89,14 @@ def test_task_arithmetic_with_mergekits_keys(models: Path, merge: Merge) -> None
     assert any("negative weight -2" in w for w in summary["warnings"])
 
 
+@pytest.mark.usefixtures("models")
+def test_a_base_that_is_one_of_two_models_is_named(merge: Merge) -> None:
+    summary = merge(
+        merge_method="slerp", base_model="a", models=[{"model": "a"}, {"model": "b"}], parameters={"t": 0.5}
+    )
+    assert summary["base_model"]["model"] == "a"
+
+
 def test_lambda_zero_is_the_base_bit_for_bit(models: Path, merge: Merge) -> None:
     edit(models / "base", lambda t: t[EMBEDDING].view(-1)[:2].copy_(torch.tensor([-0.0, 1e-40])))
     merge(merge_method="task_arithmetic", base_model="base", models=[{"model": "a"}], parameters={"lambda": 0.0})
