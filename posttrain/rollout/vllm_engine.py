@@ -164,7 +164,8 @@ class VllmEngine:
         self.seen: list[Seen] = []  # of each engine, when it last changed
         self.adapters = 0  # written so far
         self.turn = 0  # which engine gets the next request
-        self.open: asyncio.Event = loop.run(_opened())  # clear while weights are replaced
+        self.open = asyncio.Event()  # of the loop; clear while weights are replaced
+        self.open.set()
         try:
             self.sync(loaded.model, 0)
         except BaseException:
@@ -230,7 +231,7 @@ class VllmEngine:
             else:
                 self.sender.send(whole)
             self.empty = False
-            loop.run(self._resume())
+            loop.run_all([client.resume() for client in self.clients])
             self._check(expected, version)
             self.version = version
 
@@ -241,14 +242,14 @@ class VllmEngine:
             loop.run(self._pause())
             yield
         finally:  # also after an error, which whoever waits gets of the engine then
-            loop.run(_set(self.open))
+            loop.run(self._set_open())
 
     async def _pause(self) -> None:
         self.open.clear()
         await asyncio.gather(*(client.pause() for client in self.clients))
 
-    async def _resume(self) -> None:
-        await asyncio.gather(*(client.resume() for client in self.clients))
+    async def _set_open(self) -> None:
+        self.open.set()
 
     def _push_adapter(self, model: Any, version: int) -> None:
         """Nothing but an adapter goes over the disk."""
@@ -313,16 +314,6 @@ class VllmEngine:
             self.sender.close()
         for client in self.clients:
             client.close()
-
-
-async def _opened() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
-
-
-async def _set(event: asyncio.Event) -> None:
-    event.set()
 
 
 def concatenate(before: Completion, new: Completion) -> Completion:
