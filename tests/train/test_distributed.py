@@ -188,6 +188,28 @@ def test_two_ranks_equal_one_and_resume_each_other(train: Train, recipe: Values,
     assert len((folder / "two" / "metrics.jsonl").read_text().splitlines()) == 4, "one rank writes"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampler": {"use": "gdro", "hysteresis": 0.0}, "factors": ["prompt_gdro"]},
+        {"sampler": {"use": "xrpo", "rounds": 2}},
+        {"sampler": "self_curation"},
+        {"sampler": {"use": "pcl", "candidate_factor": 2, "warmup_steps": 1, "metric": "reward"}},
+    ],
+    ids=["gdro", "xrpo", "self_curation", "pcl"],
+)
+def test_a_prompt_sampler_draws_the_same_for_any_number_of_ranks(train: Train, changes: Values, folder: Path) -> None:
+    """Groups of several sizes, rounds of one step, predicted values; three prompts for two ranks."""
+    recipe = {**RL, "algorithm": "grpo", "rollout": {**RL["rollout"], "max_gen_batches": 1}, **changes}
+    recipe = {**recipe, "run": {"steps": 3, "save_every": 1}}
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    assert_same(rows_of(folder / "two"), rows_of(folder / "one"))
+    newest = [checkpoints.latest(folder / name / "checkpoints") for name in ("one", "two")]
+    states = [json.loads((path / "state.json").read_text())["sampler"] for path in newest if path]
+    assert len(states) == 2 and states[0].keys() == states[1].keys()
+
+
 def test_ranks_that_were_started_with_other_things(train: Train, folder: Path) -> None:
     """A reward that was changed on one machine only: a mistake of the user, told before anything begins."""
     other = folder / "other machine"
