@@ -119,16 +119,18 @@ def step_advantages(
     node_value: Sequence[Numbers],
     group: Sequence[int],
     *,
-    final: Numbers | None = None,
+    final: Numbers | float | None = None,
     temp: float = 1.0,
     q_max: float = 1.0,
 ) -> list[list[float]]:
     """Advantage of each step of each path [N][steps]: tanh(V / temp) * q_max of its node minus the mean of the final
     scores of the paths of its group; a group of one subtracts 0.
 
-    final [N]: the score of the last step, that of the whole path; None: its node's.
+    final [N]: the score of the last step, that of the whole path, or one number for all; None: its node's.
     """
     scores = [[math.tanh(v / temp) * q_max for v in row] for row in node_value]
+    if isinstance(final, int | float):
+        final = [float(final)] * len(scores)
     if final is not None:
         scores = [[*row[:-1], float(end)] for row, end in zip(scores, final, strict=True)]
     ends: dict[int, list[float]] = {}
