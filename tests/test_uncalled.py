@@ -30,7 +30,6 @@ FORMULAS = {  # of papers, held to their numbers by tests/vectors; no verb or re
     "curriculum/difficulty.py": {"learnability"},
     "curriculum/selection.py": {"selective_buffer"},
     "data/pairs.py": {"generalisation_factor"},
-    "evaluate/consensus.py": {"arm_consensus"},
     "loss/decoupled.py": {"ewma"},
     "loss/distill.py": {"full_distill", "sampled_distill", "sampled_logp"},
     "loss/group_pairs.py": {"number_of_pairs"},

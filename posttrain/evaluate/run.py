@@ -19,6 +19,7 @@ from posttrain.evaluate.answers import vote_order, voted_answer
 from posttrain.evaluate.best_of import SUM, best_of, check_name
 from posttrain.evaluate.best_of import table as best_of_table
 from posttrain.evaluate.compare import PROBLEMS
+from posttrain.evaluate.formats import consensus_of_formats
 from posttrain.evaluate.habits import habit_rates
 from posttrain.evaluate.labels import label_report
 from posttrain.evaluate.probe import contamination
@@ -64,6 +65,9 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
 
         records = sample(recipe, directory, prepared.items, n, graded, ("correct",))
         probe = settings.contamination
+        agreed = settings.consensus and consensus_of_formats(
+            recipe, settings.consensus, directory, prepared.items, graded
+        )
         seen = contamination(recipe, probe, directory, prepared.items, graded) if probe else None
     rows = [{**row, **own} for row, own in zip(problem_rows(records), asked_rows(prepared, recipe.data), strict=True)]
     write_text(directory.path / PROBLEMS, to_lines(rows))
@@ -73,6 +77,7 @@ def run(recipe: EvalRecipe, directory: RunDirectory) -> dict[str, Any]:
         **summarise(records, settings, recipe.run.seed),
         "efficiency": asdict(efficiency(records, None, settings.aes)),
         **({} if baseline is None else against_baseline(baseline, directory, records, recipe)),
+        **({} if agreed is None else {"consensus": agreed}),
         **({} if seen is None else {"contamination": seen}),
         **(best_of_summary(records, recipe) if settings.best_of else {}),
         **({"stability": stability_of(records, recipe)} if settings.stability else {}),
@@ -235,6 +240,12 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"shown {row['ratio']:.0%} of a problem, {row['completion_rate']:.1%} are continued word by word "
             f"(ROUGE-L {row['rouge_l']:.2f}){answers}"
+        )
+    if (found := summary.get("consensus")) and found["problems"]:
+        right = "-" if found["accuracy"] is None else f"{found['accuracy']:.3f}"
+        lines.append(
+            f"by consensus of formats: accuracy {right} with {found['tokens']:.1f} tokens a problem; the cheap formats "
+            f"agree on {found['agreed']:.1%}"
         )
     if found := summary.get("labels"):
         f1, ece = (f"{found[key]:.3f}" if found[key] is not None else "-" for key in ("macro_f1", "ece"))

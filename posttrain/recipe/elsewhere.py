@@ -18,6 +18,10 @@ KEYS = {
         "paths spliced where they went wrong, with a reflection between",
         "posttrain sft sft/agent_r  # a shipped recipe",
     ),
+    "arm_consensus": (
+        "cheap formats of an answer, the long one only where these disagree",
+        'eval: {consensus: {direct: "<ANSWER>", short: "<COT>", code: "<CODE>", long: "<LONG_COT>"}}',
+    ),
     "avg_at_k": ("mean accuracy over k samples a problem", "eval: {samples: 16}  # `accuracy`"),
     "bootstrap_ci": ("intervals over problems", "eval: {bootstrap: 10000, level: 0.95}"),
     "cft": ("critiques as targets", "posttrain sft sft/critiques  # a shipped recipe"),
@@ -72,7 +76,6 @@ KEYS = {
 # Formulas that no recipe key reaches: name -> (what it is, its function).
 FORMULAS = {
     "acre": ("consistency under shuffled options", "verify.reasoning:shuffled_consistency"),
-    "arm_consensus": ("consensus of ARM's modes", "evaluate.consensus:arm_consensus"),
     "brpo": ("credit of a thought by what its answers earn at later budgets", "advantage.anytime:budget_relative"),
     "coda_advantage": ("a planner's advantage for its executors", "advantage.segments:planner_and_executors"),
     "coda_peco": ("the reward of a planner and its executors", "verify.agents:planner_executor_reward"),

@@ -22,6 +22,15 @@ class Contamination(Section):
     unit: Literal["word", "char"] = Field("word", description="what is compared; char for scripts without blanks")
 
 
+class FormatConsensus(Section):
+    """Three cheap formats of an answer and a long one where they disagree (ARM): the texts that begin them."""
+
+    direct: str = Field("<ANSWER>", min_length=1, description="an answer without a thought")
+    short: str = Field("<COT>", min_length=1, description="a short thought")
+    code: str = Field("<CODE>", min_length=1, description="a program")
+    long: str = Field("<LONG_COT>", min_length=1, description="a long thought, generated only where these disagree")
+
+
 class EvalSettings(Section):
     """What is measured."""
 
@@ -50,6 +59,9 @@ class EvalSettings(Section):
     best_of: str | None = Field(
         None,
         description="name of a reward, or `reward` for their weighted sum: how right is the best-scored of n samples",
+    )
+    consensus: FormatConsensus | None = Field(
+        None, description="also answer in three cheap formats, and in the long one where these disagree (ARM)"
     )
     stability: Annotated[float, Field(gt=0)] | None = Field(
         None,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from posttrain.rollout.scripted import ScriptedEngine
 from typer.testing import CliRunner
 
 from posttrain.cli.app import app
@@ -23,6 +23,9 @@ from posttrain.train import assemble
 from .conftest import merged
 from .test_rollout_source import recipe, run, use  # noqa: F401  fixtures
 from .versioned_engine import VersionedEngine
+
+sys.path.append(str(Path(__file__).parents[1]))
+from scripted_engines import ScriptedEngine
 
 Values = dict[str, Any]
 TASKS: Values = {
