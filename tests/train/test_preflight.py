@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from posttrain.batch import RolloutBatch
 from posttrain.cli.app import app
 from posttrain.places import shipped
-from posttrain.recipe.load import load_dict
+from posttrain.recipe.load import load, load_dict
 from posttrain.train.preflight import advice, generation_rounds, mixed, pass_rates
 
 RECIPE = {
@@ -104,3 +104,28 @@ def test_advice_follows_from_what_was_measured() -> None:
     assert "use harder prompts" in easy[0] and "70% of the groups are all right" in easy[1]
     refilled = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_gen_batches": 3})})
     assert "the run would stop" in advice(report(signal={"share": 0.9}, generation_rounds=3.0), refilled)[0]
+
+
+@pytest.mark.slow
+def test_the_quickstarts_first_ten_steps_are_predicted(tmp_path: Path) -> None:
+    """Within 20%, with the model that its sft stage makes: signal and tokens of a step."""
+    stages = {stage["name"]: stage for stage in load("quickstart", stage="run").resolved["stages"]}
+    for name in ("sft", "rl"):
+        values = {key: value for key, value in stages[name].items() if key != "name"}
+        values["data"] = {**values["data"], "source": str(shipped("recipes") / values["data"]["source"])}
+        if name == "rl":
+            values |= {"model": {**values["model"], "path": str(tmp_path / "sft" / "final")}}
+            values["run"] = {**values["run"], "steps": 10}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(values), encoding="utf-8")
+
+    def posttrain(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments), prog_name="posttrain")
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    posttrain("sft", str(tmp_path / "sft.yaml"), "--output", str(tmp_path / "sft"))
+    report = json.loads(posttrain("preflight", str(tmp_path / "rl.yaml"), "--json"))
+    posttrain("rl", str(tmp_path / "rl.yaml"), "--output", str(tmp_path / "rl"))
+    rows = [json.loads(line) for line in (tmp_path / "rl" / "metrics.jsonl").read_text().splitlines()]
+    assert report["signal"]["signal/share"] == pytest.approx(sum(r["signal/share"] for r in rows) / 10, rel=0.2)
+    assert report["tokens"]["a_step"] == pytest.approx(rows[-1]["num_tokens"] / 10, rel=0.2)
