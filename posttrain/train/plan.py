@@ -348,15 +348,20 @@ def arithmetic(recipe: Recipe) -> tuple[dict[str, float], int]:
 def _rl_arithmetic(recipe: RlRecipe) -> tuple[dict[str, float], int]:
     from posttrain.data.prepare import prepare_prompts
     from posttrain.train.assemble import total_steps
+    from posttrain.train.variants import PromptVariants
 
-    prompts = prepare_prompts(recipe.data, models.load_tokenizer(recipe.model, recipe.base_dir), recipe.base_dir).items
-    longest = max(len(p.ids) for p in prompts)
+    tokenizer = models.load_tokenizer(recipe.model, recipe.base_dir)
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None)
+    room = variants.room if variants else 0
+    longest = max(len(p.ids) for p in prompts) + room
     rollout, batch = recipe.rollout, recipe.batch
     steps, rows = total_steps(recipe, len(prompts)), rollout.prompts_per_step * rollout.group_size
     mean, extra = sum(len(p.ids) for p in prompts) / len(prompts), passes(recipe)
     return {
         "prompts": len(prompts),
         "longest prompt": longest,
+        **({"of these tokens a variant may add": room} if room else {}),
         "steps": steps,
         "rollouts a step": rows,
         **_of_sampler(recipe, prompts, steps),

@@ -104,7 +104,7 @@ def _epoch(ctx: TrainContext, step: int, uids: Sequence[str]) -> dict[str, Any]:
     tokens = max(float(tally.sums["tokens"]), 1.0)
     return {
         "sft/loss": float(tally.sums["loss"]) / len(parts),
-        "sft/nll": -float(tally.logp[batch.mask].sum()) / tokens,
+        "sft/nll": float(tally.sums["nll"]) / tokens,
         "sft/updates": made,
         "sft/grad_norm": sum(tally.norms) / max(len(tally.norms), 1),
     }

@@ -223,6 +223,18 @@ def _finish(
     variants.finish(rollout, chosen[place], drawn[place], groups[place])
 
 
+def if_nobody_is_right(variants: PromptVariants, prompt: Prompt, most: int = 8) -> list[Variant]:
+    """The variants of a prompt in the first step of a run, round by round, while no rollout is right."""
+    rounds: list[Outcome] = []
+    while len(rounds) < most:
+        asked = variants.ask(prompt, rounds, step=0, seed=derive(0, "variants", prompt.uid), memory=None)
+        if not asked:
+            break
+        question = variants.question(prompt)
+        rounds += [Outcome(prompt.uid, one, (0.0,), (False,), ("",), question) for one in asked]
+    return list({outcome.variant.name: outcome.variant for outcome in rounds}.values())
+
+
 def outcome_of(variants: PromptVariants, rollouts: Sequence[Rollout], variant: Variant) -> Outcome:
     """What the rollouts of one variant have earned."""
     return Outcome(

@@ -577,3 +577,39 @@ def test_ranks_evaluate_together(train: Train, folder: Path) -> None:
         expected = rows_of(folder / f"{name} one")
         assert sum(any(key.startswith("eval/") for key in row) for row in expected) == 2
         assert_same(rows_of(folder / f"{name} two"), expected)
+
+
+HINTED = {
+    "hint_on_failure": {"algorithm": "ghpo"},
+    "item_response": {"algorithm": "seele"},
+    "loss_prompt": {"algorithm": "guide_grpo", "loss": {"strategy": "constant", "value": 0.5}},
+    "rl_plus": {"algorithm": "rl_plus"},
+    "calibrl": {"algorithm": "calibrl"},
+    "relift": {"algorithm": "relift", "solutions": {"sft": {"size": 3, "minibatch": 2, "lr": 1e-3}}},
+}
+
+
+@pytest.mark.parametrize("name", ["loss_prompt", *(pytest.param(n, marks=pytest.mark.slow) for n in HINTED)])
+def test_hints_and_given_solutions_are_divided_too(train: Train, folder: Path, name: str) -> None:
+    """Rounds, given rows and supervised steps on two ranks are those of one; resumed in the middle by one rank."""
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    texts = [{**row, "solution": f"so it is {row['chosen']}", "hint": "look at both"} for row in rows]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    (folder / "first.py").write_text("def digit(completion):\n    return float(completion[:1].isdigit())\n")
+    recipe = {
+        **{key: RL[key] for key in ("stage", "model", "data", "optim")},
+        "rewards": [{"use": "first.py:digit"}],
+        "scoring": {"workers": 1},
+        "rollout": {"prompts_per_step": 3, "group_size": 4, "max_new_tokens": 20, "max_gen_batches": 1},
+        "run": {"steps": 4, "save_every": 2},
+        **HINTED[name],
+    }
+    assert train(recipe, folder / "one", ranks=1) == [0]
+    assert train(recipe, folder / "two", ranks=2) == [0, 0]
+    expected = rows_of(folder / "one")
+    assert_same(rows_of(folder / "two"), expected)
+    points = ("variants/hint", "variants/round", "solutions/rows", "calibrl/reached", "sft/updates")
+    assert any(key.startswith(points) and value for row in expected for key, value in row.items())
+    shutil.rmtree(checkpoints.folder_for(folder / "two" / "checkpoints", 4))
+    assert train(recipe, folder / "two", ranks=1, resume=True) == [0]
+    assert_same(rows_of(folder / "two"), expected)

@@ -425,3 +425,30 @@ def test_what_is_learnt_goes_on_exactly(cli: Any, home: Path, name: str) -> None
     values = values_of("rarely", algorithm=name, run={"steps": 4, "save_every": 2})
     (home / "run.yaml").write_text(json.dumps(values))
     cli.resumed(home / "run", "rl", str(home / "run.yaml"), steps=4)
+
+
+def test_inspect_and_plan_show_what_a_kind_adds(cli: Any, home: Path) -> None:
+    (home / "run.yaml").write_text(json.dumps(values_of(algorithm="ghpo")))
+    report = json.loads(cli.run("data", "inspect", str(home / "run.yaml"), "--json", "--rows", "1"))
+    parts = report["samples"][0]["parts"]
+    assert list(parts) == ["prompt", "plain", "hint 0.25", "hint 0.5", "hint 0.75"]
+    assert "For reference" in parts["hint 0.5"]["runs"][0]["text"]
+    assert {"name": "solutions", "ok": True, "text": "24 of 24 prompts have one"} in report["checks"]
+    batch = json.JSONDecoder().raw_decode(cli.run("plan", str(home / "run.yaml"), "--json"))[0]["batch"]
+    assert batch["longest prompt"] > batch["of these tokens a variant may add"] > 20
+
+
+def test_pairs_of_guided_successes(cli: Any, home: Path) -> None:
+    """Agent-RLVR's update: stage pairs puts a guided success over failures, behind the prompt without the guidance."""
+    for name, template in (("first", "{prompt}"), ("guided", "{prompt}\n\nGuidance: {hint}")):
+        values = {key: value for key, value in values_of("rarely").items() if key in ("model", "scoring")}
+        values |= {"stage": "eval", "data": {"source": "rows.jsonl", "prompt_template": template}}
+        values |= {"rewards": [{"use": "rewards.py:rarely"}], "sampling": {"max_new_tokens": 6}, "eval": {"samples": 4}}
+        (home / f"{name}.yaml").write_text(json.dumps(values))
+        cli.run("eval", str(home / f"{name}.yaml"), "--output", str(home / name))
+    asked = {"stage": "pairs", "completions": "first", "teacher": "guided", "builder": "guided", "separability": None}
+    (home / "pairs.yaml").write_text(json.dumps(asked))
+    cli.run("pairs", str(home / "pairs.yaml"), "--output", str(home / "made"))
+    pairs = [json.loads(line) for line in (home / "made" / "pairs.jsonl").read_text().splitlines()]
+    assert pairs and all(row["chosen"][:1].isdigit() and not row["rejected"][:1].isdigit() for row in pairs)
+    assert not any("Guidance" in str(row["prompt"]) for row in pairs)

@@ -1,0 +1,46 @@
+"""What `posttrain data inspect` shows of an rl recipe besides its prompts: variants of them, and given solutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.data.inspect import PROMPT, TRAINED
+from posttrain.data.prepare import prepare_prompts
+from posttrain.errors import counted
+from posttrain.recipe.stages import RlRecipe
+from posttrain.train.offline import solution_completions
+from posttrain.train.variants import PromptVariants, if_nobody_is_right
+
+
+def add_variants(report: dict[str, Any], recipe: RlRecipe, tokenizer: Any) -> None:
+    """Add to the samples of a report the variants that a prompt has while nobody solves it, and its given solution; and
+    how many rows have a solution to the checks."""
+    if recipe.prompt_variants is None and recipe.solutions is None:
+        return
+    prompts = prepare_prompts(recipe.data, tokenizer, recipe.base_dir).items
+    variants = PromptVariants.from_recipe(recipe, prompts, tokenizer, None)
+    limit = max(recipe.rollout.max_new_tokens, 1)
+    column = recipe.solutions.column if recipe.solutions else ""
+    given = solution_completions(prompts, column, tokenizer, recipe.data, limit) if column else {}
+    shown = {sample["uid"] for sample in report["samples"]}
+    by_uid = {prompt.uid: prompt for prompt in prompts if prompt.uid in shown}
+
+    def part(prompt: str, behind: str = "", fate: str = TRAINED) -> dict[str, Any]:
+        runs = [{"text": prompt, "fate": PROMPT}, *([{"text": behind, "fate": fate}] if behind else [])]
+        tokens = [{"id": i, "text": tokenizer.decode([i]), "fate": run["fate"]} for run in runs
+                  for i in tokenizer(run["text"], add_special_tokens=False)["input_ids"]]  # fmt: skip
+        return {"tokens": tokens, "runs": runs}
+
+    for sample in report["samples"]:
+        prompt = by_uid[sample["uid"]]
+        for one in if_nobody_is_right(variants, prompt) if variants else ():
+            trained = one.begin_is == "trained"
+            begun = variants.decode(one.begin) if trained and variants else ""
+            asked = variants.apply(prompt, one).text if variants else prompt.text
+            sample["parts"][one.name] = part(asked.removesuffix(begun) if begun else asked, begun)
+        if prompt.uid in given and recipe.solutions and recipe.solutions.in_group:
+            sample["parts"]["given solution"] = part(prompt.text, tokenizer.decode(list(given[prompt.uid])))
+    if column or (variants and recipe.prompt_variants and recipe.prompt_variants.may("solution")):
+        count = len(given) if column else len(variants.solutions if variants else {})
+        text = f"{count} of {counted(len(prompts), 'prompt')} have one"
+        report["checks"].append({"name": "solutions", "ok": count > 0, "text": text})
