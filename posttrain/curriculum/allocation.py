@@ -17,16 +17,16 @@ def half_width(count: int, std: float, alpha: float) -> float:
     """Half the width of the confidence interval of a mean: t_{1-alpha/2, count-1} * std / sqrt(count)."""
     if std == 0:
         return 0.0
+    if count < 2:  # no interval
+        return math.inf
     return t_quantile(1 - alpha / 2, count - 1) * std / math.sqrt(count)
 
 
 def priority(count: int, std: float, total: int, *, alpha: float = 0.05, explore: float = 0.1) -> tuple[float, float]:
     """(what one rollout more takes off the half-width, the bonus explore * sqrt(ln(1 + total) / count)); their sum is
     the priority of a prompt."""
-    return (
-        half_width(count, std, alpha) - half_width(count + 1, std, alpha),
-        explore * math.sqrt(math.log(1 + total) / count),
-    )
+    bonus = explore * math.sqrt(math.log(1 + total) / count) if count else math.inf
+    return half_width(count, std, alpha) - half_width(max(count, 1) + 1, std, alpha), bonus
 
 
 def grant(
@@ -159,6 +159,16 @@ def updated_arms(
             place, arm = list(arms).index(chosen[name]), chosen[name]
             found[name][place] += loss - mu * (arm - mean) if mode == "code" else -(loss + mu * arm)
     return found
+
+
+def arms_between(least: int, most: int) -> list[int]:
+    """The arms: least, least + 1, ..., most rollouts of a prompt."""
+    return list(range(least, most + 1))
+
+
+def budget_for(mean: float, counts: Mapping[str, int]) -> int:
+    """The rollouts of a step with so many a prompt on average."""
+    return round(mean * sum(counts.values()))
 
 
 def spent(counts: Mapping[str, int], chosen: Mapping[str, int]) -> int:

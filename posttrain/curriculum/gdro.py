@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.curriculum.allocation import arm_probabilities, by_variance, choose_arms, shadow_price, updated_arms
+from posttrain.curriculum.allocation import (
+    arm_probabilities,
+    arms_between,
+    budget_for,
+    by_variance,
+    choose_arms,
+    shadow_price,
+    updated_arms,
+)
 from posttrain.curriculum.difficulty import any_right, bin_of, counted, rate, windowed
 from posttrain.curriculum.protocol import Group, Plan, Pool, Request, Sampler, State
 from posttrain.curriculum.selection import averaged_losses
@@ -66,8 +74,7 @@ class Gdro(Sampler):
     def propose(self, state: State, request: Request, pool: Pool) -> Plan:
         uids = [pool.uids[n] for n in request.stream]
         bins = [self._bin(state, uid) for uid in uids]
-        budget = request.group_size * len(uids)
-        return Plan(request.stream, self._rollouts(state, uids, bins, request.group_size, pool, budget), bins)
+        return Plan(request.stream, self._rollouts(state, uids, bins, request.group_size, pool), bins)
 
     def update(self, state: State, groups: Sequence[Group], pool: Pool, *, step: int, planned: int) -> State:
         history, bins = dict(state["history"]), dict(state["bins"])
@@ -102,7 +109,6 @@ class Gdro(Sampler):
     def most(self, prompts: int, group_size: int) -> tuple[int, int]:
         if self.allocation == "uniform":
             return prompts * group_size, group_size
-        # a budget that no choice of arms has is missed by less than one arm a prompt
         return prompts * group_size, self._largest(group_size)
 
     def _bin(self, state: State, uid: str) -> int:
@@ -121,17 +127,18 @@ class Gdro(Sampler):
         return min(self.n_min, group_size)
 
     def _rollouts(
-        self, state: State, uids: Sequence[str], bins: Sequence[int], group_size: int, pool: Pool, budget: int
+        self, state: State, uids: Sequence[str], bins: Sequence[int], group_size: int, pool: Pool
     ) -> Sequence[int]:
         """The rollouts of each prompt."""
+        counts = {str(b): bins.count(b) for b in sorted(set(bins))}
+        budget = budget_for(group_size, counts)
         least, most = self._smallest(pool.group_size), self._largest(pool.group_size)
         if self.allocation == "variance":
             rates = [rate(state["tallies"], uid, 0.5) for uid in uids]
             return by_variance(rates, budget=budget, least=least, most=most)
         if self.allocation == "uniform" or not state["arms"]:  # before anything was seen: the mean for all
             return [group_size] * len(uids)
-        arms = list(range(least, most + 1))
-        counts = {str(b): bins.count(b) for b in sorted(set(bins))}
+        arms = arms_between(least, most)
         scores = {name: state["arms"].get(name, [0.0] * len(arms)) for name in counts}
         likely = {name: arm_probabilities(scores[name], eta=self.eta, gamma=self.gamma) for name in counts}
         chosen = choose_arms(arms, likely, counts, budget)
@@ -149,7 +156,7 @@ class Gdro(Sampler):
             for b in sorted(set(row_bins))
         }
         chosen: Mapping[str, int] = {str(group.bin): len(group.rewards) for group in trained}
-        arms = list(range(self._smallest(mean), self._largest(mean) + 1))
+        arms = arms_between(self._smallest(mean), self._largest(mean))
         scores = {**{name: [0.0] * len(arms) for name in chosen}, **state["arms"]}
         counts = {name: sum(str(group.bin) == name for group in trained) for name in chosen}
         return {

@@ -226,6 +226,8 @@ def update_sampler(
 ) -> dict[str, float]:
     """Say to the prompt sampler what became of the step's groups; returns its metrics. scored, batch, measured: before
     and after advantages were assigned, and in the update."""
+    if ctx.sampler.name == "uniform":  # which learns nothing
+        return {}
     losses = ctx.objective.row_losses(measured, logp) if "row_loss" in ctx.sampler.needs else None
     outcomes = distributed.from_main(with_outcomes(groups, scored, batch.keep, losses))
     state.sampler = ctx.sampler.update(state.sampler, outcomes, state.step)

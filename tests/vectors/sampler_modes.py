@@ -116,22 +116,28 @@ def weighed(weights: Function, averages: Function) -> Adapter:
     return adapter
 
 
-def chosen_arms(probabilities: Function, choose: Function, spent: Function) -> Adapter:
+def chosen_arms(
+    probabilities: Function, choose: Function, spent: Function, arms_of: Function, budget: Function
+) -> Adapter:
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
         counts, params = values["bin_counts"], under(values, eta="eta_q", gamma="gamma")
-        likely = {name: probabilities(scores, **params) for name, scores in values["arm_scores"].items()}
-        chosen = choose(values["arms"], likely, counts, values["total_budget"])
+        arms = values.get("arms") or arms_of(values.get("n_min", 2), values.get("n_max", 12))
+        known = {**{name: [0.0 for _ in arms] for name in counts}, **values.get("arm_scores", {})}
+        likely = {name: probabilities(scores, **params) for name, scores in known.items()}
+        total = values.get("total_budget", budget(values.get("mean_n", 4.0), counts))
+        chosen = choose(arms, likely, counts, total)
         return {"probs": likely, "chosen": chosen, "total": spent(counts, chosen)}
 
     return adapter
 
 
-def moved_arms(update: Function, price: Function) -> Adapter:
+def moved_arms(update: Function, price: Function, arms_of: Function) -> Adapter:
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
         mean = {"mean": values.get("mean_n", 4.0)}
-        mu, arms, chosen = values.get("mu", 0.0), values["arms"], values["chosen"]
+        arms = values.get("arms") or arms_of(values.get("n_min", 2), values.get("n_max", 12))
+        mu, chosen = values.get("mu", 0.0), values["chosen"]
         scores = update(
             arms, values["arm_scores"], chosen, values["bin_loss"], mu=mu, **mean, **under(values, mode="mode")
         )
@@ -141,11 +147,13 @@ def moved_arms(update: Function, price: Function) -> Adapter:
     return adapter
 
 
-def divided(allocate: Function) -> Adapter:
+def divided(allocate: Function, budget: Function) -> Adapter:
     def adapter(case: Case) -> dict[str, Any]:
         values = given(case)
         limits = under(values, least="n_min", most="n_max")
-        counts = allocate(values["pass_rate"], budget=int(values["total_budget"]), **limits)
+        rates = values["pass_rate"]
+        total = values.get("total_budget", budget(values.get("mean_n", 4.0), {"all": len(rates)}))
+        counts = allocate(rates, budget=int(total), **limits)
         return {"n": counts, "total": sum(counts)}
 
     return adapter

@@ -49,9 +49,15 @@ ADAPTERS = {
     "prompt_gdro": weighed(selection.weights_of_bins, selection.averaged_losses),
     "rollout_gdro": chosen(
         {
-            "choose": chosen_arms(allocation.arm_probabilities, allocation.choose_arms, allocation.spent),
-            "update": moved_arms(allocation.updated_arms, allocation.shadow_price),
-            "variance": divided(allocation.by_variance),
+            "choose": chosen_arms(
+                allocation.arm_probabilities,
+                allocation.choose_arms,
+                allocation.spent,
+                allocation.arms_between,
+                allocation.budget_for,
+            ),
+            "update": moved_arms(allocation.updated_arms, allocation.shadow_price, allocation.arms_between),
+            "variance": divided(allocation.by_variance, allocation.budget_for),
         },
         by="part",
         default="choose",
