@@ -25,6 +25,7 @@ from posttrain.train.parts import check_keys
 from posttrain.variants.plan import MAX_ROUNDS, Asked, Outcome, Planner, Stateless
 
 APART = 10_000_000  # added to the number of a prompt's group for each further group of the same prompt
+TRIED = 10  # prompts whose variants are made before a run, and random draws for each, to know how long they get
 Sample = Callable[..., list[Rollout]]  # (prompts, seed, share, finish) -> scored rollouts
 
 
@@ -53,8 +54,9 @@ class PromptVariants:
         made = inspect.isclass(component.function)
         planner = component.function(**section.params) if made else Stateless(component.function, section.params)
         solutions = solution_tokens(prompts, section.solution, tokenizer) if section.may("solution") else {}
+        found = cls(component.name, planner, recipe.data, tokenizer, shown or dict, solutions)
         room = max(map(len, solutions.values()), default=0) + _longest_text(section.params, tokenizer)
-        return cls(component.name, planner, recipe.data, tokenizer, shown or dict, solutions, room)
+        return replace(found, room=room + _tried_growth(found, prompts))
 
     def ask(self, prompt: Prompt, rounds: Sequence[Outcome], *, step: int, seed: int, memory: Any) -> list[Variant]:
         """The variants of a prompt's next round. An error of a user's function says of which row it is."""
@@ -223,11 +225,19 @@ def _finish(
     variants.finish(rollout, chosen[place], drawn[place], groups[place])
 
 
-def if_nobody_is_right(variants: PromptVariants, prompt: Prompt, most: int = 8) -> list[Variant]:
-    """The variants of a prompt in the first step of a run, round by round, while no rollout is right."""
+def _tried_growth(variants: PromptVariants, prompts: Sequence[Prompt]) -> int:
+    """The most tokens by which a variant of a few prompts is longer than the prompt: what a kind writes itself."""
+    few = prompts[:: max(1, len(prompts) // TRIED)][:TRIED]
+    tried = [(p, one) for p in few for draw in range(TRIED) for one in if_nobody_is_right(variants, p, draw=draw)]
+    return max((len(variants.apply(p, one).ids) - len(p.ids) for p, one in tried), default=0)
+
+
+def if_nobody_is_right(variants: PromptVariants, prompt: Prompt, most: int = 8, draw: int = 0) -> list[Variant]:
+    """The variants of a prompt in the first step of a run, round by round, while no rollout is right. draw: which of
+    several random draws."""
     rounds: list[Outcome] = []
     while len(rounds) < most:
-        asked = variants.ask(prompt, rounds, step=0, seed=derive(0, "variants", prompt.uid), memory=None)
+        asked = variants.ask(prompt, rounds, step=0, seed=derive(draw, "variants", prompt.uid), memory=None)
         if not asked:
             break
         question = variants.question(prompt)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from posttrain.batch import Rollout, RolloutBatch
-from posttrain.train import rl
+from posttrain.train import rl, variants
 from posttrain.train.logprobs import Sequences
 
 Values = dict[str, Any]
@@ -452,3 +452,22 @@ def test_pairs_of_guided_successes(cli: Any, home: Path) -> None:
     pairs = [json.loads(line) for line in (home / "made" / "pairs.jsonl").read_text().splitlines()]
     assert pairs and all(row["chosen"][:1].isdigit() and not row["rejected"][:1].isdigit() for row in pairs)
     assert not any("Guidance" in str(row["prompt"]) for row in pairs)
+
+
+@pytest.mark.parametrize("name", ["ghpo", "pope", "prefixrl", "seele", "prior_prompt", "prompt_augmentation", "inspo"])
+def test_no_variant_is_longer_than_the_room_that_was_made_for_it(
+    name: str, ran: Callable[..., list[Values]], seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine starts for the longest prompt and this room, so a longer one would end the run."""
+    rooms: list[int] = []
+    made = variants.PromptVariants.from_recipe
+
+    def recording(*args: Any) -> Any:
+        found = made(*args)
+        rooms.append(found.room)
+        return found
+
+    monkeypatch.setattr(variants.PromptVariants, "from_recipe", recording)
+    ran(values_of(algorithm=name, rewards=[{"use": "rewards.py:digits", "correct": True}]))
+    longest = max(len(r.prompt.ids) + len(r.ids) for rollouts in seen.rollouts for r in rollouts)
+    assert longest <= rooms[0] + 10 + 8  # the longest prompt of these rows, and max_new_tokens
