@@ -128,6 +128,7 @@ RULES: tuple[Rule, ...] = (
     # evaluation, pipelines, merges
     _rule("eval.aes eval.edges", why.no_baseline, "write `eval.baseline`"),
     _rule("eval.best_of", why.one_sample, "write `eval.samples`, e.g. 8", note=True),
+    _rule("eval.stability", why.one_sample, "write `eval.samples`, e.g. 8", note=True),
     _rule("parallel", why.one_seed, "write `seeds`", note=True),
     _rule("parameters.k", why.averages("ema"), note=True),
     _rule("parameters.decay parameters.bias_correction", why.averages("last_k"), "write `mode: ema`", note=True),

@@ -92,7 +92,7 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
          "  hint: write `data: {source: rows.jsonl}`"),
         ("data.chat=no", "data.chat: must be true or false, not `no` (text)\n  hint: write false"),
         ("data=null", "data: must be a section (`key: value` lines), not null\n  hint: write\n    data:\n"
-         "      source: rows.jsonl  # or a hub id, gym:TASK, file.py:function"),
+         "      source: rows.jsonl  # or a hub id, gym:TASK, task:NAME, file.py:function"),
         ("model.dtype=bf16", "model.dtype: `bf16` (text) is not a value of this key\n"
          "  allowed: auto, float32, bfloat16, float16\n  hint: did you mean `bfloat16`?"),
         ("model.dtype=float16", "model.dtype: training in float16 needs a scaled loss, which only rl has\n"
@@ -111,7 +111,7 @@ def test_missing_keys_stand_at_their_section(errors: Errors) -> None:
     text = "stage: sft\nmodel:\n  dtype: auto\nrun: {steps: 1}\n"
     assert errors(text) == (
         "r.yaml:1:1  data: is missing\n  Rows, how they become tokens, and which tokens are trained on.\n"
-        "  hint: write\n    data:\n      source: rows.jsonl  # or a hub id, gym:TASK, file.py:function\n"
+        "  hint: write\n    data:\n      source: rows.jsonl  # or a hub id, gym:TASK, task:NAME, file.py:function\n"
         "r.yaml:2:1  model.path: is missing\n"
         "  a directory, a hub id, a .gguf file, `tiny`, or `stage:NAME` in a pipeline"
     )

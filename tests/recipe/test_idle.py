@@ -59,6 +59,7 @@ NOTES = [
      ["engine.engine=transformers"]),
     ("eval", ["data.chat=false", "model.chat_template=t.jinja"], "model.chat_template: does nothing with `data.chat",
      ["data.chat=true"]),
+    ("eval", ["eval.stability=0.1"], "eval.stability: does nothing with one completion", ["eval.samples=2"]),
     ("eval", ["eval.best_of=reward"], "eval.best_of: does nothing with one completion", ["eval.samples=2"]),
     ("eval", ["rewards.0.name=a", "scoring.canary_window=9", "rewards.0.canary=true", "rewards.0.weight=0"],
      "scoring.canary_window: does nothing in eval", None),
@@ -224,7 +225,8 @@ critic.lr critic.path opponent opponent.ema opponent.samples
 eval eval.every eval.data eval.data.source eval.data.size eval.data.skip eval.data.columns
 eval.n eval.metric eval.keep_best eval.patience
 eval.samples eval.k eval.bootstrap eval.level eval.baseline eval.contamination eval.contamination.ratios
-eval.contamination.max_new_tokens eval.contamination.unit eval.habits
+eval.contamination.max_new_tokens eval.contamination.unit eval.habits eval.labels
+eval.consensus eval.consensus.direct eval.consensus.short eval.consensus.code eval.consensus.long
 samples search search.beam search.branch search.ends search.step_tokens search.max_steps search.mean search.sigmoid
 search.scoring best_of best_of.scoring
 completions builder balance_lengths max_gap not_in separability
