@@ -22,6 +22,19 @@ def sampler_gives(recipe: RlRecipe) -> set[str]:
     return GIVES.get(recipe.sampler.use, set())
 
 
+def band_notes(recipe: RlRecipe) -> list[str]:
+    """What a run says at its start of a band of pass rates that few groups can be in."""
+    notes, size = [], recipe.rollout.group_size
+    for keep in recipe.keeps:
+        if keep.use == "balanced_difficulty_filter":
+            low, high = keep.params["t_low"], keep.params["t_high"]
+            inside = [f"{n}/{size}" for n in range(size + 1) if low <= n / size <= high]
+            if len(inside) < 3:
+                which = ", ".join(inside) or "none"
+                notes.append(f"keep: of the pass rates of {size} rollouts, {which} lie between {low:g} and {high:g}")
+    return notes
+
+
 def _arguments(recipe: RlRecipe) -> Found:
     """Arguments that do not fit each other. A class of the user's is made when the run starts."""
     if split_function(recipe.sampler.use) is not None:

@@ -29,6 +29,7 @@ from posttrain.errors import Interrupted
 from posttrain.models.save import save
 from posttrain.models.save_adapter import merged_note
 from posttrain.recipe.objective_checks import stale_notes
+from posttrain.recipe.sampler_checks import band_notes
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.starting import wait_for
 from posttrain.run import checkpoints, ledger
@@ -87,7 +88,7 @@ def run(recipe: RlRecipe, directory: RunDirectory) -> dict[str, Any]:
             begin = start_notes.start_notes(recipe, ctx.loaded.model, work.steps * ctx.updates_per_step)
             few = (len(ctx.prompts), recipe.rollout.prompts_per_step, "prompt", "rollout.prompts_per_step")
             begin.append(start_notes.few_rows_note(*few) or "")
-            for note in (merged_note(ctx.loaded), whose, *begin, *stale_notes(recipe), unsaved):
+            for note in (merged_note(ctx.loaded), whose, *begin, *stale_notes(recipe), *band_notes(recipe), unsaved):
                 if note:
                     progress.note(note)
             # until here there is nothing to finish, and Ctrl-C ends the run at once

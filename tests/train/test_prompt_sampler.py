@@ -15,6 +15,7 @@ from posttrain.batch import RolloutBatch
 from posttrain.curriculum.protocol import Group, Plan, Pool
 from posttrain.errors import RecipeError, RunError
 from posttrain.recipe.load import load_dict
+from posttrain.recipe.sampler_checks import band_notes
 from posttrain.run import checkpoints
 from posttrain.train.prompt_sampler import StepSampler, with_outcomes
 
@@ -245,6 +246,13 @@ def test_arguments_that_do_not_fit_are_refused(make: Make, sampler: Values, told
 
     with pytest.raises((UserError, TypeError), match=told):
         StepSampler.from_recipe(make(sampler=sampler), [_prompt(n) for n in range(5)], 6)
+
+
+def test_a_band_that_few_groups_can_be_in_is_told(make: Make) -> None:
+    keep = {"use": "balanced_difficulty_filter", "t_low": 0.3, "t_high": 0.7}
+    (note,) = band_notes(make(keep=keep))
+    assert note == "keep: of the pass rates of 4 rollouts, 2/4 lie between 0.3 and 0.7"
+    assert band_notes(make(keep=keep, rollout={"group_size": 8})) == [] == band_notes(make())
 
 
 def test_a_column_of_difficulties_is_looked_for(tmp_path: Path) -> None:
