@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from posttrain.advantage.consistency import copo, copo_terms
-from posttrain.advantage.hints import hint_advantages, hint_ratio, protected
+from posttrain.advantage.hints import hint_advantages, protected
 from posttrain.advantage.reward_mix import hybrid, rank_rewards
 from posttrain.advantage.risk import risk_terms, riskpo
 from posttrain.batch import RolloutBatch
 from posttrain.errors import UserError
 from posttrain.loss.channels import clip_channels
 from posttrain.loss.clip import clip
+from posttrain.variants.help import hint_ratio
 
 NAN = float("nan")
 

@@ -82,6 +82,8 @@ def batch(garbage: float = 0.0, dtype: torch.dtype = torch.float64, **changes: A
         dones=torch.ones(12, dtype=torch.bool),
         hinted=torch.arange(12) % 3 == 0,
         hint_mask=MASK & (torch.arange(6) < 2),
+        bins=GROUPS % 3,
+        sampler_state={"scores": {"0": 0.5, "1": 1.5}},
         advantages=torch.tensor([1, -0.5, -0.5, 0, 0, 0, 0, 0, 0, 0.5, -1, 0.5], dtype=dtype),
         memory={"effective_rank": {"er": 1.5, "erv": 0.2, "era": -0.05}},
     )

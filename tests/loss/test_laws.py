@@ -14,7 +14,7 @@ NAMES = [
     (kind, name)
     for kind in ("loss", "kl", "regulariser")
     for name in sorted(registry.index()[kind])
-    if name not in ("value", "critic", "router_balance")  # their gradient is by the critic's values, or the router's
+    if name not in ("value", "critic", "router_balance", "entropy_bonus")  # their gradient is not by the log-probs
 ]
 WIDE: dict[str, dict[str, float]] = {"fiberpo": {"c_pos": 5.0, "c_neg": 4.0, "epsilon": 3.0}}  # gates let all through
 LENGTHS = torch.tensor([4, 1, 0, 3])
@@ -47,6 +47,7 @@ def batch(garbage: float, dtype: torch.dtype = torch.float64) -> tuple[RolloutBa
         values=torch.where(MASK, 0.3, garbage).to(dtype),
         opponent_logp=torch.where(MASK, -0.7, garbage).to(dtype),
         new_values=torch.where(MASK, 0.4, garbage).to(dtype),
+        hint_mask=MASK & (torch.arange(4) < 2),
     )
     return rows, matrix().requires_grad_()
 

@@ -58,8 +58,10 @@ def test_five_mistakes_at_once(errors: Errors) -> None:
             "r.yaml:15:1  num_generations: unknown key",
             "  known here: tools, tool_format, tool_prompt, tool_workers, tool_memory_mb, "
             "environment, earlier_turns, stage, algorithm,"
-            " model, data, sampler, rollout, rewards, scoring, group_rewards, keep, advantage, factors, bonuses,"
-            " spread, select, corrections, loss, kl, regularisers, controllers, critic, opponent, batch, optim, eval,"
+            " model, data, sampler, rollout, prompt_variants, rewards, scoring, group_rewards, keep,"
+            " advantage, factors, bonuses,"
+            " spread, select, corrections, loss, kl, regularisers, controllers, critic, solutions,"
+            " opponent, batch, optim, eval,"
             " extends, run, track",
             "  hint: write `rollout.group_size`",
             "r.yaml:17:9  run.seed: must be a whole number, not 4.7",
