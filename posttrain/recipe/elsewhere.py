@@ -27,14 +27,23 @@ KEYS = {
     "cft": ("critiques as targets", "posttrain sft sft/critiques  # a shipped recipe"),
     "cons_at_k": ("majority vote", "eval: {samples: 16, k: [1, 16]}  # `cons@16`"),
     "contamination_check": ("were the problems seen in training?", "eval: {contamination: {}}"),
+    "dereason": (
+        "rows that take little reasoning for SFT, those that take much for RL",
+        "data: {select: {reasoning: {part: rl}}}  # posttrain run dereason_tiny",
+    ),
+    "drive": (
+        "RL on ever harder subsets, by pass rates that are measured again before each",
+        "data: {select: {pass_rate: [{run: runs/rates, lowest: 72}]}}  # posttrain run drive_tiny",
+    ),
     "drqa": (
         "chains to judge: right and concise, right and verbose, or wrong",
         "data: {source: recipes/data/concise.py:chains, size: 3000, params: {alone: runs/one, together: runs/several}}",
     ),
     "efficiency_metrics": ("accuracy for tokens, against a baseline", "eval: {baseline: runs/before, aes: [1, 3, 5]}"),
     "light_r1": (
-        "SFT in two stages, DPO on verified pairs, an average, RL: a pipeline of stages",
-        "algorithm: light_r1_dpo  # and: posttrain data audit RECIPE --against BENCHMARK; merge_method: linear",
+        "a pipeline: SFT without what benchmarks have, SFT on the hardest rows, DPO, the average of checkpoints, RL on "
+        "a band of pass rates",
+        "posttrain run light_r1_tiny  # data.select; the DPO is `algorithm: light_r1_dpo`; docs/samplers.md",
     ),
     "lora_merge": ("fold an adapter into its model", "posttrain merge adapter.yaml  # docs/merging.md"),
     "lspo": (
@@ -90,6 +99,7 @@ FORMULAS = {
     "rlac": ("a generator against a critic that names its failure", "verify.self_play:adversarial_rewards"),
     "s_grpo": ("answers from cuts of one thought, the earliest right one earns most", "advantage.anytime:exit_decay"),
     "search_self_play": ("what a proposer of tasks earns", "verify.self_play:score_proposals"),
+    "skywork_ssb": ("which cached rows are drawn again, by their advantages", "curriculum.selection:selective_buffer"),
     "supo": ("one advantage for all stretches between summaries", "advantage.segments:shared_advantages"),
     "t_ppo": ("advantages of unfinished rollouts", "advantage.truncated:extended_gae"),
     "urpo": ("one model as player and referee", "loss.reward_model:urpo"),
